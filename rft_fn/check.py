@@ -1,7 +1,7 @@
-"""Checks at public boundaries: shapes, limits of options, addresses, text, and JSON that others wrote.
+"""Checks at public boundaries: shapes, limits of options, addresses, text, and foreign JSON.
 
-The values of tensors are never read, because that would stop a GPU. The limits of an option stand in its
-type, and `fields` checks a whole record of options against them.
+The values of tensors are never read, because that would stop a GPU. The limits of an option are in its type,
+and `fields` checks a whole record of options against them.
 """
 
 import dataclasses
@@ -25,10 +25,7 @@ __all__ = [
 
 
 def _fits(size: tuple[int, ...], dims: list[str], known: dict[str, Any]) -> bool:
-    """Whether a size has these dimensions.
-
-    New dimensions are added to `known`.
-    """
+    """Return whether a size has these dimensions, and add new ones to `known`."""
     lead = dims[:1] == ["..."]
     named = [dim for dim in dims if dim != "..."]
     rest = len(size) - len(named)
@@ -46,10 +43,7 @@ def _fits(size: tuple[int, ...], dims: list[str], known: dict[str, Any]) -> bool
 
 
 def _written(dims: list[str], known: dict[str, Any]) -> str:
-    """The expected sizes as text.
-
-    It is "4, S" for "N S" if N is known to be 4.
-    """
+    """Write the expected sizes as text: "4, S" for "N S" if N is known to be 4."""
     sizes: list[Any] = [known.get(dim, dim) for dim in dims]
     if sizes and isinstance(sizes[0], tuple):  # those that a leading ... stands for
         sizes[:1] = sizes[0]
@@ -98,14 +92,14 @@ def given(**args: T | None) -> tuple[T, ...]:
 
     Raises `ValueError("old_value: expected a tensor, got None; ...")` for the first that is.
     """
-    found: list[T] = []
+    values: list[T] = []
     for name, x in args.items():
         if x is None:
             raise ValueError(
                 f"{name}: expected a tensor, got None; give it to rft_fn.experience, or ask the model for it"
             )
-        found.append(x)
-    return tuple(found)
+        values.append(x)
+    return tuple(values)
 
 
 def at_most_one(**options: Any) -> None:
@@ -113,10 +107,10 @@ def at_most_one(**options: Any) -> None:
 
     Raises `ValueError("steps, epochs: expected one of them, got 30 and 3.0")`.
     """
-    found = {name: x for name, x in options.items() if x is not None}
-    if len(found) > 1:
+    given = {name: x for name, x in options.items() if x is not None}
+    if len(given) > 1:
         raise ValueError(
-            f"{', '.join(found)}: expected one of them, got {' and '.join(map(repr, found.values()))}"
+            f"{', '.join(given)}: expected one of them, got {' and '.join(map(repr, given.values()))}"
         )
 
 
@@ -125,7 +119,7 @@ _SECRET = re.compile(r"(?i)(^|[_.-]|api|access)key$|token|secret|passw|signature
 
 
 def _secret(address: str) -> str:
-    """What is secret in an address, or in several with commas between them; "" for nothing."""
+    """Return what is secret in an address, or in several with commas between them; "" for nothing."""
     if "://" not in address:
         return ""
     if re.search("//[^/?#]*@", address):
@@ -137,20 +131,20 @@ def _secret(address: str) -> str:
 
 
 def no_secret(name: str, address: str, instead: str) -> None:
-    """Check that an address has no secret, which would stand in the files of a run.
+    """Check that an address has no secret, which would be written to the files of a run.
 
     `instead` says where a secret belongs. The ValueError does not show the secret.
     """
-    found = _secret(address)
-    if found:
+    secret = _secret(address)
+    if secret:
         raise ValueError(
             f"{name}: expected an address without a secret, which a run would write into its config.json, "
-            f"got {found}; {instead}"
+            f"got {secret}; {instead}"
         )
 
 
 def shown_without_secrets(text: str) -> str:
-    """A text with *** in place of the secrets of the addresses in it."""
+    """Put *** in place of the secrets of the addresses in a text."""
 
     def hidden(word: re.Match[str]) -> str:
         if _SECRET.search(unquote(word["name"])):
@@ -188,7 +182,7 @@ def parse_json(text: str | bytes, *, depth: int = 100, decoder: json.JSONDecoder
     _check_depth(text, 0, depth)
     try:
         return decoder.decode(text)
-    except RecursionError:  # the caller itself stands deep
+    except RecursionError:  # the caller itself is deep
         raise ValueError("brackets nest too deep to be read here") from None
 
 
@@ -207,12 +201,12 @@ def json_at(
 def _check_depth(text: str, start: int, depth: int) -> None:
     """Raise ValueError if the value that begins at `start` has more than `depth` brackets around a place."""
     level = 0
-    for found in _QUOTED_OR_BRACKET.finditer(text, start):
-        if found[0] in ("{", "["):
+    for match in _QUOTED_OR_BRACKET.finditer(text, start):
+        if match[0] in ("{", "["):
             level += 1
             if level > depth:
                 raise ValueError(f"brackets nest deeper than {depth}")
-        elif found[0] in ("}", "]"):
+        elif match[0] in ("}", "]"):
             level -= 1
             if level <= 0:
                 return
@@ -231,7 +225,7 @@ def printable(text: Any) -> str:
     return _UNSHOWN.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
-# half of a surrogate pair: JSON may hold one alone, no file can be written with it
+# half of a surrogate pair: JSON may hold one, no file can be written with it
 _HALF = re.compile(r"[\ud800-\udfff]")
 
 
@@ -244,7 +238,7 @@ def check_text(value: Any) -> None:
 
 
 def _half_in(value: Any) -> str | None:
-    """The place of the first text with half of a pair, as "['messages'][0]"; None for none."""
+    """Return the place of the first text with half of a pair, as "['messages'][0]"; None for none."""
     if isinstance(value, str):
         return "" if not value.isascii() and _HALF.search(value) else None
     inner: list[tuple[Any, Any]] = []
@@ -268,10 +262,7 @@ def writable(text: str) -> str:
 
 @dataclass(frozen=True)
 class Range:
-    """The limits of a number, to annotate its type.
-
-    For example `lr: Annotated[float, Range(0, inf)]`.
-    """
+    """The limits of a number, to annotate its type: `lr: Annotated[float, Range(0, inf)]`."""
 
     low: float = -inf
     high: float = inf
@@ -289,12 +280,8 @@ class Range:
         return self.low <= x <= self.high
 
     def __str__(self) -> str:
-        left = "["
-        right = "]"
-        if self.open_low or self.low == -inf:
-            left = "("
-        if self.open_high or self.high == inf:
-            right = ")"
+        left = "(" if self.open_low or self.low == -inf else "["
+        right = ")" if self.open_high or self.high == inf else "]"
         return f"{left}{self.low}, {self.high}{right}"
 
 
@@ -337,17 +324,14 @@ def fields(record: Any) -> None:
 
 
 def free(kind: Any) -> set[str]:
-    """Names of the `Free` fields of a dataclass.
-
-    Those of a nested dataclass are "part.name".
-    """
-    found = set()
+    """Return the names of the `Free` fields of a dataclass; a nested one's are "part.name"."""
+    names = set()
     for name, hint in _hints(kind).items():
         if FREE in getattr(hint, "__metadata__", ()):
-            found.add(name)
+            names.add(name)
         elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            found |= {f"{name}.{inner}" for inner in free(hint)}
-    return found
+            names |= {f"{name}.{inner}" for inner in free(hint)}
+    return names
 
 
 @cache
@@ -393,7 +377,7 @@ def _plain(name: str, x: Any, hint: Any, limits: Sequence[Range]) -> None:
 def _union(name: str, x: Any, options: Sequence[Any]) -> None:
     """Check a field of a union type.
 
-    x may be any of the options; else the error is that of the first one that is not None.
+    x may be any of the options; else the error is about the first one that is not None.
     """
     error = None
     for option in options:

@@ -1,7 +1,4 @@
-"""Metrics that merge over packs and ranks.
-
-They merge in any order, without a mean of means.
-"""
+"""Metrics that merge over packs and ranks in any order, without a mean of means."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -21,15 +18,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- calibration: how often predictions come true, beside the probability that they were given
+# ---------- calibration: how often predictions come true, and the probability that they were given
 
 
 @tree.struct
 class Calibration:
-    """The expected calibration error, kept as sums over bins of equal width.
-
-    They merge exactly, so the error of all ranks is that of one process.
-    """
+    """The expected calibration error, kept as sums over bins of equal width, which merge exactly."""
 
     count: Tensor  # [bins] f64, predictions
     predicted: Tensor  # [bins] f64, sum of their probabilities
@@ -45,7 +39,7 @@ class Calibration:
 
 
 def calibration(p: Tensor, label: Tensor, mask: Tensor, *, bins: int = 10) -> Calibration:
-    """The expected calibration error (ECE) of probabilities p, over mask, all [*].
+    """Return the expected calibration error (ECE) of probabilities p, over mask, all [*].
 
         sum over bins of count / N * |mean label - mean p|
 
@@ -68,7 +62,7 @@ def calibration(p: Tensor, label: Tensor, mask: Tensor, *, bins: int = 10) -> Ca
 
 
 def reliability(of: Calibration) -> list[tuple[float, float, float]]:
-    """(predictions, their mean probability, the share that came true) of each bin that has some.
+    """Return (predictions, mean probability, share that came true) of each bin that has some.
 
     They are the points of a reliability diagram, whose diagonal is perfect calibration.
     """
@@ -77,18 +71,18 @@ def reliability(of: Calibration) -> list[tuple[float, float, float]]:
     return [(n, p, share) for n, p, share in rows if n]
 
 
-# ---------- kinds of metrics, and those of policies, pairs, reward models and rollouts
+# ---------- kinds of metrics, and metrics of policies, pairs, reward models and rollouts
 
 
 class Metric(Protocol):
     """A quantity that merges: over packs, over ranks, in any order."""
 
     def merge(self, other: Self) -> Self:
-        """The metric of both parts together."""
+        """Return the metric of both parts together."""
         ...
 
     def value(self) -> Tensor:
-        """The number [] to report."""
+        """Return the number [] to report."""
         ...
 
 
@@ -137,10 +131,7 @@ def _f64(x: Tensor) -> Tensor:
 
 
 def mean(x: Tensor, mask: Tensor) -> Mean:
-    """Mean of x over mask, both [*].
-
-    It is 0 if no position is in mask.
-    """
+    """Average x over mask, both [*]; 0 if no position is in mask."""
     return Mean(total=_f64(torch.where(mask, x.detach(), 0)).sum(), count=_f64(mask).sum())
 
 
@@ -152,10 +143,7 @@ def sum(x: Tensor, mask: Tensor | None = None) -> Sum:
 
 
 def max(x: Tensor, mask: Tensor) -> Max:
-    """Maximum of x over mask, both [*].
-
-    It is -inf if no position is in mask.
-    """
+    """Return the maximum of x over mask, both [*]; -inf if no position is in mask."""
     low = torch.where(mask, _f64(x), -torch.inf)
     least = low.new_full((1,), -torch.inf)  # amax of nothing raises
     return Max(top=torch.cat([low.flatten(), least]).amax())
@@ -189,16 +177,13 @@ def merge(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]
 
 
 def average(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each name over the rows that have it.
-
-    The rows are for example the updates of a rollout.
-    """
+    """Average each name over the rows that have it, for example the updates of a rollout."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: fmean(row[name] for row in rows if name in row) for name in names}
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The values of metrics as numbers, in one transfer per device.
+    """Return the values of metrics as numbers, in one transfer per device.
 
     ValueError for a value that is no metric.
     """
@@ -212,7 +197,7 @@ def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def pass_at_k(correct: Tensor, k: int) -> Tensor:
-    """Unbiased estimate of pass@k, [N].
+    """Return the unbiased estimate of pass@k, [N].
 
     The probability that one of k samples is correct, from `correct` [N, G] bool with c correct samples:
 
@@ -230,7 +215,7 @@ def pass_at_k(correct: Tensor, k: int) -> Tensor:
 
 
 def mismatch(logp: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Mismatch of two log-probs of the same tokens, all [*], in nats per token.
+    """Measure the mismatch of two log-probs of the same tokens, all [*], in nats per token.
 
     Mean and largest |logp - sampler|, and KL(sampler, policy) by k3: exp(d) - 1 - d with
     d = logp - sampler in [-20, 20]. A token that both exclude adds 0.
@@ -246,16 +231,16 @@ def mismatch(logp: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, Metric]:
 
 
 def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
-    """Mismatch of log-probs with `old_logp`, and entropy.
+    """Measure the mismatch of log-probs with `old_logp`, and the entropy.
 
     The mismatch is in nats per token; the entropy is there if the model gives it. In the first update on a
-    rollout whose old_logp is the sampler's, `policy/logp_gap` is the mismatch of trainer and sampler on the
-    same tokens and weights: 1e-6 in float32, and a bug if it is not small.
+    rollout with the sampler's log-probs as old_logp, `policy/logp_gap` is the mismatch of trainer and
+    sampler on the same tokens and weights: 1e-6 in float32, and a bug if it is not small.
     """
-    found = mismatch(out.logp, b.old_logp, b.mask)
+    metrics = mismatch(out.logp, b.old_logp, b.mask)
     if out.entropy is not None:
-        found["policy/entropy"] = mean(out.entropy, b.mask)
-    return found
+        metrics["policy/entropy"] = mean(out.entropy, b.mask)
+    return metrics
 
 
 def pairs(
@@ -268,12 +253,12 @@ def pairs(
     *,
     beta: float,
 ) -> dict[str, Metric]:
-    """Rewards, margin and accuracy of preference pairs.
+    """Measure rewards, margin and accuracy of preference pairs.
 
     All are means over the pairs in `real` [P], from log-probs [P] of responses under the policy and the
     reference: the implicit rewards beta log(policy / reference) of both sides and their margin, `accuracy`
-    (the share of pairs whose chosen response has the higher reward) and `ranking` (the share whose chosen
-    response is the more probable one under the policy). If policy and reference are the same, margin and
+    (the share of pairs where the chosen response has the higher reward) and `ranking` (the share where it
+    is the more probable one under the policy). If policy and reference are the same, margin and
     accuracy are 0.
     """
     check.shapes(chosen=(chosen, "P"), rejected=(rejected, "P"), real=(real, "P"))
@@ -293,10 +278,10 @@ def pairs(
 
 
 def preference(name: str, chosen: Tensor, rejected: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Scores, margin, accuracy and calibration of a reward model on pairs, all [*].
+    """Measure scores, margin, accuracy and calibration of a reward model on pairs, all [*].
 
     Means over the pairs in mask (`packing.real(b)`): the scores of both sides, their difference, and the
-    share of pairs whose chosen response has the higher score. `ece` is the calibration error of
+    share of pairs where the chosen response has the higher score. `ece` is the calibration error of
     sigmoid(chosen - rejected), with each pair shown in both orders; `metric.reliability` has its bins.
     """
     check.shapes(chosen=(chosen, "..."), rejected=(rejected, "..."), mask=(mask, "..."))
@@ -306,27 +291,28 @@ def preference(name: str, chosen: Tensor, rejected: Tensor, mask: Tensor) -> dic
         "margin": chosen - rejected,
         "accuracy": (chosen > rejected).double(),
     }
-    found: dict[str, Metric] = {f"{name}/{key}": mean(x, mask) for key, x in values.items()}
+    metrics: dict[str, Metric] = {f"{name}/{key}": mean(x, mask) for key, x in values.items()}
 
     # the second order says the same as the first, so that no choice of sides moves the bins
     p = torch.sigmoid(_f64(chosen) - _f64(rejected))
     both = torch.stack([mask, mask])
     label = torch.stack([torch.ones_like(p), torch.zeros_like(p)])
-    found[f"{name}/ece"] = calibration(torch.stack([p, 1 - p]), label, both)
-    return found
+    metrics[f"{name}/ece"] = calibration(torch.stack([p, 1 - p]), label, both)
+    return metrics
 
 
 def ranking(name: str, score: Tensor, rank: Tensor, unit: Tensor) -> dict[str, Metric]:
-    """Metrics of a reward model on ranked lists.
+    """Measure a reward model on ranked lists.
 
-    They are those of `preference` over all pairs of a list whose ranks differ, and `top`: the share of lists
-    whose highest score is that of a response of the best rank. Scores, ranks (lower is better) and lists
-    (`packing.unit_of`) are all [N]. A list without two ranks does not count, nor does a placeholder.
+    The metrics are as in `preference` over all pairs of a list with different ranks, and `top`: the share of
+    lists where the highest score is that of a response of the best rank. Scores, ranks (lower is better)
+    and lists (`packing.unit_of`) are all [N]. A list without two ranks does not count, nor does a
+    placeholder.
     """
     check.shapes(score=(score, "N"), rank=(rank, "N"), unit=(unit, "N"))
     same = unit[:, None] == unit
     better = same & (rank[:, None] < rank)
-    found = preference(name, score[:, None].expand(same.shape), score.expand(same.shape), better)
+    metrics = preference(name, score[:, None].expand(same.shape), score.expand(same.shape), better)
 
     # of equal scores the first is the highest
     index = torch.arange(len(score), device=score.device)
@@ -334,11 +320,11 @@ def ranking(name: str, score: Tensor, rank: Tensor, unit: Tensor) -> dict[str, M
     highest = ~(same & above).any(-1)
     listed = (same & better.any(-1)).any(-1)
     best = ~better.any(0)
-    return found | {f"{name}/top": mean(best.double(), highest & listed)}
+    return metrics | {f"{name}/top": mean(best.double(), highest & listed)}
 
 
 def router(out: TokenOut, b: Packed) -> dict[str, Metric]:
-    """Load balance of a mixture of experts.
+    """Measure the load balance of a mixture of experts.
 
     The model must be bound with aux=True. `router/aux` is 1 if all experts are used alike;
     `router/max_share` is the largest share that one expert has of the choices of a sequence.
@@ -352,10 +338,7 @@ OF_REWARD = ("mean", "std", "flat_groups")
 
 
 def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:
-    """Diagnostics of a rollout with rewards [N, G].
-
-    They are the spread of rewards, lengths, and the share of groups without signal.
-    """
+    """Describe a rollout with rewards [N, G]: spread, lengths, and the share of groups without signal."""
     size = batch.mask.sum(-1).double()
     flat = ~varied(reward)
     return {
@@ -370,10 +353,9 @@ def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:
 
 
 def spread(name: str, x: Tensor, mask: Tensor) -> dict[str, float]:
-    """Mean, deviation, minimum and maximum over mask.
+    """Return mean, deviation, minimum and maximum over mask.
 
-    They are named name/mean, name/std, name/min and name/max, and are 0 if mask is empty. x and mask are
-    [*].
+    The names are name/mean, name/std, name/min and name/max; all are 0 if mask is empty. x and mask are [*].
     """
     inside = x[mask].double()
     if not inside.numel():

@@ -7,14 +7,10 @@ __all__ = ["wide", "widen"]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type for sums, products and softmaxes: float64 for float64, else float32."""
-    if dtype == torch.float64:
-        return dtype
-    return torch.float32
+    """Return the type for sums, products and softmaxes: float64 for float64, else float32."""
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in `wide` of its type. Integers and booleans stay as they are."""
-    if not x.is_floating_point():
-        return x
-    return x.to(wide(x.dtype))
+    """Cast `x` to `wide` of its type; leave integers and booleans unchanged."""
+    return x.to(wide(x.dtype)) if x.is_floating_point() else x

@@ -27,7 +27,7 @@ class Moments:
 
 
 def moments() -> Moments:
-    """The moments of no rewards."""
+    """Return the moments of no rewards."""
     count, mean, m2 = torch.zeros(3, dtype=torch.float64).unbind()
     return Moments(count=count, mean=mean, m2=m2)
 
@@ -56,21 +56,19 @@ def running_norm(
     # equal rewards leave a deviation of rounding, which must not be divided by
     std = (m2 / (n - 1).clamp(min=1)).sqrt()
     scale = torch.where(std > 1e-12 * mean.abs(), std + eps, 1.0)
-    shift = torch.zeros_like(mean)
-    if centre:
-        shift = mean
+    shift = mean if centre else torch.zeros_like(mean)
     return ((reward - shift) / scale).to(reward.dtype), Moments(count=n, mean=mean, m2=m2)
 
 
 def clip(reward: Tensor, limit: float) -> Tensor:
-    """Rewards [...] bounded to +-limit. ValueError unless limit > 0."""
+    """Bound rewards [...] to +-limit. ValueError unless limit > 0."""
     if limit <= 0:
         raise ValueError(f"limit: expected > 0, got {limit}")
     return reward.clamp(-limit, limit)
 
 
 def overlong_penalty(length: Tensor, *, max_new: int, buffer: int, scale: float = 1.0) -> Tensor:
-    """DAPO's soft penalty of long responses, [...].
+    """Return DAPO's soft penalty of long responses, [...].
 
     The penalty is 0 up to a `length` [...] of max_new - buffer tokens, then falls on a line to -scale at
     max_new. arXiv 2503.14476. ValueError unless 0 < buffer <= max_new.
@@ -81,7 +79,7 @@ def overlong_penalty(length: Tensor, *, max_new: int, buffer: int, scale: float 
 
 
 def length_penalty(length: Tensor, correct: Tensor) -> Tensor:
-    """Kimi's length penalty [N, G], to be added to the reward.
+    """Return Kimi's length penalty [N, G], to be added to the reward.
 
         x = 0.5 - (length - shortest) / (longest - shortest)    of the group
         x where correct, else min(0, x)
@@ -99,7 +97,7 @@ def length_penalty(length: Tensor, correct: Tensor) -> Tensor:
 
 
 def gated(reward: Tensor, gate: Tensor) -> Tensor:
-    """Rewards [...] where the gate [...] is True, else 0.
+    """Return rewards [...] where the gate [...] is True, else 0.
 
     An example is accuracy that counts only in the right format.
     """
@@ -108,7 +106,7 @@ def gated(reward: Tensor, gate: Tensor) -> Tensor:
 
 
 def varied(reward: Tensor) -> Tensor:
-    """Whether rewards differ within each group, [N] bool.
+    """Return whether rewards differ within each group, [N] bool.
 
     `reward` is [N, G]. Groups of equal rewards have advantages of 0 and teach nothing.
     """
@@ -117,7 +115,7 @@ def varied(reward: Tensor) -> Tensor:
 
 
 def adaptive_kl(coef: float, kl: float, *, target: float, horizon: float, count: float) -> float:
-    """The next KL coefficient of a proportional controller.
+    """Return the next KL coefficient of a proportional controller.
 
         coef (1 + clip(kl / target - 1, +-0.2) count / horizon)
 
@@ -132,17 +130,14 @@ def adaptive_kl(coef: float, kl: float, *, target: float, horizon: float, count:
 
 
 def last_token(mask: Tensor) -> Tensor:
-    """The last token in mask of each row, [B, S] bool.
-
-    A row without a token in mask has none.
-    """
+    """Mark the last token in mask of each row, [B, S] bool; none in a row without one."""
     check.shapes(mask=(mask, "B S"))
     from_here_on = mask.flip(-1).cumsum(-1).flip(-1)  # tokens in mask
     return mask & (from_here_on == 1)
 
 
 def on_last_token(reward: Tensor, mask: Tensor) -> Tensor:
-    """Rewards on the last tokens in mask, [B, S].
+    """Put rewards on the last tokens in mask, [B, S].
 
     Other tokens get 0. `reward` [B] has one number per row; a row without a token in mask loses its reward.
     """
@@ -151,9 +146,9 @@ def on_last_token(reward: Tensor, mask: Tensor) -> Tensor:
 
 
 def steps_last(score: Tensor, mask: Tensor) -> Tensor:
-    """The score of the last step of each response, [B].
+    """Return the score of the last step of each response, [B].
 
-    `score` [B, S] has those of its steps, where `mask` is True, as a process reward model gives them
+    `score` [B, S] has the scores of its steps, where `mask` is True, as a process reward model gives them
     (`packing.scored(ends=)`). A response without a step gets 0.
     """
     check.shapes(score=(score, "B S"), mask=(mask, "B S"))
@@ -161,7 +156,7 @@ def steps_last(score: Tensor, mask: Tensor) -> Tensor:
 
 
 def steps_min(score: Tensor, mask: Tensor) -> Tensor:
-    """The lowest score of the steps of each response, [B].
+    """Return the lowest score of the steps of each response, [B].
 
     A chain of thought is as good as its worst step: arXiv 2305.20050, 2312.08935. Arguments as in
     `steps_last`.
@@ -172,7 +167,7 @@ def steps_min(score: Tensor, mask: Tensor) -> Tensor:
 
 
 def steps_product(logit: Tensor, mask: Tensor) -> Tensor:
-    """The probability that all steps of each response are right, [B].
+    """Return the probability that all steps of each response are right, [B].
 
         product over its steps of sigmoid(logit)
 
@@ -185,7 +180,7 @@ def steps_product(logit: Tensor, mask: Tensor) -> Tensor:
 
 
 def kl_in_reward(reward: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, *, coef: float) -> Tensor:
-    """Token rewards with a KL penalty, [B, S].
+    """Return token rewards with a KL penalty, [B, S].
 
     Each token gets -coef log(pi / ref), and the last one the reward too. `reward` is [B], all else [B, S];
     0 outside mask. A row without a token in mask loses its reward.

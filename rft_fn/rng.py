@@ -33,7 +33,7 @@ def fold_in(key: int, *data: int | str) -> int:
 
 
 def generator(key: int, device: str | torch.device = "cpu") -> torch.Generator:
-    """A fresh random generator for one draw.
+    """Make a fresh random generator for one draw.
 
     It is seeded with all bits of the key. Draws differ between kinds of device. On a GPU the key seeds
     torch's Philox. torch's CPU seed keeps only 32 bits, so there SHAKE-256 of the key fills the whole state
@@ -50,7 +50,7 @@ def generator(key: int, device: str | torch.device = "cpu") -> torch.Generator:
 
 
 def uniform(keys: Sequence[int], count: int) -> Tensor:
-    """`count` uniform numbers in [0, 1) of each key: [K, count] float64, on the CPU.
+    """Draw `count` uniform numbers in [0, 1) for each key: [K, count] float64, on the CPU.
 
     Row k has the first numbers of `generator(keys[k])`. One generator draws them all, which takes half the
     time of one for each key. TypeError for a key that is no int.
@@ -73,11 +73,14 @@ def _check(key: int) -> None:
 
 
 def _words(key: int) -> Tensor:
-    """The state of the twister of a key: 624 words of 32 bits."""
+    """Return the state of the twister for a key: 624 words of 32 bits."""
     digest = hashlib.shake_256(f"{key}".encode()).digest(4 * _TWISTER_WORDS)
     return torch.frombuffer(bytearray(digest), dtype=torch.int32)
 
 
 def _twister(state: Tensor) -> Tensor:
-    """The twister's words in a state of torch: the lower half of 64 bits each, after 24 bytes of counters."""
+    """View the twister's words in a state of torch.
+
+    Each is the lower half of 64 bits, after 24 bytes of counters.
+    """
     return state[24 : 24 + 8 * _TWISTER_WORDS].view(torch.int32)[::2]

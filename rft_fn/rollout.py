@@ -1,7 +1,7 @@
-"""Operations on rollouts: rows chosen, put together, cut, continued and told apart.
+"""Operations on rollouts: select, join, cut, continue and split rows.
 
-All are pure, keep each row's tokens beside its mask and log-probs, and carry media along. `group` says which
-prompt a row is a response to; a list of prompts of one's own stays aligned with it as each docstring says.
+All are pure, keep each row's tokens, mask and log-probs together, and carry media along. `group` says which
+prompt a row is a response to; a list of your own prompts stays aligned with it as each docstring says.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ __all__ = ["concat", "extend", "prefixes", "split", "take"]
 
 
 def take(rollout: Rollout, index: Sequence[int] | Tensor) -> Rollout:
-    """The rows `index`, in that order; a row may be taken more than once, and no row at all.
+    """Take the rows `index`, in that order; a row may be taken more than once, and no row at all.
 
     `index` holds row numbers, or is a mask [B] bool. Groups keep their numbers: `rollout.group` still points
     into the list of prompts of the whole rollout. IndexError for a row that is not there.
@@ -34,7 +34,7 @@ def take(rollout: Rollout, index: Sequence[int] | Tensor) -> Rollout:
 
 
 def _row_numbers(rollout: Rollout, index: Sequence[int] | Tensor) -> list[int]:
-    """The numbers of the rows of an index or a mask."""
+    """Return the numbers of the rows of an index or a mask."""
     size = len(rollout.tokens)
     if isinstance(index, Tensor) and index.dtype == torch.bool:
         check.shapes(tokens=(rollout.tokens, "B S"), index=(index, "B"))
@@ -47,7 +47,7 @@ def _row_numbers(rollout: Rollout, index: Sequence[int] | Tensor) -> list[int]:
 
 
 def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) -> Rollout:
-    """The rows of all parts in order, padded to the longest, with groups renumbered.
+    """Join the rows of all parts in order, padded to the longest, with groups renumbered.
 
     The groups of a part continue those of the part before it, so that they point into the parts' prompts, one
     list after the other. `prompts` is how many prompts each part has; by default one more than its largest
@@ -79,7 +79,7 @@ def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) ->
 
 
 def _common_sampling(samplings: Sequence[Sampling | None]) -> Sampling | None:
-    """The first that is known. ValueError where log-probs of another are of another distribution."""
+    """Return the first that is known; ValueError if another has another distribution."""
     known = [sampling for sampling in samplings if sampling is not None]
     for sampling in known:
         if sampling.distribution != known[0].distribution:
@@ -91,19 +91,19 @@ def _common_sampling(samplings: Sequence[Sampling | None]) -> Sampling | None:
 
 
 def _prompts(rollout: Rollout) -> int:
-    """The fewest prompts that the groups of a rollout can point into."""
+    """Return the fewest prompts that the groups of a rollout can point into."""
     if not len(rollout.group):
         return 0
     return int(rollout.group.max()) + 1
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    """A field [B, S] with 0 up to `size` columns; one of rows as it is."""
+    """Pad a field [B, S] with 0 to `size` columns; leave a field [B] unchanged."""
     return F.pad(x, (0, size - x.shape[1])) if x.dim() == 2 else x
 
 
 class Owner:
-    """The media of one prompt, cut out of those of a batch when they are first read."""
+    """The media of one prompt, cut out of the batch's when they are first read."""
 
     def __init__(self, media: Media, row: int):
         self.batch = media
@@ -111,7 +111,7 @@ class Owner:
 
     @cached_property
     def media(self) -> Mapping[str, Tensor]:
-        """The tensors that have rows. ValueError where another process holds them."""
+        """Return the tensors that have rows; ValueError where another process holds them."""
         own = self.batch.take([self.row])
         own.require_held()
         return {name: x for name, x in own.tensors.items() if len(x)}
@@ -125,14 +125,14 @@ class Prefix(list[int]):
     """
 
     def __init__(self, ids: Iterable[int], sampled: Iterable[bool], prompt: Any):
-        """`prompt` has the processor's tensors as its `media`, which are read when they are needed."""
+        """Take a `prompt` with the processor's tensors as its `media`, read when they are needed."""
         super().__init__(ids)
         self.sampled = list(sampled)  # of each token, whether the policy sampled it
         self.prompt = prompt
 
     @property
     def media(self) -> Mapping[str, Tensor]:
-        """The processor's tensors of the prompt, the same object for all of its responses."""
+        """Return the processor's tensors of the prompt, the same object for all of its responses."""
         return self.prompt.media
 
     def __add__(self, more: list[int]) -> "Prefix":  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -140,7 +140,7 @@ class Prefix(list[int]):
 
 
 def prefixes(rollout: Rollout, at: Sequence[int] | Tensor | None = None) -> list[list[int]]:
-    """The first `at[b]` tokens of each row [B], as prompts to continue from; whole rows by default.
+    """Return the first `at[b]` tokens of each row [B], to continue from; whole rows by default.
 
     A row with media gives a `Prefix`, a list that has them. ValueError unless 1 <= at[b] <= length[b].
     """
@@ -166,12 +166,12 @@ def prefixes(rollout: Rollout, at: Sequence[int] | Tensor | None = None) -> list
 
 
 def extend(before: Rollout, after: Rollout) -> Rollout:
-    """The rows of `after`, whose prompts are rows of `before` or begin with them, with what both sampled.
+    """Join each row of `after` with the row of `before` that it continues: both were sampled.
 
     `after.group[b]` is the row of `before` that row b continues: what an engine returns for
-    `prefixes(before)`, and for prompts that put more tokens behind those (an environment's answer). Up to the
-    first token that `after` sampled, mask and log-probs are those of `before`, from there those of `after`.
-    The version is the smaller of both. Groups are those of `before`, and so are media.
+    `prefixes(before)`, and for prompts that add more tokens to those (an environment's answer). Up to the
+    first token that `after` sampled, mask and log-probs come from `before`, from there on from `after`.
+    The version is the smaller of both. Groups and media come from `before`.
 
     ValueError for a group that is no row of `before`, or a row that does not begin as its source does: with
     as many of its tokens as the prompt of that row has. ValueError for rollouts of different distributions.
@@ -213,12 +213,12 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
 
 
 def _resized(x: Tensor, size: int) -> Tensor:
-    """A field [B, S] with `size` columns: cut, or filled up with 0."""
+    """Cut a field [B, S] to `size` columns, or fill it up with 0."""
     return _padded(x[:, :size], size)
 
 
 def split(rollout: Rollout, by: Sequence[Hashable] | Tensor) -> Mapping[Hashable, Rollout]:
-    """The rows by their label `by[b]`, in the order in which labels first occur.
+    """Split the rows by their label `by[b]`, in the order in which labels first occur.
 
     Labels are numbers, texts or anything hashable: the source of a prompt, its level, whether it was solved.
     Groups keep their numbers, as in `take`. ValueError unless there is one label for each row.

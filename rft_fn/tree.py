@@ -22,14 +22,11 @@ T = TypeVar("T")
 
 
 class UseAfterDonate(RuntimeError):
-    """A donated value was read.
-
-    A function has consumed it, and perhaps reused its memory.
-    """
+    """A value was read that a function has consumed, and perhaps reused the memory of."""
 
 
 def static(**kwargs: Any) -> Any:
-    """A static struct field, which is no leaf.
+    """Make a static struct field, which is no leaf.
 
     It is part of the structure, for example an int or a function.
     """
@@ -37,17 +34,14 @@ def static(**kwargs: Any) -> Any:
 
 
 def field_names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(names of leaf fields, names of static fields) of a struct."""
+    """Return (names of leaf fields, names of static fields) of a struct."""
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     return children, tuple(f.name for f in fields if f.metadata.get("static"))
 
 
 def _missing(self: Any, name: str) -> Any:
-    """The `__getattr__` of structs, for missing attributes only.
-
-    Those are the fields of a donated struct, or typos.
-    """
+    """Raise for a missing attribute of a struct: a field of a donated one, or a typo."""
     if name in type(self).__dataclass_fields__:
         raise UseAfterDonate(
             f"{type(self).__name__}.{name}: this {type(self).__name__} was donated (an update consumed it); "
@@ -58,10 +52,7 @@ def _missing(self: Any, name: str) -> Any:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static,))
 def struct(cls: type[T]) -> type[T]:
-    """Make a class a frozen dataclass and a pytree.
-
-    Its fields are keyword-only. optree and torch both know it.
-    """
+    """Make a class a frozen dataclass and a pytree of optree and torch, with keyword-only fields."""
     # eq=False: comparing tensors gives tensors, and a struct stays hashable by identity
     cls = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)  # type: ignore[assignment]
     cls.__getattr__ = _missing  # type: ignore[attr-defined]
@@ -94,15 +85,12 @@ def struct(cls: type[T]) -> type[T]:
 
 
 class Named(dict):
-    """A dict of named tensors that can be donated.
-
-    It holds parameters or gradients. Any read after the donation raises UseAfterDonate.
-    """
+    """A dict of named tensors that can be donated; then every read raises UseAfterDonate."""
 
     source: Any = None  # of gradients: what they were computed from, until they are donated
 
     def __reduce__(self) -> tuple:
-        """Copies and pickles have the tensors alone."""
+        """Copy and pickle only the tensors."""
         return Named, (dict(self),)
 
 
@@ -134,10 +122,7 @@ _register_torch(_Donated, _Donated._gone, _Donated._gone)
 
 
 def replace(x: T, **fields: Any) -> T:
-    """Copy a struct with some fields changed.
-
-    TypeError for a field that it does not have.
-    """
+    """Copy a struct with some fields changed; TypeError for a field that it does not have."""
     return dataclasses.replace(x, **fields)  # type: ignore[type-var]
 
 
@@ -150,7 +135,7 @@ def map(f: Callable[..., Any], *trees: Any, is_leaf: Callable[[Any], bool] | Non
 
 
 def leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """The leaves of a tree, in the order of the fields.
+    """Return the leaves of a tree, in the order of the fields.
 
     Parts for which `is_leaf` is true count as leaves.
     """
@@ -158,14 +143,14 @@ def leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[A
 
 
 def leaves_with_path(tree: Any) -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of each leaf, the path as in checkpoints: "opt/0/m/model.norm.weight"."""
+    """Yield (path, leaf), the path as in checkpoints: "opt/0/m/model.norm.weight"."""
     paths, values, _ = optree.tree_flatten_with_path(tree, namespace=_NAMESPACE)
     for path, leaf in zip(paths, values):
         yield "/".join(str(part) for part in path), leaf
 
 
 def unflatten_like(like: Any, values: list[Any]) -> Any:
-    """A tree with the structure of `like` and other leaves."""
+    """Make a tree with the structure of `like` and other leaves."""
     return optree.tree_unflatten(optree.tree_structure(like, namespace=_NAMESPACE), values)
 
 

@@ -1,6 +1,7 @@
 """AdamW, in the memory of the gradients."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +13,7 @@ from rft_fn.types import Transform
 __all__ = ["AdamState", "Decays", "adamw"]
 
 
-class Decays(Protocol):
-    """Chooses the parameters that decay."""
-
-    def __call__(self, name: str, p: Tensor, /) -> bool:
-        """Whether the parameter of that name decays."""
-        ...
+Decays = Callable[[str, Tensor], bool]  # whether the parameter of a name decays
 
 
 @tree.struct
@@ -42,13 +38,13 @@ def adamw(
     weight_decay: float = 0.0,
     mask: Decays | None = None,
 ) -> Transform:
-    """AdamW, whose updates lie in the memory of the gradients.
+    """Make AdamW, with updates in the memory of the gradients.
 
         -lr (m_hat / (sqrt(v_hat) + eps) + weight_decay p)
 
-    arXiv 1711.05101. `mask(name, parameter)` chooses the parameters that decay, by default those of two
+    arXiv 1711.05101. `mask(name, parameter)` chooses the parameters that decay, by default all with two
     dimensions or more, so neither norms nor biases. The moments have the parameters' type. Equals
-    torch.optim.AdamW to rounding. An update needs no memory beside its arguments but a copy of one tensor.
+    torch.optim.AdamW to rounding. An update needs no more memory than a copy of one tensor.
     """
     schedule = lr if callable(lr) else constant(lr)
     decays = mask or _is_matrix

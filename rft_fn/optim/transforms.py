@@ -1,8 +1,8 @@
-"""Transforms: schedules, clipping, chains, averages and master weights, and what they share."""
+"""Transforms: clipping, chains, averages and master weights, schedules, and what they share."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def local_parts(tensors: Any) -> list[Tensor]:
-    """The leaves of a tree: plain tensors as they are, of sharded ones the shard of this process.
+    """Return the leaves of a tree: plain tensors, and of sharded ones the shard of this process.
 
     A shard shares the memory of its tensor, so what is done to it in place is done to the tensor. Operations
     on single elements need no more, and a sharded tensor would work out anew, for every list of shapes, how
@@ -32,36 +32,34 @@ def local_parts(tensors: Any) -> list[Tensor]:
 
 
 def _local_part(x: Any) -> Tensor:
-    if hasattr(x, "to_local"):
-        return x.to_local()
-    return x.detach()
+    return x.to_local() if hasattr(x, "to_local") else x.detach()
 
 
 # ---------- updates added to parameters
 
 
-def by_name(params: Any, found: Any, what: str) -> Any:
-    """Return `found`, a mapping of any type and order, as `params` is.
+def by_name(params: Any, given: Any, what: str) -> Any:
+    """Return `given`, a mapping of any type and order, with the type and order of `params`.
 
     The leaves of two trees belong together by their order, and a dict has another than a `Named`. ValueError
-    unless it has the names of `params`; `what` names it. Parameters that are no mapping take it as it is.
+    unless it has the names of `params`; `what` names it. Unchanged for parameters that are no mapping.
     """
     if not isinstance(params, (tree.Named, dict)):
-        return found
-    if isinstance(found, tree.Named) and isinstance(params, tree.Named) and list(found) == list(params):
-        return found
-    if not isinstance(found, Mapping):
+        return given
+    if isinstance(given, tree.Named) and isinstance(params, tree.Named) and list(given) == list(params):
+        return given
+    if not isinstance(given, Mapping):
         raise ValueError(
-            f"{what}: expected a mapping of the parameters' names to tensors, got {type(found).__name__}"
+            f"{what}: expected a mapping of the parameters' names to tensors, got {type(given).__name__}"
         )
-    if found.keys() != params.keys():
-        odd = sorted(found.keys() ^ params.keys())
+    if given.keys() != params.keys():
+        odd = sorted(given.keys() ^ params.keys())
         where = "without it" if odd[0] in params else "with it"
         raise ValueError(
-            f"{what}: expected the names of the {len(params)} parameters, got {len(found)} {where}: {odd[0]}"
+            f"{what}: expected the names of the {len(params)} parameters, got {len(given)} {where}: {odd[0]}"
         )
     kind = tree.Named if isinstance(params, tree.Named) else dict
-    return kind((name, found[name]) for name in params)
+    return kind((name, given[name]) for name in params)
 
 
 @torch.no_grad()
@@ -99,7 +97,7 @@ class MasterState:
 def ema(decay: float) -> Transform:
     """Keep an exponential moving average of the parameters.
 
-    It has to be the last transform in a chain, to see the final updates:
+    It must be the last transform in a chain, to see the final updates:
 
         average = decay average + (1 - decay) (params + updates)
 
@@ -153,20 +151,17 @@ def master_weights(tx: Transform) -> Transform:
     return Transform(init, update, {"name": "master_weights", "tx": tx.spec})
 
 
-# ---------- transforms made of others: one after the other, or each on parameters of its own
+# ---------- transforms made of others: one after the other, or each on its own parameters
 
 
 def chain(*txs: Transform) -> Transform:
-    """Apply transforms one after the other.
-
-    The state is the tuple of their states.
-    """
+    """Apply transforms one after the other; the state is the tuple of their states."""
 
     def update(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple]:
         out = []
         for tx, s in zip(txs, state):
-            found, s = tx.update(grads, s, params)
-            grads = by_name(params, found, "updates")
+            updates, s = tx.update(grads, s, params)
+            grads = by_name(params, updates, "updates")
             out.append(s)
         return grads, tuple(out)
 
@@ -178,16 +173,16 @@ def chain(*txs: Transform) -> Transform:
 
 @tree.struct
 class PartitionState:
-    """Of `partition`: the state of each transform, by its label."""
+    """The state of `partition`: that of each transform, by its label."""
 
     inner: dict[str, Any]
 
 
 def partition(label: Callable[[str, Tensor], str], **txs: Transform) -> Transform:
-    """Each parameter by one of several transforms: the one that `label(name, parameter)` names.
+    """Step each parameter by one of several transforms: the one that `label(name, parameter)` names.
 
     Parameters are a mapping of names, as everywhere here. A transform sees only its own: a clip inside of
-    one clips by the norm of those. ValueError at init for a label that is none of the transforms', and for a
+    one clips by their norm. ValueError at init for a label that is none of the transforms', and for a
     transform that gets no parameter.
     """
 
@@ -214,23 +209,20 @@ def partition(label: Callable[[str, Tensor], str], **txs: Transform) -> Transfor
     def update(grads: Any, state: PartitionState, params: Any) -> tuple[Any, PartitionState]:
         updates, inner = tree.Named(), {}
         for chosen, names in names_of(params).items():
-            mine, own = select(grads, names), select(params, names)
-            found, inner[chosen] = txs[chosen].update(mine, state.inner[chosen], own)
-            updates.update(by_name(own, found, "updates"))
+            own = select(params, names)
+            part, inner[chosen] = txs[chosen].update(select(grads, names), state.inner[chosen], own)
+            updates.update(by_name(own, part, "updates"))
         in_order = tree.Named((name, updates[name]) for name in params)
         return in_order, PartitionState(inner=inner)
 
     return Transform(init, update, {"name": "partition", "txs": {name: tx.spec for name, tx in txs.items()}})
 
 
-# ---------- what stands inside an optimizer state, however its transforms are combined
+# ---------- what is inside an optimizer state, however its transforms are combined
 
 
 def parts(opt: Any) -> tuple:
-    """The states inside an optimizer state.
-
-    They are those of a chain, that below master weights, or none.
-    """
+    """Return the states inside an optimizer state: of a chain, below master weights, or none."""
     if isinstance(opt, tuple):
         return opt
     if isinstance(opt, PartitionState):
@@ -241,17 +233,14 @@ def parts(opt: Any) -> tuple:
 
 
 def _states(opt: Any) -> Iterator[Any]:
-    """An optimizer state and all states inside it, from the outermost."""
+    """Yield an optimizer state and all states inside it, from the outermost."""
     yield opt
     for part in parts(opt):
         yield from _states(part)
 
 
 def ema_params(opt: Any) -> Any:
-    """The average of `ema` in an optimizer state.
-
-    ValueError if there is none.
-    """
+    """Return the average of `ema` in an optimizer state; ValueError if there is none."""
     for state in _states(opt):
         if isinstance(state, EmaState):
             return state.average
@@ -259,7 +248,7 @@ def ema_params(opt: Any) -> Any:
 
 
 def count(opt: Any) -> int:
-    """The updates that `adamw` has made, from an optimizer state.
+    """Return the number of updates that `adamw` has made, from an optimizer state.
 
     Its next learning rate is schedule(count). Unlike `TrainState.step` it leaves out updates that were
     skipped. ValueError if there is no adamw.
@@ -275,7 +264,7 @@ def count(opt: Any) -> int:
 
 
 def global_norm(grads: Any) -> Tensor:
-    """The global norm [] of gradients.
+    """Return the global norm [] of gradients.
 
     This is the 2-norm of all of them together, 0 if there are none; a plain tensor, also for sharded
     gradients.
@@ -291,14 +280,14 @@ def global_norm(grads: Any) -> Tensor:
 
 
 def _sharded_over(x: Any) -> tuple[Any, ...]:
-    """The process groups that have a tensor in shards; () for a plain one."""
+    """Return the process groups that have a tensor in shards; () for a plain one."""
     if not hasattr(x, "device_mesh"):
         return ()
     return tuple(x.device_mesh.get_group(i) for i, place in enumerate(x.placements) if place.is_shard())
 
 
 def _norm_of(tensors: list[Any], groups: tuple[Any, ...]) -> Tensor:
-    """The 2-norm [] of tensors that the same groups share."""
+    """Return the 2-norm [] of tensors that the same groups share."""
     norm = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(local_parts(tensors)))))
     for group in groups:
         square = norm.square()
@@ -326,16 +315,11 @@ def clip_by_global_norm(max_norm: float) -> Transform:
 # ---------- learning rates as functions of the step
 
 
-class Schedule(Protocol):
-    """A learning rate that depends on the step."""
-
-    def __call__(self, step: int, /) -> float:
-        """The learning rate after `step` updates."""
-        ...
+Schedule = Callable[[int], float]  # updates done -> the learning rate
 
 
 def constant(lr: float) -> Schedule:
-    """The same learning rate at every step."""
+    """Return the schedule with the same learning rate at every step."""
 
     def schedule(step: int, /) -> float:
         return lr
@@ -346,7 +330,7 @@ def constant(lr: float) -> Schedule:
 def warmup_linear(
     lr: float, warmup: int, total: int, *, floor: float = 0.0, from_zero: bool = False
 ) -> Schedule:
-    """A linear warmup followed by a linear decay.
+    """Return a schedule of a linear warmup, then a linear decay.
 
     From lr / warmup up to lr in `warmup` steps, then down to floor * lr at step `total`, where it stays. With
     `from_zero` the warmup begins at 0 and reaches lr one step later, as that of transformers.
@@ -361,7 +345,7 @@ def warmup_linear(
 def warmup_cosine(
     lr: float, warmup: int, total: int, *, floor: float = 0.1, from_zero: bool = False
 ) -> Schedule:
-    """A linear warmup followed by a cosine decay.
+    """Return a schedule of a linear warmup, then a cosine decay.
 
     From lr / warmup up to lr in `warmup` steps, then by half a cosine down to floor * lr at step `total`,
     where it stays; `from_zero` as in `warmup_linear`.

@@ -1,10 +1,9 @@
-"""The records of the project, and their functions' signatures.
+"""The records of the project, and the signatures of their functions.
 
 Dimensions: N prompts, G samples per prompt, B = N G sequences, S padded length, T tokens and K sequences of
 a pack, V vocabulary, D width. `mask` is bool and never a weight; `w` is float and never a mask.
 """
 
-from rft_fn.types.algorithm import AdvantageFn, CriticAdvantageFn, WeightFn
 from rft_fn.types.batch import (
     Experience,
     Packed,
@@ -16,8 +15,9 @@ from rft_fn.types.batch import (
     experience,
 )
 from rft_fn.types.engine import Engine, record
+from rft_fn.types.functions import AdvantageFn, Apply, CriticAdvantageFn, LossFn, WeightFn
 from rft_fn.types.media import Media
-from rft_fn.types.strategy import Apply, LossFn, Session, Strategy
+from rft_fn.types.strategy import Session, Strategy
 
 __all__ = [
     "AdvantageFn", "Apply", "Engine", "Experience", "LossFn", "Media", "Packed", "Rollout", "Sampling",

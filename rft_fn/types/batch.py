@@ -42,18 +42,18 @@ class Sampling:
 
     @property
     def distribution(self) -> tuple[float, float, int]:
-        """(temperature, top_p, top_k) that log-probs are of; greedy tokens have those of temperature 1."""
+        """Return the (temperature, top_p, top_k) of log-probs; temperature 1 for greedy tokens."""
         return self.temperature or 1.0, self.top_p, self.top_k
 
     @property
     def described(self) -> str:
-        """The distribution, for an error."""
+        """Return the distribution as text, for an error."""
         temperature, top_p, top_k = self.distribution
         return f"temperature {temperature:g}, top_p {top_p:g}, top_k {top_k}"
 
     @property
     def truncates(self) -> bool:
-        """Whether top_p or top_k leave out any token."""
+        """Return whether top_p or top_k leave out any token."""
         return self.top_p < 1 or self.top_k > 0
 
 
@@ -99,7 +99,7 @@ class Packed:
     """One micro-batch, flat and label-aligned.
 
     Everything at t is about `target[t]`. Fields other than tokens, target, pos and seq are 0 outside mask.
-    Sequences after the first len(rows) are borrowed for their media, or stand in an empty pack: nothing of
+    Sequences after the first len(rows) are borrowed for their media, or are in an empty pack: nothing of
     them is in mask.
     """
 
@@ -118,7 +118,7 @@ class Packed:
     extra: dict[str, Tensor] | None = None  # name -> [T, ...]
     media: Media | None = None
     num_seqs: int = tree.static()  # K
-    rows: tuple[int, ...] = tree.static(default=())  # rows of the Experience, behind the first sequences
+    rows: tuple[int, ...] = tree.static(default=())  # rows of the Experience, of the first sequences
     # sequences that belong together: 2 in losses of pairs; of each unit, where ranked lists differ in length
     unit: int | tuple[int, ...] = tree.static(default=1)
     padding: int = tree.static(default=0)  # masked tokens after the last sequence
@@ -153,14 +153,13 @@ def experience(
     """Join a rollout with its advantages and weights [B, S].
 
     `old_logp` defaults to the sampler's log-probs. `adv` may also be [B, 1] or [B], one advantage per
-    response. `words` [B, S, K] are K words at each token (ids) whose log-probs are asked for beside that of
-    the token itself: the model gives them as `out.words_logp` [T, K]. `extra` maps names to data for a custom
-    loss, which finds it as `b.extra[name]` [T, ...]: per token [B, S, ...], or per response [B] or [B, 1].
+    response. `words` [B, S, K] are K more words at each token (ids): the model gives their log-probs as
+    `out.words_logp` [T, K]. `extra` maps names to data for a custom loss, which reads it as `b.extra[name]`
+    [T, ...]: per token [B, S, ...], or per response [B] or [B, 1].
     All of these are data: a gradient that they carry is cut off. ValueError names the field whose shape
     disagrees, or which has NaN (`adv` and `w` also inf) where the policy sampled.
     """
-    if old_logp is None:
-        old_logp = rollout.logp
+    old_logp = rollout.logp if old_logp is None else old_logp
     for name, x in (extra or {}).items():
         if not isinstance(x, Tensor):
             raise ValueError(
@@ -174,19 +173,19 @@ def experience(
     if extra is not None:
         extra = {name: _on_tokens(x, size).detach() for name, x in extra.items()}
 
-    # a wrong shape found here has a name; inside the loss it would only be a size
-    spec = {"tokens": (rollout.tokens, "B S"), "adv": (adv, "B S"), "w": (w, "B S")}
-    spec |= {"old_logp": (old_logp, "B S"), "ref_logp": (ref_logp, "B S")}
-    spec |= {"old_value": (old_value, "B S"), "ret": (ret, "B S")}
-    spec |= {"words": (words, "B S K")}
-    for name, x in (extra or {}).items():
-        per_token = x[(...,) + (0,) * (x.dim() - 2)]
-        spec[f"extra[{name!r}]"] = (per_token, "B S")
-    if rollout.media is not None:
-        spec["media.of"] = (rollout.media.of, "B")
-    check.shapes(**spec)
-    for name in ("adv", "w", "old_logp", "ref_logp", "old_value", "ret"):
-        _require_numbers(name, spec[name][0], rollout.mask)
+    # a wrong shape has a name here; inside the loss it would only be a size
+    numbers = {"adv": adv, "w": w, "old_logp": old_logp}
+    numbers |= {"ref_logp": ref_logp, "old_value": old_value, "ret": ret}
+    of = None if rollout.media is None else rollout.media.of
+    check.shapes(
+        tokens=(rollout.tokens, "B S"),
+        **{name: (x, "B S") for name, x in numbers.items()},
+        words=(words, "B S K"),
+        **{f"extra[{name!r}]": (x[(..., *[0] * (x.dim() - 2))], "B S") for name, x in (extra or {}).items()},
+        **{"media.of": (of, "B")},
+    )
+    for name, x in numbers.items():
+        _require_numbers(name, x, rollout.mask)
 
     return Experience(
         tokens=rollout.tokens,
@@ -210,7 +209,7 @@ def _detached(x: Tensor | None) -> Tensor | None:
 
 
 def _require_numbers(name: str, x: Tensor | None, mask: Tensor) -> None:
-    """ValueError for NaN in the mask. Log-probs may be -inf: of a word that top_p leaves out."""
+    """Raise ValueError for NaN in mask; log-probs may be -inf, for a word that top_p leaves out."""
     if x is None:
         return
     wrong = (~x.isfinite() if name in ("adv", "w") else x.isnan()) & mask
@@ -223,7 +222,7 @@ def _require_numbers(name: str, x: Tensor | None, mask: Tensor) -> None:
 
 
 def _on_tokens(x: Tensor, size: int) -> Tensor:
-    """Numbers of responses [B] or [B, 1] on each of their tokens [B, S]; anything else as it is."""
+    """Expand numbers of responses [B] or [B, 1] to their tokens [B, S]; leave others unchanged."""
     if x.dim() == 1:
         x = x.unsqueeze(-1)
     if x.dim() == 2 and x.shape[-1] == 1:
@@ -238,7 +237,7 @@ class TransformInit(Protocol):
     """Makes the state of a transform."""
 
     def __call__(self, params: Any, /) -> Any:
-        """The state before the first update.
+        """Return the state before the first update.
 
         It is a tree of tensors on the devices of `params`.
         """
@@ -249,7 +248,7 @@ class TransformUpdate(Protocol):
     """One step of a transform."""
 
     def __call__(self, grads: Any, state: Any, params: Any, /) -> tuple[Any, Any]:
-        """(updates, state one step on).
+        """Return (updates, state one step on).
 
         The updates are to be added to `params`: a mapping of any type with the same names. `grads` and
         `state` are donated: both may be changed in place. `params` are only read.

@@ -29,11 +29,11 @@ class EngineStatus(TypedDict):
     alive: bool  # False once it is closed, or `generate` or `load` has failed
     version: int  # of its weights
     asleep: bool
-    supported: frozenset[str]  # those of "load", "score", "sleep" and "start" that do something
+    supported: frozenset[str]  # of "load", "score", "sleep" and "start" what does something
     dtype: NotRequired[torch.dtype]  # of its weights, where it is one: they are sent in it
     window: NotRequired[int | None]  # tokens of a prompt and its response; None without a limit
     placeholders: NotRequired[frozenset[int]]  # of media: no prompt may have one without its media
-    tied: NotRequired[bool]  # whether a tied weight has to be sent under each of its names
+    tied: NotRequired[bool]  # whether a tied weight must be sent under all of its names
 
 
 class Generate(Protocol):
@@ -49,7 +49,7 @@ class Generate(Protocol):
         max_new: Sequence[int] | None = None,
         start: Sequence[int] | None = None,
     ) -> Rollout:
-        """Sample n responses to each prompt: B = len(prompts) n rows, those of a prompt side by side.
+        """Sample n responses to each prompt: B = len(prompts) n rows, prompt by prompt.
 
         `prompts` are lists of token ids, objects with `.ids`, or texts where the engine has a tokenizer. A
         text is a question, encoded as `data` encodes one. No prompts give a rollout without rows: B = S = 0.
@@ -64,7 +64,7 @@ class Generate(Protocol):
         `max_new` and `start` hold one number for each row. `max_new[b]` is the limit of row b, at most
         `sampling.max_new`. `start[b]` is the number of draws of its stream that are spent: one per token.
         So sample j of a prompt, cut anywhere, equals the uncut one when it is continued with its tokens
-        behind the prompt, the key (key, j), and `start` the number of its tokens. The last `start[b]` tokens
+        after the prompt, the key (key, j), and `start` the number of its tokens. The last `start[b]` tokens
         of a prompt count as the response so far: a text of `sampling.stop` may begin in them.
 
         BadRequest, before anything ran, names the prompt or the row that is refused: text without a
@@ -79,9 +79,10 @@ class Score(Protocol):
     """Computes the log-probs of given tokens."""
 
     def __call__(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
-        """[B, S] float32: log-probs of the rollout's tokens under the engine's weights, 0 outside mask.
+        """Return log-probs [B, S] float32 of the rollout's tokens, 0 outside mask.
 
-        They are of the distribution that `sampling` draws from, by default the model's softmax.
+        They are under the engine's weights, of the distribution that `sampling` draws from, by default the
+        model's softmax.
         """
         ...
 
@@ -99,24 +100,6 @@ class Load(Protocol):
         ...
 
 
-class Move(Protocol):
-    """Moves an engine's weights between the device and the host."""
-
-    def __call__(self) -> None: ...
-
-
-class Status(Protocol):
-    """Reports the state of an engine, also of one that is no longer alive."""
-
-    def __call__(self) -> EngineStatus: ...
-
-
-class Close(Protocol):
-    """Ends an engine and frees what it holds."""
-
-    def __call__(self) -> None: ...
-
-
 def _nothing_to_close() -> None:
     """Close an engine that holds nothing."""
 
@@ -132,10 +115,10 @@ class Engine(NamedTuple):
     generate: Generate
     score: Score
     load: Load
-    sleep: Move
-    wake: Move
-    status: Status
-    close: Close = _nothing_to_close
+    sleep: Callable[[], None]  # moves the weights to the host
+    wake: Callable[[], None]  # and back
+    status: Callable[[], EngineStatus]  # also of an engine that is no longer alive
+    close: Callable[[], None] = _nothing_to_close  # ends the engine and frees what it holds
 
 
 def record(kind: Callable[..., T], source: object) -> T:

@@ -162,7 +162,7 @@ ROOT = {
 
 
 def unknown(owner: str, hints: Mapping[str, str], name: str, value: object = None) -> NoReturn:
-    """AttributeError for a name that `owner` does not have, with a hint where another system has it.
+    """Raise AttributeError for a name that `owner` lacks, with a hint where another system has it.
 
     Without a hint, Python suggests a similar name of `value` if it is given.
     """
@@ -177,7 +177,7 @@ def unknown(owner: str, hints: Mapping[str, str], name: str, value: object = Non
 
 
 def answers(module: ModuleType) -> Callable[[str], Any]:
-    """The `__getattr__` of a module, which knows the names of other systems."""
+    """Return the `__getattr__` of a module, which knows the names of other systems."""
     hints = ChainMap(ROOT, STRATEGY)
 
     def missing(name: str) -> Any:

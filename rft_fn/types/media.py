@@ -29,7 +29,7 @@ class Media:
 
     @staticmethod
     def of_prompts(parts: Sequence[Mapping[str, Tensor] | None], n: int = 1) -> "Media | None":
-        """The media of prompts, each of which `n` consecutive sequences read.
+        """Make the media of prompts, each read by `n` consecutive sequences.
 
         A part maps the processor's names to the tensors of one prompt, whose dim 0 counts rows. The result is
         None if no prompt has media. ValueError for `n` below 1, or tensors of one name that differ in their
@@ -80,7 +80,7 @@ class Media:
         return Media(tensors=tensors, rows=rows, of=torch.cat(of), held=torch.cat([m.held for m in present]))
 
     def take(self, index: Sequence[int]) -> "Media":
-        """The media of the sequences `index`, in that order, without owners that none of them reads."""
+        """Return the media of the sequences `index`, in that order, without owners that none reads."""
         of = self.of[torch.tensor(list(index), dtype=torch.long, device=self.of.device)]
         owners, numbers = of[of >= 0].unique(return_inverse=True)
         kept = tree.replace(self, of=of)
@@ -90,7 +90,7 @@ class Media:
         return kept
 
     def owned(self, owners: Sequence[int]) -> "Media":
-        """The media of some owners, in that order, each read by one sequence."""
+        """Return the media of some owners, in that order, each read by one sequence."""
         at = torch.tensor(list(owners), dtype=torch.long, device=self.of.device)
         tensors = {name: torch.cat([x[:0], *self.split(name, owners)]) for name, x in self.tensors.items()}
         rows = {name: count[at] for name, count in self.rows.items()}
@@ -98,13 +98,13 @@ class Media:
         return Media(tensors=tensors, rows=rows, of=of, held=self.held[at])
 
     def split(self, name: str, owners: Sequence[int]) -> list[Tensor]:
-        """The rows of one name of each of some owners; no rows of those that are not held."""
+        """Return the rows of one name for each of `owners`; no rows of owners that are not held."""
         sizes = torch.where(self.held, self.rows[name], 0)
         parts = self.tensors[name].split(sizes.tolist())
         return [parts[m] for m in owners]
 
     def sequences(self) -> dict[str, Tensor]:
-        """The rows of each sequence in order, by name; repeated where several sequences read one owner.
+        """Return the rows of each sequence by name, repeated where several sequences read one owner.
 
         ValueError for an owner that this process does not hold.
         """
@@ -115,7 +115,7 @@ class Media:
         return {name: torch.cat([x[:0], *self.split(name, readers)]) for name, x in self.tensors.items()}
 
     def count(self, name: str) -> Tensor:
-        """The rows of one name that each sequence reads, [B] i64."""
+        """Count the rows of one name that each sequence reads, [B] i64."""
         none = self.rows[name].new_zeros(1)
         return torch.cat([self.rows[name], none])[self.of]  # the last is that of -1
 
@@ -131,7 +131,7 @@ class Media:
 
 
 def _of_one(part: Mapping[str, Tensor] | None) -> Media | None:
-    """The media of one prompt, read by one sequence."""
+    """Make the media of one prompt, read by one sequence."""
     if not part:
         return None
     rows = {name: torch.tensor([len(x)]) for name, x in part.items()}
@@ -140,7 +140,7 @@ def _of_one(part: Mapping[str, Tensor] | None) -> Media | None:
 
 
 def _joined(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """Tensors along dim 0; further dims are padded with 0 at the end to the largest."""
+    """Join tensors along dim 0; pad further dims with 0 at the end to the largest."""
     dims = {x.dim() for x in parts}
     if len(dims) > 1:
         raise ValueError(f"media: expected one number of dims of {name}, got {sorted(dims)}")

@@ -3,7 +3,7 @@
 Every function of a strategy is called by all ranks alike, in the same order.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -13,31 +13,10 @@ from torch import Tensor, nn
 
 from rft_fn.types import hints
 from rft_fn.types.batch import Experience, Packed, Rollout, Sampling, TokenOut, TrainState, Transform
+from rft_fn.types.functions import Apply, LossFn
 from rft_fn.types.media import MEDIA_COST
 
-__all__ = ["Apply", "LossFn", "Session", "Strategy"]
-
-
-class Apply(Protocol):
-    """A model as a function."""
-
-    def __call__(self, params: Any, pack: Packed, /) -> TokenOut:
-        """The log-prob [T] of each target of a pack, and what else the model was bound with.
-
-        Under FSDP2 and ZeRO only with the parameters of its own module; ValueError for others.
-        """
-        ...
-
-
-class LossFn(Protocol):
-    """A loss, one number per token."""
-
-    def __call__(self, out: TokenOut, pack: Packed, /) -> Any:
-        """loss [T], or (loss [T], {name: Metric}).
-
-        It must not reduce: the average is in `pack.w`, and the total is (pack.w * loss).sum().
-        """
-        ...
+__all__ = ["Session", "Strategy"]
 
 
 class Init(Protocol):
@@ -53,7 +32,7 @@ class Init(Protocol):
         aux: bool = False,
         shard_size: int | None = None,
     ) -> tuple[Apply, TrainState]:
-        """(apply, state) of a module, which is sharded in place.
+        """Return (apply, state) of a module, which is sharded in place.
 
         `sampling` is how its tokens are drawn: log-probs are of that distribution. `entropy` and `aux` ask
         for these fields of TokenOut. `shard_size` overrides the config's for this module.
@@ -73,7 +52,7 @@ class Bind(Protocol):
         aux: bool = False,
         shard_size: int | None = None,
     ) -> tuple[Apply, Any]:
-        """(apply, params) of a module, as `Init` has them, without an optimizer."""
+        """Return (apply, params) of a module, as `Init` does, without an optimizer."""
         ...
 
 
@@ -88,13 +67,13 @@ class Shard(Protocol):
         unit: int | Sequence[int] = 1,
         media_cost: float = MEDIA_COST,
     ) -> list[Packed]:
-        """This rank's packs of the global batch: at most `budget` tokens each, equally many on every rank.
+        """Return this rank's packs of the global batch, equally many on every rank.
 
-        `unit` rows in a row stay in one pack: 2 for losses of pairs; for ranked lists of any length it is the
-        number of rows of each. Packs and ranks are balanced by tokens + media_cost * numbers of media, as in
-        `packing.shard`. All ranks call it together where the batch has media: each fetches the rows that its
-        packs read. ValueError for lists of different lengths with media in only some rows, where a model
-        takes one sequence at a time.
+        A pack has at most `budget` tokens. `unit` consecutive rows stay in one pack: 2 for losses of pairs;
+        for ranked lists of any length it is the number of rows of each. Packs and ranks are balanced
+        by tokens + media_cost * numbers of media, as in `packing.shard`. All ranks call it together
+        where the batch has media: each fetches the rows that its packs read. ValueError for lists of
+        different lengths with media in only some rows, where a model takes one sequence at a time.
         """
         ...
 
@@ -103,7 +82,7 @@ class Gather(Protocol):
     """Puts the batches of all ranks together."""
 
     def __call__(self, x: Any, /) -> Any:
-        """A tree of this rank -> that of all ranks, leaves concatenated along dim 0, on the host.
+        """Concatenate the trees of all ranks along dim 0, on the host.
 
         Rows of media stay on the rank that has them; only their numbers travel.
         """
@@ -114,7 +93,7 @@ class AllReduce(Protocol):
     """Reduces numbers over all ranks."""
 
     def __call__(self, x: Any, op: str = "mean") -> Any:
-        """The same tree on every rank, each leaf its "mean", "sum", "max" or "min" over the ranks."""
+        """Return each leaf's "mean", "sum", "max" or "min" over the ranks, the same on every rank."""
         ...
 
 
@@ -124,7 +103,7 @@ class Grad(Protocol):
     def __call__(
         self, state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], /
     ) -> tuple[Any, dict[str, Any]]:
-        """(gradients, metrics) of the sum over all packs of all ranks of (w * loss).sum().
+        """Return (gradients, metrics) of the sum over all packs of all ranks of (w * loss).sum().
 
         The gradients are opaque: they go into `update`. Nothing is donated. ValueError for an `apply` that
         `init` did not give with this state (or with the one that it forks), and for packs of a rollout that
@@ -145,11 +124,11 @@ class ScoreRows(Protocol):
         *,
         fields: Sequence[str] = ("logp",),
     ) -> TokenOut:
-        """`fields` of TokenOut for every token in mask [B, S, ...], 0 elsewhere, the same on every rank.
+        """Return `fields` of TokenOut for every token in mask [B, S, ...], 0 elsewhere.
 
-        Without gradient, in packs of at most `budget` tokens. Log-probs are always among them. ValueError
-        for a field that TokenOut or the model does not have, and for a rollout that was drawn from another
-        distribution than a language model was bound with.
+        The result is the same on every rank, without gradient, in packs of at most `budget` tokens. Log-probs
+        are always in it. ValueError for a field that TokenOut or the model does not have, and for a
+        rollout that was drawn from another distribution than a language model was bound with.
         """
         ...
 
@@ -158,10 +137,10 @@ class Update(Protocol):
     """Takes one optimizer step."""
 
     def __call__(self, state: TrainState, grads: Any, /) -> tuple[TrainState, dict[str, Any]]:
-        """(the state one step on, metrics). Donates both: reading them afterwards raises UseAfterDonate.
+        """Return (the state one step on, metrics).
 
-        Gradients with a NaN or an inf change nothing but the counts; max_skips of them in a row raise
-        NonFinite.
+        Donates both arguments: reading them afterwards raises UseAfterDonate. Gradients with a NaN or an inf
+        change nothing but the counts; max_skips of them in a row raise NonFinite.
         """
         ...
 
@@ -170,9 +149,10 @@ class ExportWeights(Protocol):
     """Puts trained weights together."""
 
     def __call__(self, state: TrainState, /) -> Iterable[tuple[str, Tensor]]:
-        """Full tensors by the plain model's names, adapters merged. Every rank has to iterate to the end.
+        """Yield full tensors by the plain model's names, adapters merged.
 
-        They are copies, on every backend: a later update does not change them.
+        Every rank iterates to the end. The tensors are copies, on every backend: a later update does not
+        change them.
         """
         ...
 
@@ -189,7 +169,7 @@ class SavePretrained(Protocol):
         *,
         merge: bool = False,
     ) -> Path:
-        """Write `weights` in the places of the module's own; with `merge` adapters become part of them."""
+        """Write a module with `weights` in place of its own; with `merge` adapters become part of them."""
         ...
 
 
@@ -217,7 +197,10 @@ class Restore(Protocol):
     """Reads a checkpoint."""
 
     def __call__(self, path: str | Path, like: Any, extra: Any = None) -> tuple[Any, Any]:
-        """(state, extra) as saved, laid out as `like`, which is donated. Nothing has changed if it raises."""
+        """Return (state, extra) as saved, laid out as `like`, which is donated.
+
+        Nothing has changed if it raises.
+        """
         ...
 
 
@@ -239,7 +222,7 @@ class MoveState(Protocol):
     """Moves the optimizer's state between the device and the host."""
 
     def __call__(self, state: TrainState, /) -> TrainState:
-        """The state with its optimizer on the other side. Donates `state`."""
+        """Move the optimizer to the other side. Donates `state`."""
         ...
 
 
@@ -256,17 +239,11 @@ class Place(Protocol):
         ...
 
 
-class Print(Protocol):
-    """Prints on rank 0 alone, as `print` does."""
-
-    def __call__(self, *args: Any, **options: Any) -> None: ...
-
-
 class ReportMemory(Protocol):
     """Measures the memory of this process."""
 
     def __call__(self, prefix: str = "") -> dict[str, int]:
-        """Bytes by name, and one line with the largest over the ranks on rank 0."""
+        """Return bytes by name; rank 0 prints a line with the largest over the ranks."""
         ...
 
 
@@ -287,7 +264,7 @@ class Session(Protocol):
 
     @property
     def current_phase(self) -> str:
-        """The phase of this process: the innermost block, or the last one before the script's own code."""
+        """Return the phase of this process: the innermost block, or the last before script code."""
         ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -298,7 +275,7 @@ class Session(Protocol):
         ...
 
     def watch(self) -> AbstractContextManager[None]:
-        """`phase` without a name: only the error of a lost process is described."""
+        """Describe the error of a lost process in the block; `phase` without a name."""
         ...
 
     def set_dump_dir(self, folder: str | Path) -> None:
@@ -325,7 +302,7 @@ class Strategy(NamedTuple):
     offload: MoveState  # the optimizer's state to the host
     reload: MoveState  # and back
     place: Place  # a model's weights
-    print: Print
+    print: Callable[..., None]  # on rank 0 only, as `print` does
     report_memory: ReportMemory
     close: Close
     session: Session
@@ -337,5 +314,5 @@ class Strategy(NamedTuple):
     if not TYPE_CHECKING:  # where every name would be an attribute
 
         def __getattr__(self, name: str) -> Any:
-            """AttributeError, with a hint for a method that the strategies of other systems have."""
+            """Raise AttributeError, with a hint for a method that strategies of other systems have."""
             hints.unknown("Strategy", hints.STRATEGY, name)
