@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from rft_fn import check
-from rft_fn.data.chat import shared_prefix
+from rft_fn.data.masks import shared_prefix
 
 __all__ = ["Call", "ParseCalls", "call_parser", "tagged_calls"]
 

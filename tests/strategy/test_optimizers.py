@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from rft_fn import optim, tree
 from rft_fn.strategy import StrategyConfig, get_strategy
-from rft_fn.strategy.zero.engine import lower
+from rft_fn.strategy.zero.stages import lower
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "optimizers.py"
 F64 = torch.float64
