@@ -2,6 +2,7 @@
 
 python tests/bench/house.py [ROOT]     another checkout, to compare with
 python tests/bench/house.py --cases    also collects the tests, which takes a minute
+python tests/bench/house.py --draw docs/pictures/house.svg     draws the floors and their rooms, and ends
 """
 
 import argparse
@@ -146,6 +147,57 @@ def code_lines(text: str) -> int:
     return len(lines)
 
 
+FLOORS = (  # from the top; on the upper two rows a room also imports those to its left
+    ("for people", "tools"),
+    ("L3  effects", "dist ckpt memory strategy engine sync collect run"),
+    ("L2  models and data", "model modality reward data environment hub parsing"),
+    (
+        "L1  mathematics",
+        "segment scan advantage weight loss reward_shaping logprob "
+        "metric rollout packing optim algorithm testing",
+    ),
+    ("L0  values", "tree rng check precision types"),
+)
+
+
+def drawing(house: House) -> str:
+    """Draw the floors as SVG: a box a room, as wide as it has lines, in rows that fill the picture."""
+    width, high, left, least = 1000, 54, 150, 76
+    out, y = [], 8
+    for title, names in FLOORS:
+        rooms = []
+        for name in names.split():
+            paths = [p for m, p in house.files.items() if m.split(".")[0] == name]
+            rooms.append((name, len(paths), sum(p.read_text().count("\n") for p in paths)))
+        for row in (rooms[:7], rooms[7:]) if len(rooms) > 10 else (rooms,):
+            room = width - left - 8 - least * len(row)  # beyond the least width of each
+            total = sum(lines for _, _, lines in row)
+            x = left
+            for name, files, lines in row:
+                w = least + room * lines / total
+                middle = x + (w - 6) / 2
+                about = f"{files} files, {lines:,}" if files > 1 else f"{lines:,}"
+                out.append(
+                    f'<rect x="{x:.0f}" y="{y}" width="{w - 6:.0f}" height="{high - 10}" rx="5"/>'
+                    f'<text x="{middle:.0f}" y="{y + 19}">{name}</text>'
+                    f'<text class="s" x="{middle:.0f}" y="{y + 35}">{about}</text>'
+                )
+                x += w
+            out.append(f'<text class="t" x="8" y="{y + 26}">{title if row[0] is rooms[0] else ""}</text>')
+            y += high
+        y += 8
+    style = (
+        "text{font:12px sans-serif;text-anchor:middle;fill:#1c2733}.s{font-size:10px;fill:#51606f}"
+        ".t{text-anchor:start;font-weight:bold}rect{fill:#e3edf7;stroke:#7b9cbf}"
+    )
+    note = "Imports point down, and on L3 to the left. The numbers are lines."
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y + 18}"><style>{style}</style>'
+        f'<rect x="0" y="0" width="{width}" height="{y + 18}" style="fill:#fff;stroke:none"/>'
+        f'{"".join(out)}<text class="s" x="{width / 2}" y="{y + 8}">{note}</text></svg>\n'
+    )
+
+
 def seconds(root: Path, code: str) -> float:
     """Return the least wall time [s] of three processes that run `code`."""
     times = []
@@ -161,8 +213,12 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("root", nargs="?", default=Path(__file__).resolve().parents[2], type=Path)
     options.add_argument("--cases", action="store_true", help="collect the tests too")
+    options.add_argument("--draw", type=Path, help="write the floors as SVG, and end")
     given = options.parse_args()
     house = House(given.root)
+    if given.draw:
+        given.draw.write_text(drawing(house))
+        return
 
     texts = [path.read_text() for path in house.files.values()]
     sizes = [text.count("\n") for text in texts]
