@@ -17,7 +17,7 @@ from rft_fn import segment, testing, weight
 from rft_fn import data, environment, hub, modality, model, reward
 
 # L3: effects; each room may use those before it
-from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run, migrate
+from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run, tools, migrate
 from rft_fn.types import Engine, Experience, Media, Packed, Rollout, Sampling, Strategy, TokenOut, TrainState
 from rft_fn.types import Transform, experience
 

@@ -20,7 +20,7 @@ LAYERS = {
     1: "segment scan advantage weight loss reward_shaping logprob metric rollout packing optim algorithm "
     "testing",
     2: "model modality reward data environment hub",
-    3: "dist ckpt memory strategy engine sync collect run migrate tools",
+    3: "dist ckpt memory strategy engine sync collect run tools migrate",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}
 ABOVE = [ROOT / "rft_fn" / name for name in ("__init__.py", "__main__.py")]  # all rooms
@@ -36,7 +36,7 @@ LAZY = {  # may import tools in a function: the end of a run for its pictures, a
     "rft_fn/run/__init__.py",
     "rft_fn/run/folder.py",
 }
-FLOOR_3 = ["dist", "ckpt", "memory", "strategy", "engine", "sync", "collect", "run", "migrate", "tools"]
+FLOOR_3 = ["dist", "ckpt", "memory", "strategy", "engine", "sync", "collect", "run", "tools", "migrate"]
 PACKAGES = {"rft_fn": ROOT / "rft_fn", "rft_kernels": ROOT / "kernels" / "rft_kernels"}
 
 

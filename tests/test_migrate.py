@@ -13,9 +13,9 @@ import pytest
 from test_house import load_script
 
 import rft_fn as rft
-from rft_fn import migrate
-from rft_fn.migrate.__main__ import main, table
 from rft_fn.run import parsing
+from rft_fn.tools import other_libraries as migrate
+from rft_fn.tools.other_libraries.migrate import main, table
 from rft_fn.types import hints
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,10 +20,10 @@ from test_house import load_script
 from test_public import named_in
 
 import rft_fn as rft
-from rft_fn.migrate import __main__ as migrate
 from rft_fn.model import builtin
 from rft_fn.run import parsing
 from rft_fn.tools import commands
+from rft_fn.tools.other_libraries import migrate
 
 pytestmark = pytest.mark.docs
 

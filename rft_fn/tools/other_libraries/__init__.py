@@ -4,10 +4,18 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rft_fn.migrate import lightrft, openrlhf, openrlhf_examples, trl, trl_examples, verl, verl_examples
-from rft_fn.migrate.reading import Config, read
-from rft_fn.migrate.row import Row, System
-from rft_fn.migrate.telling import KINDS, kind_of
+from rft_fn.tools.other_libraries import (
+    lightrft,
+    openrlhf,
+    openrlhf_examples,
+    trl,
+    trl_examples,
+    verl,
+    verl_examples,
+)
+from rft_fn.tools.other_libraries.reading import Config, read
+from rft_fn.tools.other_libraries.rows import Row, System
+from rft_fn.tools.other_libraries.telling import KINDS, kind_of
 
 __all__ = ["KINDS", "SYSTEMS", "Config", "Translation", "read", "translate"]
 

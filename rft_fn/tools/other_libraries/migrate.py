@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from rft_fn import migrate
 from rft_fn.check import printable
-from rft_fn.migrate.row import Trainer
+from rft_fn.tools import other_libraries as migrate
+from rft_fn.tools.other_libraries.rows import Trainer
 
 
 def table(title: str, trainer: Trainer) -> str:
@@ -59,7 +59,3 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print(printable(show(found)))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rft_fn.migrate.row import Combined, Row, Trainer, choice, nothing, same
-from rft_fn.migrate.trl import COMMON, SECTIONS, shared
+from rft_fn.tools.other_libraries.rows import Combined, Row, Trainer, choice, nothing, same
+from rft_fn.tools.other_libraries.trl import COMMON, SECTIONS, shared
 
 __all__ = ["TRAINERS"]
 

@@ -3,7 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.migrate.row import Combined, Row, Trainer, choice, commas, flag, nothing, same, switch
+from rft_fn.tools.other_libraries.rows import (
+    Combined,
+    Row,
+    Trainer,
+    choice,
+    commas,
+    flag,
+    nothing,
+    same,
+    switch,
+)
 
 __all__ = ["RL", "ROWS", "combine", "pair", "script"]
 

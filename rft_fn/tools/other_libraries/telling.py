@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rft_fn.migrate.row import System
+from rft_fn.tools.other_libraries.rows import System
 
 __all__ = ["KINDS", "kind_of"]
 

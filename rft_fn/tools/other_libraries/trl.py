@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.migrate.row import Combined, Row, Trainer, choice, commas, nothing, same, switch
+from rft_fn.tools.other_libraries.rows import Combined, Row, Trainer, choice, commas, nothing, same, switch
 
 __all__ = ["COMMON", "OTHERS", "RL", "SECTIONS", "shared"]
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.migrate import lightrft
-from rft_fn.migrate.row import Combined, Row, Trainer, choice, flag, nothing, same, switch
+from rft_fn.tools.other_libraries import lightrft
+from rft_fn.tools.other_libraries.rows import Combined, Row, Trainer, choice, flag, nothing, same, switch
 
 __all__ = ["OTHERS", "RL", "ROWS"]
 

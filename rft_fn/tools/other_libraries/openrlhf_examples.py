@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rft_fn.migrate import lightrft, openrlhf
-from rft_fn.migrate.row import Combined, Row, Trainer, choice, flag, nothing, same
+from rft_fn.tools.other_libraries import lightrft, openrlhf
+from rft_fn.tools.other_libraries.rows import Combined, Row, Trainer, choice, flag, nothing, same
 
 __all__ = ["TRAINERS"]
 

@@ -3,8 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.migrate import verl
-from rft_fn.migrate.row import Combined, Row, Trainer, choice, commas, flag, nothing, same, switch
+from rft_fn.tools.other_libraries import verl
+from rft_fn.tools.other_libraries.rows import (
+    Combined,
+    Row,
+    Trainer,
+    choice,
+    commas,
+    flag,
+    nothing,
+    same,
+    switch,
+)
 
 __all__ = ["SFT"]
 
