@@ -1,28 +1,25 @@
 """Reinforcement fine-tuning as pure functions over explicit state. `import rft_fn as rft`."""
 
 # isort: skip_file
-from functools import partial
-from sys import modules
-from types import ModuleType
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-# L0: values; torch and optree alone
-from rft_fn import check, precision, rng, tree, types
+# a room is imported when it is first used
+if TYPE_CHECKING:
+    # L0: values; torch and optree only
+    from rft_fn import check, precision, rng, tree, types
 
-# L1: mathematics
-from rft_fn import advantage, algorithm, logprob, loss, metric, optim, packing, reward_shaping, rollout, scan
-from rft_fn import segment, testing, weight
+    # L1: mathematics
+    from rft_fn import advantage, algorithm, logprob, loss, metric, optim, packing, reward_shaping, rollout
+    from rft_fn import scan, segment, testing, weight
 
-# L2: the model as a function, prompts, and what turns responses into numbers
-from rft_fn import data, environment, hub, modality, model, reward
+    # L2: the model as a function, prompts, and what turns responses into numbers
+    from rft_fn import data, environment, hub, modality, model, reward
 
-# L3: effects; each room may use those before it
-from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run, tools, migrate
-from rft_fn.types import Engine, Experience, Media, Packed, Rollout, Sampling, Strategy, TokenOut, TrainState
-from rft_fn.types import Transform, experience
-
-# programs are written against this name; generation over ranks belongs to `collect`
-engine.gather_and_generate = collect.gather_and_generate  # type: ignore[attr-defined]
+    # L3: effects; each room may use those before it
+    from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run, tools
+    from rft_fn.types import Engine, Experience, Media, Packed, Rollout, Sampling, Strategy, TokenOut
+    from rft_fn.types import TrainState, Transform, experience
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,16 +29,26 @@ __all__ = [
     "packing", "reward", "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "sync",
     "testing", "tree", "types", "weight",
 ]  # fmt: skip
+_UNLISTED = ("dist", "hub", "migrate", "precision", "tools")
+_OF_TYPES = (
+    "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
+    "Transform", "experience",
+)  # fmt: skip
 
-# dir() and completion show the names that are listed; all others can be used too
-__dir__ = partial(sorted, __all__)
-_rooms = [x for x in globals().values() if isinstance(x, ModuleType)]
-for _room in _rooms:
-    _room.__dir__ = partial(sorted, _room.__all__)
 
-# a name that only another system has is answered with ours
-if not TYPE_CHECKING:
-    for _room in [modules[__name__], *_rooms]:
-        if _room is run:
-            continue
-        _room.__getattr__ = types.hints.answers(_room)
+def __dir__() -> list[str]:
+    """Return the names that are listed, for completion; the others can be used too."""
+    return sorted(__all__)
+
+
+if not TYPE_CHECKING:  # where every name would be an attribute
+
+    def __getattr__(name: str) -> object:
+        """Return a room or a value of `types`; ours is the answer to a name that another library has."""
+        if name in _OF_TYPES:
+            return getattr(import_module("rft_fn.types"), name)
+        if name in __all__ or name in _UNLISTED:
+            return import_module(f"rft_fn.{name}")
+        from rft_fn.tools.other_libraries import names
+
+        names.unknown(__name__, {**names.STRATEGY, **names.ROOT}, name)

@@ -2,8 +2,8 @@
 
 import sys
 
-from rft_fn.tools.other_libraries import read, translate
-from rft_fn.tools.other_libraries.migrate import main
+from rft_fn.tools.other_libraries.migrate import main, translate
+from rft_fn.tools.other_libraries.reading import read
 
 __all__ = ["main", "read", "translate"]
 

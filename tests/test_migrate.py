@@ -1,44 +1,41 @@
-"""Configs of other systems in our words, and hints: every name on our side exists."""
+"""Configs and Python names of other libraries, and the pages: every name on our side exists."""
 
 import dataclasses
 import inspect
-import os
 import re
 import shlex
-import sys
 from pathlib import Path
 
-import forks
 import pytest
 from test_house import load_script
 
 import rft_fn as rft
 from rft_fn.run import parsing
-from rft_fn.tools import other_libraries as migrate
-from rft_fn.tools.other_libraries.migrate import main, table
-from rft_fn.types import hints
+from rft_fn.tools.other_libraries import LIBRARIES, names
+from rft_fn.tools.other_libraries.migrate import main, table, translate
+from rft_fn.tools.other_libraries.reading import read
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs" / "coming_from").glob("*.md"))
-
 
 ROOMS = [name for name in rft.__all__ if inspect.ismodule(getattr(rft, name))]
 NAME = re.compile(r"\b(?:rft_fn(?!\.migrate)|Strategy|StrategyConfig)(?:\.\w+)+")
 SHORT = re.compile(rf"(?<![\w./*-])(?:{'|'.join(ROOMS)})\.(?!py\b|md\b)[a-z]\w*(?:\.\w+)*")
 PATH = re.compile(r"(?<![\w.-])(?:[\w.]+/)*\w+\.(?:py|md|jsonl|json)\b")
+OPTION = re.compile(r"--([a-z][a-z0-9.\-]+)")
 THEIR_FILES = {"my.py", "FILE.py", "a.jsonl", "b.jsonl", "trajectories.jsonl", "timing.jsonl", "config.json"}
+SCRIPTS = {"sft": ["sft"], "dpo": ["dpo"], "rm": ["train_rm"], "rl": ["grpo", "ppo"]}
+OWN = {
+    kind: {option for script in scripts for option in parsing.names(load_script(script).Config)}
+    for kind, scripts in SCRIPTS.items()
+}
+EVERY = set().union(*OWN.values())
 
 
 def exists(name):
     """Whether a dotted name, of the library or of a strategy, leads to something."""
     first, *rest = name.split(".")
-    found = {
-        "rft_fn": rft,
-        "rft": rft,
-        "Strategy": rft.Strategy,
-        "StrategyConfig": rft.strategy.StrategyConfig,
-    }
-    here = found[first]
+    here = {"rft_fn": rft, "Strategy": rft.Strategy, "StrategyConfig": rft.strategy.StrategyConfig}[first]
     for part in rest:
         known = getattr(here, "__dataclass_fields__", {})
         if part not in known and not hasattr(here, part):
@@ -47,39 +44,19 @@ def exists(name):
     return True
 
 
-def options_of(name):
-    """The names of a script's options, as typed."""
-    env = os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    command = [sys.executable, str(ROOT / "train_scripts" / f"{name}.py"), "--help"]
-    run = forks.run(command, capture_output=True, text=True, check=True, env=env)
-    return set(re.findall(r"--[a-z][a-z0-9.\-]+", run.stdout))
+def unknown_options(text, own):
+    """The options in a text that neither the scripts nor torchrun have."""
+    found = {re.sub(r"(^|\.)no_", r"\1", option.replace("-", "_")) for option in OPTION.findall(text)}
+    return found - own - {"nproc_per_node", "nnodes"}
 
 
-OPTION = re.compile(r"--[a-z][a-z0-9.\-]+")
-SCRIPTS = {"sft": ["sft"], "dpo": ["dpo"], "rm": ["train_rm"], "rl": ["grpo", "ppo"]}
-EVERY = [(name, kind) for name, system in migrate.SYSTEMS.items() for kind in system.trainers]
-
-
-@pytest.fixture(scope="module")
-def by_kind():
-    """The options of the scripts of each kind of trainer."""
-    return {kind: set().union(*map(options_of, names)) for kind, names in SCRIPTS.items()}
-
-
-@pytest.fixture(scope="module")
-def known(by_kind):
-    return by_kind["rl"]
-
-
-@pytest.mark.parametrize(("name", "kind"), EVERY)
-def test_every_option_on_our_side_exists(name, kind, by_kind):
-    for theirs, row in migrate.SYSTEMS[name].trainers[kind].rows.items():
-        texts = [row.ours, row.note, *(row.values or {}).values()]
-        for option in OPTION.findall(" ".join(texts)):
-            started = option.startswith("--nproc") or option == "--nnodes"
-            assert option in by_kind[kind] or started, (theirs, option)
-        assert row.ours or row.note, theirs
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_option_on_our_side_exists(library):
+    for kind, trainer in LIBRARIES[library].trainers.items():
+        for theirs, row in trainer.rows.items():
+            text = " ".join([row.ours, row.note, *(row.values or {}).values()])
+            assert not unknown_options(text, OWN[kind]), (kind, theirs)
+            assert row.ours or row.note, (kind, theirs)
 
 
 def tables(page):
@@ -97,20 +74,17 @@ def tables(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_every_name_on_a_page_exists(page, by_kind):
+def test_every_name_on_a_page_exists(page):
     """Names of the library, of its rooms, paths and options, anywhere on our side."""
-    every = set().union(*by_kind.values())
-    text = page.read_text()
-    names = set(NAME.findall(text))
-    assert names
+    found = set(NAME.findall(page.read_text()))
+    assert found
     for _, ours, kind in tables(page):
-        names |= {f"rft_fn.{name}" for name in SHORT.findall(ours)}
-        options = set(OPTION.findall(ours)) - {"--nproc-per-node", "--nnodes"}
-        assert options <= by_kind.get(kind, every), (ours, options - every)
+        found |= {f"rft_fn.{name}" for name in SHORT.findall(ours)}
+        assert not unknown_options(ours, OWN.get(kind, EVERY)), ours
         for path in PATH.findall(ours):
             places = (ROOT, ROOT / "train_scripts", page.parent, ROOT / "docs")
             assert any((place / path).exists() for place in places) or path in THEIR_FILES, path
-    assert [name for name in sorted(names) if not exists(name)] == []
+    assert [name for name in sorted(found) if not exists(name)] == []
 
 
 def test_the_page_of_lightrft_has_all_that_it_promises():
@@ -118,11 +92,12 @@ def test_the_page_of_lightrft_has_all_that_it_promises():
     assert re.findall(r"^\| (\d+) \|", text, re.M) == [str(i) for i in range(1, 115)]
 
 
-@pytest.mark.parametrize(("name", "kind"), [pair for pair in EVERY if pair[0] != "lightrft"])
-def test_the_page_has_the_table_of_the_code(name, kind):
-    system = migrate.SYSTEMS[name]
-    page = (ROOT / "docs" / "coming_from" / f"{name}.md").read_text()
-    assert table(f"{system.title}, {kind}", system.trainers[kind]) in page
+def test_the_pages_have_the_tables_of_the_code():
+    """As `python -m rft_fn.migrate NAME --table` prints them; LightRFT's page names the command."""
+    for name in set(LIBRARIES) - {"lightrft"}:
+        library, page = LIBRARIES[name], (ROOT / "docs" / "coming_from" / f"{name}.md").read_text()
+        for kind, trainer in library.trainers.items():
+            assert table(f"{library.title}, {kind}", trainer) in page, (name, kind)
 
 
 # ------------------------------------------------------------------------------ translations
@@ -261,17 +236,18 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_config_becomes_a_command_that_the_script_takes(name, tmp_path, capsys):
-    file, text, script, wanted = CASES[name]
-    (tmp_path / file).write_text(text)
-    assert main([name.split()[0], str(tmp_path / file)]) == 0
-    printed = capsys.readouterr().out
-    words = shlex.split(printed.replace("\\\n", " "), comments=True)
-    assert words[:2] == ["python", f"train_scripts/{script}.py"]
-    config = load_script(script).Config
-    found = parsing.parse(config, parsing.qualify(words[2:], config))
-    assert {field: getattr(found, field) for field in wanted} == wanted
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_config_becomes_a_command_that_the_script_takes(library, tmp_path, capsys):
+    for name in (name for name in CASES if name.split()[0] == library):
+        file, text, script, wanted = CASES[name]
+        (tmp_path / file).write_text(text)
+        assert main([library, str(tmp_path / file)]) == 0, name
+        printed = capsys.readouterr().out
+        words = shlex.split(printed.replace("\\\n", " "), comments=True)
+        assert words[:2] == ["python", f"train_scripts/{script}.py"], name
+        config = load_script(script).Config
+        found = parsing.parse(config, parsing.qualify(words[2:], config))
+        assert {field: getattr(found, field) for field in wanted} == wanted, name
 
 
 def test_a_server_of_vllm_stays_a_server(tmp_path, capsys):
@@ -288,27 +264,27 @@ def test_a_server_of_vllm_stays_a_server(tmp_path, capsys):
 
     # by host and port, and in the process
     options = {"num_generations": 4, "use_vllm": True, "vllm_server_host": "10.0.0.4"}
-    server = migrate.translate(migrate.SYSTEMS["trl"], options).command
+    server = translate(LIBRARIES["trl"], options).command
     assert "--strategy.engine-servers http://10.0.0.4:8000" in server
     options = {"num_generations": 4, "use_vllm": True, "vllm_mode": "colocate"}
-    assert "--strategy.engine-type vllm" in migrate.translate(migrate.SYSTEMS["trl"], options).command
+    assert "--strategy.engine-type vllm" in translate(LIBRARIES["trl"], options).command
 
 
-@pytest.mark.parametrize(
-    ("system", "file", "text", "message"),
-    [
-        ("trl", "a.yaml", "learning_rate: 1.0e-5", "one of sft, dpo, rm, rl, or --trainer to name it"),
-        ("trl", "a.yaml", "packing: true\nrpo_alpha: 1.0", "got those of sft, dpo"),
-        ("trl", "a.sh", "trl kto --learning_rate 1e-5", "got kto; dpo.py learns from pairs"),
-        ("openrlhf", "a.sh", "python -m openrlhf.cli.train_kd --pretrain m", "got train_kd; rft_fn.loss"),
-        ("verl", "a.yaml", "data: {train_files: a}", "one of sft, rl, or --trainer"),
-    ],
-)
-def test_a_trainer_that_cannot_be_told_is_one_line(system, file, text, message, tmp_path, capsys):
-    (tmp_path / file).write_text(text)
-    assert main([system, str(tmp_path / file)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: trainer: expected ") and message in error and error.count("\n") == 1
+UNTOLD = [
+    ("trl", "a.yaml", "learning_rate: 1.0e-5", "one of sft, dpo, rm, rl, or --trainer to name it"),
+    ("trl", "a.yaml", "packing: true\nrpo_alpha: 1.0", "got those of sft, dpo"),
+    ("trl", "a.sh", "trl kto --learning_rate 1e-5", "got kto; dpo.py learns from pairs"),
+    ("openrlhf", "a.sh", "python -m openrlhf.cli.train_kd --pretrain m", "got train_kd; rft_fn.loss"),
+    ("verl", "a.yaml", "data: {train_files: a}", "one of sft, rl, or --trainer"),
+]
+
+
+def test_a_trainer_that_cannot_be_told_is_one_line(tmp_path, capsys):
+    for system, file, text, message in UNTOLD:
+        (tmp_path / file).write_text(text)
+        assert main([system, str(tmp_path / file)]) == 2, text
+        error = capsys.readouterr().err
+        assert error.startswith("error: trainer: expected ") and message in error and error.count("\n") == 1
 
 
 def test_a_trainer_can_be_named(tmp_path, capsys):
@@ -340,13 +316,13 @@ def test_what_cannot_be_said_is_listed(tmp_path, capsys):
 def test_sizes_of_updates_are_in_responses():
     """A rollout of 1,024 x 5 in updates of 256 prompts; of 8 x 8 responses in updates of 8 x 4."""
     options = {"data.train_batch_size": "1024", "actor_rollout_ref.rollout.n": "5"}
-    found = migrate.translate(migrate.SYSTEMS["verl"], options)
+    found = translate(LIBRARIES["verl"], options)
     assert "--strategy.train-batch-size 1280" in found.command
     options = {"gradient_accumulation_steps": 4, "steps_per_generation": 8}
-    found = migrate.translate(migrate.SYSTEMS["trl"], options)
+    found = translate(LIBRARIES["trl"], options)
     assert "--strategy.train-batch-size 32" in found.command
     assert "--strategy.train-batch-size" not in " ".join(
-        migrate.translate(migrate.SYSTEMS["trl"], {"num_generations": 8}).command
+        translate(LIBRARIES["trl"], {"num_generations": 8}).command
     )
 
 
@@ -362,90 +338,78 @@ def test_aliases_of_yaml_are_read(tmp_path):
     path.write_text(
         "base: &b {lr: 1, seed: 2}\nactor: {<<: *b, lr: 3}\ncritic: *b\n" + f"note: {'x' * 2 * 10**6}"
     )
-    found = migrate.read(str(path)).options
+    found = read(str(path)).options
     assert [found[x] for x in ("actor.lr", "actor.seed", "critic.lr", "critic.seed")] == [3, 2, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.yaml", None, "a.yaml: expected a file, and there is none"),
-        ("a.yaml", "a: [1", "a.yaml: expected yaml, which cannot be read"),
-        ("a.json", "{", "a.json: expected json, which cannot be read"),
-        ("a.yaml", "- 1", "a.yaml: expected a mapping of options, got list"),
-        ("a.sh", "echo 'x", "a.sh: expected a shell script, which cannot be read"),
-        ("a.sh", "echo hello", "a.sh: expected options, and there are none"),
-        ("a.yaml", bomb("a{}: {{x: *a{}, y: *a{}}}"), "cannot be read: its aliases stand for"),
-        ("a.yaml", bomb("a{}: [*a{}, *a{}]"), "cannot be read: its aliases stand for"),
-        ("a.yaml", bomb("a{}: {{<<: [*a{}, *a{}]}}"), "cannot be read: its aliases stand for"),
-        ("a.yaml", "a: &a {b: *a}", "cannot be read: an alias stands inside of what it names"),
-        ("a.yaml", "a: &a [*a]", "cannot be read: an alias stands inside of what it names"),
-        ("a.yaml", "[" * 5000, "a.yaml: expected yaml, which cannot be read"),
-        ("a.json", "[" * 100_000, "a.json: expected json, which cannot be read"),
-        ("a.yaml", "a: " + "9" * 5000, "a.yaml: expected yaml, which cannot be read"),
-        ("a.yaml", "a: !!python/name:os.system", "a.yaml: expected yaml, which cannot be read"),
-        ("a.yaml", "a: \udcff", "a.yaml: expected a text, which cannot be read"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_one_line(name, text, message, tmp_path, capsys):
-    if text is not None:
-        (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
-    assert main(["trl", str(tmp_path / name)]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+UNREADABLE = [
+    ("a.yaml", None, "a.yaml: expected a file, and there is none"),
+    ("a.yaml", "a: [1", "a.yaml: expected yaml, which cannot be read"),
+    ("a.json", "{", "a.json: expected json, which cannot be read"),
+    ("a.yaml", "- 1", "a.yaml: expected a mapping of options, got list"),
+    ("a.sh", "echo 'x", "a.sh: expected a shell script, which cannot be read"),
+    ("a.sh", "echo hello", "a.sh: expected options, and there are none"),
+    ("a.yaml", bomb("a{}: {{x: *a{}, y: *a{}}}"), "cannot be read: its aliases stand for"),
+    ("a.yaml", bomb("a{}: [*a{}, *a{}]"), "cannot be read: its aliases stand for"),
+    ("a.yaml", bomb("a{}: {{<<: [*a{}, *a{}]}}"), "cannot be read: its aliases stand for"),
+    ("a.yaml", "a: &a {b: *a}", "cannot be read: an alias stands inside of what it names"),
+    ("a.yaml", "a: &a [*a]", "cannot be read: an alias stands inside of what it names"),
+    ("a.yaml", "[" * 5000, "a.yaml: expected yaml, which cannot be read"),
+    ("a.json", "[" * 100_000, "a.json: expected json, which cannot be read"),
+    ("a.yaml", "a: " + "9" * 5000, "a.yaml: expected yaml, which cannot be read"),
+    ("a.yaml", "a: !!python/name:os.system", "a.yaml: expected yaml, which cannot be read"),
+    ("a.yaml", "a: \udcff", "a.yaml: expected a text, which cannot be read"),
+]
 
 
-# ------------------------------------------------------------------------------ hints
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, capsys):
+    for k, (name, text, message) in enumerate(UNREADABLE):
+        path = tmp_path / str(k) / name
+        path.parent.mkdir()
+        if text is not None:
+            path.write_bytes(text.encode(errors="surrogateescape"))
+        assert main(["trl", str(path)]) == 2, message
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error
 
 
-@pytest.mark.parametrize("name", hints.STRATEGY)
-def test_a_method_of_another_strategy_is_answered(name):
-    st = rft.strategy.get_fake_strategy()
-    assert name not in rft.Strategy._fields
-    with pytest.raises(AttributeError, match=f"Strategy has no attribute '{name}'; "):
-        getattr(st, name)
+# ------------------------------------------------------------------------------ Python's names
 
 
-@pytest.mark.parametrize("name", hints.CONFIG)
-def test_an_option_of_another_config_is_answered(name):
-    with pytest.raises(AttributeError, match=f"StrategyConfig has no attribute '{name}'; "):
-        getattr(rft.strategy.StrategyConfig(), name)
-
-
-@pytest.mark.parametrize("name", hints.ROOT)
-def test_a_class_of_another_system_is_answered(name):
-    with pytest.raises(AttributeError, match=f"rft_fn has no attribute '{name}'; "):
-        getattr(rft, name)
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_each_room_answers_as_the_root_does(room):
-    module = getattr(rft, room)
-    with pytest.raises(AttributeError, match=r"^rft_fn\.\w+ has no attribute 'PolicyLoss'; rft_fn\.loss\."):
-        _ = module.PolicyLoss
-    with pytest.raises(AttributeError, match="; gradients enter in one place"):
-        getattr(module, "back" + "ward")
-    with pytest.raises(AttributeError, match=rf"^rft_fn\.{room} has no attribute 'wibble'$") as caught:
-        getattr(module, "wib" + "ble")
-    assert (caught.value.name, caught.value.obj) == ("wibble", module)  # by which Python suggests others
+def test_names_of_other_libraries_are_answered():
+    """On a strategy, its config, and the root; what has no hint is an AttributeError as any other."""
+    fake, config = rft.strategy.get_fake_strategy(), rft.strategy.StrategyConfig()
+    owners = [
+        (fake, "Strategy", names.STRATEGY),
+        (config, "StrategyConfig", names.CONFIG),
+        (rft, "rft_fn", {**names.STRATEGY, **names.ROOT}),
+    ]
+    assert not set(names.STRATEGY) & set(rft.Strategy._fields)
+    for owner, title, hints in owners:
+        for name in hints.keys() - set(dir(owner)):
+            with pytest.raises(AttributeError) as caught:
+                getattr(owner, name)
+            assert str(caught.value) == f"{title} has no attribute {name!r}; {hints[name]}"
+        with pytest.raises(AttributeError, match=rf"^{title} has no attribute 'wibble'$") as caught:
+            getattr(owner, "wib" + "ble")
+        assert (caught.value.name, caught.value.obj) == ("wibble", owner)  # by which Python suggests others
     with pytest.raises(ImportError):
-        exec(f"from rft_fn.{room} import wibble")
+        exec("from rft_fn import wibble")
 
 
-def test_hints_name_what_exists(known, by_kind):
-    every = set().union(*by_kind.values())
-    for hint in [*hints.STRATEGY.values(), *hints.CONFIG.values(), *hints.ROOT.values()]:
+def test_hints_name_what_exists():
+    for hint in [*names.STRATEGY.values(), *names.CONFIG.values(), *names.ROOT.values()]:
         for name in NAME.findall(hint):
             assert exists(name), name
-        assert set(OPTION.findall(hint)) <= every, hint
+        assert not unknown_options(hint, EVERY), hint
 
 
 def test_hints_and_translations_lead_to_the_same_option():
-    rows = migrate.SYSTEMS["lightrft"].trainers["rl"].rows
-    for name in set(hints.CONFIG) & set(rows):
-        theirs = set(OPTION.findall(rows[name].ours)) - {"--trackers", "--algorithm", "--strategy.log-dir"}
-        if "an option of the scripts" in hints.CONFIG[name]:
-            assert theirs <= set(OPTION.findall(hints.CONFIG[name])), name
+    rows = LIBRARIES["lightrft"].trainers["rl"].rows
+    for name in set(names.CONFIG) & set(rows):
+        theirs = set(OPTION.findall(rows[name].ours)) - {"trackers", "algorithm", "strategy.log-dir"}
+        if "an option of the scripts" in names.CONFIG[name]:
+            assert theirs <= set(OPTION.findall(names.CONFIG[name])), name
 
 
 # names in the left columns that are options of their commands, data, or parts of a sentence
@@ -456,23 +420,16 @@ NOT_ATTRIBUTES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_each_name_of_another_system_is_answered(page):
+def test_each_name_on_a_page_is_answered():
     """What a page says that they have exists under that name, or has a hint."""
-    names = set()
-    for theirs, _, _ in tables(page):
-        for code in re.findall(r"`([A-Za-z_][^`]*)`", theirs):
-            name = re.split(r"[(=> ]", code.removeprefix("strategy."))[0]
-            names |= set(name.split(".")[:1])
-    assert names
     ours = set(rft.Strategy._fields) | {f.name for f in dataclasses.fields(rft.strategy.StrategyConfig)}
     ours |= set(vars(rft.strategy.StrategyConfig)) | set(rft.Engine._fields) | set(dir(rft))
     for room in ROOMS:
         ours |= set(vars(getattr(rft, room)))
-    found = names - ours - set(hints.STRATEGY) - set(hints.CONFIG) - set(hints.ROOT) - NOT_ATTRIBUTES
-    assert not found
-
-
-def test_other_names_have_no_hint():
-    with pytest.raises(AttributeError, match=r"^Strategy has no attribute 'wibble'$"):
-        getattr(rft.strategy.get_fake_strategy(), "wib" + "ble")
+    ours |= set(names.STRATEGY) | set(names.CONFIG) | set(names.ROOT) | NOT_ATTRIBUTES
+    for page in PAGES:
+        theirs = set()
+        for cell, _, _ in tables(page):
+            for code in re.findall(r"`([A-Za-z_][^`]*)`", cell):
+                theirs |= set(re.split(r"[(=> ]", code.removeprefix("strategy."))[0].split(".")[:1])
+        assert theirs and not theirs - ours, (page.stem, theirs - ours)

@@ -8,7 +8,7 @@ a call in this process). `openai` and `sglang` are dialects of `servers`, over `
 takes any such record.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import nn
 
@@ -121,3 +121,14 @@ def get_engine(
     if overtime is None or config.tp_size > 1:
         return engine
     return limited(engine, config.timeout + overtime, several=dist.started() > 1)
+
+
+if not TYPE_CHECKING:  # where every name would be an attribute
+
+    def __getattr__(name: str) -> Any:
+        """Return `gather_and_generate` of `collect`, which programs call by this name."""
+        if name == "gather_and_generate":
+            from rft_fn import collect  # to the right, and only when somebody asks for it
+
+            return collect.gather_and_generate
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

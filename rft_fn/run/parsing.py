@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, get_type_hints
 
-from rft_fn.run import elsewhere
-
 __all__ = ["names", "owners", "parse", "qualify"]
 
 _RULE = re.compile(r"[╭╮╰╯─-]+")
@@ -71,7 +69,9 @@ def parse(config: type, args: Sequence[str], *, prog: str | None = None) -> Any:
     outside of an option's limits the line is the config's own; for an option of another library it names the
     option here.
     """
-    elsewhere.check(args, names(config))
+    from rft_fn.tools import other_libraries  # to the right, for its texts only
+
+    other_libraries.check(args, names(config))
     import tyro
 
     printed = io.StringIO()

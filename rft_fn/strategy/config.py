@@ -17,7 +17,7 @@ from rft_fn import check, dist, memory
 from rft_fn.check import AtLeast0, Count, Free, Range, Seed, Share, Whole
 from rft_fn.memory import Estimate, Example, Layout
 from rft_fn.memory.estimate import Model, Sampler
-from rft_fn.types import Strategy, hints
+from rft_fn.types import Strategy
 
 __all__ = ["StrategyConfig", "add_arguments", "estimate", "layout", "preflight", "remedy"]
 
@@ -123,7 +123,9 @@ class StrategyConfig:
 
         def __getattr__(self, name: str) -> Any:
             """AttributeError, with a hint for an option that other systems have here."""
-            hints.unknown("StrategyConfig", hints.CONFIG, name)
+            from rft_fn.tools.other_libraries import names  # to the right, for a name that is not there
+
+            names.unknown("StrategyConfig", names.CONFIG, name)
 
     @property
     def backend(self) -> str:

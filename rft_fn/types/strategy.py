@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from rft_fn.types import hints
 from rft_fn.types.batch import Experience, Packed, Rollout, Sampling, TokenOut, TrainState, Transform
 from rft_fn.types.functions import Apply, LossFn
 from rft_fn.types.media import MEDIA_COST
@@ -315,4 +314,6 @@ class Strategy(NamedTuple):
 
         def __getattr__(self, name: str) -> Any:
             """Raise AttributeError, with a hint for a method that strategies of other systems have."""
-            hints.unknown("Strategy", hints.STRATEGY, name)
+            from rft_fn.tools.other_libraries import names  # above, and only for a name that is not there
+
+            names.unknown("Strategy", names.STRATEGY, name)

@@ -1,109 +1,75 @@
-"""The command line of ours that does what a config of another system says: `python -m rft_fn.migrate`."""
+"""Names of TRL, verl, OpenRLHF and LightRFT, and ours: one table a library.
 
-import shlex
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+From the tables come the command line's hints (here), `python -m rft_fn.migrate` (`migrate`), the pages of
+docs/coming_from (`migrate.table`), and with `names` the answers to attributes that other libraries have.
+"""
 
-from rft_fn.tools.other_libraries import (
-    lightrft,
-    openrlhf,
-    openrlhf_examples,
-    trl,
-    trl_examples,
-    verl,
-    verl_examples,
-)
-from rft_fn.tools.other_libraries.reading import Config, read
-from rft_fn.tools.other_libraries.rows import Row, System
-from rft_fn.tools.other_libraries.telling import KINDS, kind_of
+import re
+from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["KINDS", "SYSTEMS", "Config", "Translation", "read", "translate"]
+from rft_fn.tools.other_libraries import lightrft, openrlhf, trl, trl_trainers, verl
+from rft_fn.tools.other_libraries.rows import Library, Row, hinted, named
 
-SYSTEMS: dict[str, System] = {
-    "trl": System("TRL", {**trl_examples.TRAINERS, "rl": trl.RL}, trl.OTHERS),
-    "verl": System("verl", {"sft": verl_examples.SFT, "rl": verl.RL}),
-    "openrlhf": System("OpenRLHF", {**openrlhf_examples.TRAINERS, "rl": openrlhf.RL}, openrlhf.OTHERS),
-    "lightrft": System("LightRFT", {"rl": lightrft.RL}),
+__all__ = ["LIBRARIES", "OPTIONS", "answer", "check"]
+
+LIBRARIES: dict[str, Library] = {
+    "trl": trl_trainers.LIBRARY,
+    "verl": verl.LIBRARY,
+    "openrlhf": openrlhf.LIBRARY,
+    "lightrft": lightrft.LIBRARY,
 }
+OPTIONS: dict[str, Mapping[str, Row]] = {
+    "TRL": dict(named(trl.TABLE)),
+    "verl": dict(named(verl.TABLE)),
+    "OpenRLHF and LightRFT": {name: row for name, row in named(lightrft.SHARED) if "." not in name},
+    "OpenRLHF": dict(named(openrlhf.TABLE)) | {n: row for n, row in named(lightrft.SHARED) if "." in n},
+    "LightRFT": dict(named(lightrft.TABLE)),
+}
+"""The options of each library, by name with underscores."""
 
 
-class Translation(NamedTuple):
-    """A config in our words."""
+def answer(written: str, name: str, own: Collection[str]) -> str | None:
+    """Return one line that leads from an option of another library to ours; None for an unknown one.
 
-    command: list[str]  # "python train_scripts/grpo.py", and each of its arguments
-    notes: list[str]  # what differs in a way that matters
-    without: dict[str, str]  # the options without a counterpart, and why
-    unknown: list[str]  # names that are not in the table
-
-
-def translate(
-    system: System, options: Mapping[str, Any], programs: Sequence[str] = (), kind: str | None = None
-) -> Translation:
-    """Our command for the options of another system, where they are not set with their own defaults.
-
-    `kind` is that of the trainer, one of KINDS; None: what the programs or the options tell. ValueError where
-    they tell none.
+    `written` is the option as it was given, `name` the same without dashes in front and with underscores.
+    `own` are the options of the script.
     """
-    trainer = system.trainers[kind_of(system, options, programs, kind)]
-    whole = {**trainer.defaults, **options}
-    arguments, used, notes = trainer.combine(whole)
-    without: dict[str, str] = {}
-    unknown: list[str] = []
-    for name, value in whole.items():
-        row = trainer.rows.get(name)
-        section = next((why for head, why in trainer.sections.items() if name.startswith(head)), None)
-        if value in (None, "", [], {}) or name in used:
-            continue
-        if row is not None:
-            found = _arguments(row, value)
-            if found is None:
-                without[f"{name}={value}"] = row.note or "ours have no such value"
-            else:
-                arguments = [*arguments, found]
-        elif section is not None:
-            without[name] = section
-        else:
-            unknown.append(name)
-
-    # what nobody can do without, and what few configs name
-    arguments = _once(arguments)
-    script = trainer.script(whole)
-    wanted = {"--data": "add a file or a hub name; without it the rows are those of a built-in task"}
-    if script in ("grpo", "ppo"):
-        wanted["--reward"] = "add FILE.py:FN, or one of docs/rewards.md"
-    for name, what in wanted.items():
-        if not any(text.startswith(f"{name} ") for text in arguments):
-            notes = [*notes, f"{name}: {what}"]
-    command = [f"python train_scripts/{script}.py", *arguments]
-    return Translation(command, notes, without, unknown)
-
-
-def _arguments(row: Row, value: Any) -> str | None:
-    """Our arguments for a value; None where there are none."""
-    text = str(value)
-    if row.values is not None:
-        found = row.values.get(text.lower(), row.values.get("*"))
-        if found is not None or "{x}" not in row.ours:
-            return found
-    elif not row.ours:
+    hints = {title: hinted(name, rows[name]) for title, rows in OPTIONS.items() if name in rows}
+    hints = {title: hint for title, hint in hints.items() if hint is not None}
+    if not hints:
         return None
-    items: list[str] = [text]
-    if isinstance(value, Mapping):
-        items = [f"{key}={x}" for key, x in value.items()]
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        items = [str(x) for x in value]
-    return row.ours.format(x=row.separator.join(_quoted(item) for item in items))
+    known = f"{written} of {', '.join(hints)}"
+
+    # the first meaning that this script has an option for
+    for hint in hints.values():
+        if isinstance(hint, str):
+            return f"{known}: {hint}"
+        for option, remark, needs in hint:
+            if option in own and (not needs or needs in own):
+                remark = f" ({remark})" if remark else ""
+                return f"{known} is --{option.replace('_', '-')} here{remark}"
+    return f"{known} has no counterpart in this script"
 
 
-def _quoted(item: str) -> str:
-    """A value as a shell takes it; a variable of the shell stays one."""
-    if "$" in item:
-        return f'"{item}"'
-    return shlex.quote(item)
+def check(args: Sequence[str], own: Collection[str]) -> None:
+    """Refuse, in one line, options that other libraries have and the script has not.
 
+    ValueError for such options. `own` are the names of the script's options, with underscores.
+    """
+    lines = []
+    for arg in args:
+        found = re.match(r"(--|\+{0,2})([A-Za-z][\w.-]*)(=|$)", arg)
+        if found is None:
+            continue
 
-def _once(arguments: Sequence[str]) -> list[str]:
-    """The arguments without the empty ones, the last of those that set one option; the usual three first."""
-    found = {text.split()[0]: text for text in arguments if text}
-    first = [found.pop(name) for name in ("--model", "--data", "--reward") if name in found]
-    return [*first, *found.values()]
+        # verl's options have no dashes in front: dotted names with a value
+        dashes, written, value = found[1], found[2], found[3]
+        dotted = "." in written and bool(value)
+        name = written.replace("-", "_")
+        if (dashes != "--" and not dotted) or name in own:
+            continue
+        line = answer(dashes + written, name, own) or answer(dashes + written, name.removeprefix("no_"), own)
+        if line:
+            lines.append(line)
+    if lines:
+        raise ValueError(f"{'; '.join(lines)}; --help lists the options")

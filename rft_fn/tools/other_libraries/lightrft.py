@@ -1,155 +1,243 @@
-"""The options of LightRFT, most of which are OpenRLHF's older names."""
+"""Options of LightRFT, most of which are OpenRLHF's older names."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.tools.other_libraries.rows import (
-    Combined,
-    Row,
-    Trainer,
-    choice,
-    commas,
-    flag,
-    nothing,
-    same,
-    switch,
+from rft_fn.tools.other_libraries import rows as r
+
+__all__ = ["LIBRARY", "SHARED", "SHARES", "TABLE", "combine", "pair", "script"]
+
+SHARES = r.Flag("data", "a share stands behind each source: a.jsonl=0.7 b.jsonl=0.3")
+_EXAMPLE = r.Row(
+    "--budget {x} --max-prompt {x}",
+    "longer examples are refused",
+    hint=r.Flag("budget", "max tokens per pack; a sequence has to fit into one"),
 )
+_PAIR = r.same("--max-length", "longer pairs are left out; --budget holds both")
+_TARGETS = r.commas("--lora-targets", "names separated by commas")
+_CHECKPOINTS = r.nothing(
+    "checkpoints are in the folder of the run", r.Flag("out", "checkpoints are its subfolder checkpoints")
+)
+_EVAL_SPLIT = r.nothing(
+    "part of the source: --eval-data NAME@SPLIT",
+    r.Flag("eval_data", "a split is named behind the source: NAME@test"),
+)
+_UNREAD = r.nothing("no code of that library reads it")
 
-__all__ = ["RL", "ROWS", "combine", "pair", "script"]
-
-_FOLDER = "trajectories.jsonl in the folder of the run has prompts, responses and rewards"
-_NO_READER = "no code of that library reads it"
-
-ROWS: dict[str, Row] = {
-    # models and data
-    "pretrain": same("--model"),
-    "critic_pretrain": same("--critic", "of ppo.py"),
-    "reward_pretrain": Row("--reward model:{x}", "a folder with a head; several rewards, each =WEIGHT"),
-    "remote_rm_url": Row("--reward {x}", "docs/remote_rewards.md; a FILE.py:FN stands there too"),
-    "prompt_data": same("--data"),
-    "prompt_data_probs": nothing("part of the source: --data a.jsonl=0.7 b.jsonl=0.3"),
-    "eval_data": same("--eval-data"),
-    "max_eval_samples": same("--eval-prompts"),
-    "input_key": Row("--template '{{{x}}}'", "a column of text; of messages: --messages {x}"),
-    "label_key": nothing("rewards get every column by its name"),
-    "reference_key": nothing("rewards get every column by its name"),
-    "images_key": nothing("columns with images are detected: docs/media_data.md"),
-    "input_template": same("--template", "the name of the column in braces"),
-    "apply_chat_template": nothing("on where the tokenizer has a template"),
-    "system_prompt": same("--system"),
-    "prompt_max_len": same("--max-prompt", "longer prompts are left out"),
-    "generate_max_len": same("--max-new"),
-    "max_samples": nothing("--steps or --data-epochs"),
-    "pretrain_data": same("--ptx-data", "of ppo.py"),
-    "ptx_coef": same("--ptx", "of ppo.py"),
-    "mixed_mm_data": nothing("batches with and without media mix freely"),
-    "text_only": nothing("a model without towers takes none"),
-    # sampling
-    "engine_type": choice(vllm="--strategy.engine-type vllm", sglang="--strategy.engine-type sglang"),
-    "engine_tp_size": same("--strategy.engine-tp-size"),
-    "engine_mem_util": same("--strategy.engine-mem-util"),
-    "enable_engine_sleep": switch("strategy.enable-engine-sleep"),
-    "disable_engine_sleep": choice(true="--strategy.no-enable-engine-sleep", false=""),
-    "rollout_batch_size": same("--prompts"),
-    "micro_rollout_batch_size": nothing("--strategy.engine-batch is what samples at a time"),
-    "n_samples_per_prompt": same("--group"),
-    "temperature": same("--temperature", "divides the logits in training too"),
-    "top_p": same("--top-p", "cut in training too"),
-    "dynamic_sampling": choice(true="--rounds 4", false=""),
-    "use_fire": nothing("the loss would take the first token for one of the usual temperature"),
-    "first_token_temperature": nothing(_NO_READER),
-    # the loss and the advantages
-    "max_epochs": same("--epochs"),
-    "value_clip": same("--value-clip", "of ppo.py"),
-    "lambd": same("--gae-lambda", "of ppo.py"),
-    "gamma": same("--gamma", "of ppo.py"),
-    "kl_target": same("--kl-target", "of ppo.py"),
-    "kl_estimator": choice("one that has the right gradient; rft_fn.loss has them", k1="", k2="", k3=""),
-    "use_gspo": choice(true="--algorithm gspo", false=""),
-    "use_cpg_loss": choice(true="--algorithm cpgd", false=""),
-    "loss_agg_mode": choice(**{"seq-mean-token-mean": "", "token-mean": "--algorithm dapo"}),
-    "high_entropy_token_ratio": nothing("rft_fn.weight has the function, for a copy of the script"),
-    "advantages_norm": flag("--whiten", "of ppo.py"),
-    "advantage_clip": nothing("one line in a copy of the script: adv.clamp"),
-    "normalize_advantages": nothing(_NO_READER),
-    "use_sequence_rewards": nothing(_NO_READER),
-    "freezing_actor_steps": Row("--freeze-actor-steps {x}", "of ppo.py", {"-1": ""}),
-    "save_value_network": flag("--save-critic", "of ppo.py"),
-    "freeze_prefix": same("--freeze"),
-    "aux_loss_coef": same("--router-aux"),
-    # rewards
-    "reward_running_norm": flag("--normalize-reward"),
-    "reward_running_norm_minus_mean": nothing("--normalize-reward subtracts the mean"),
-    "reward_clip": same("--reward-clip"),
-    "overlong_buffer": nothing("--overlong greater than 0"),
-    "overlong_buffer_len": same("--overlong"),
-    "overlong_buffer_penalty_factor": choice("the penalty rises to 1", **{"1": "", "1.0": ""}),
-    # the optimizer and the batches
-    "actor_learning_rate": same("--lr"),
-    "critic_learning_rate": same("--critic-lr", "of ppo.py"),
-    "lr_warmup_ratio": nothing("--warmup counts rollouts"),
-    "l2": same("--weight-decay", "of matrices only"),
-    "max_norm": same("--max-norm"),
-    "train_batch_size": same("--strategy.train-batch-size", "responses, as there"),
-    "micro_train_batch_size": nothing("--budget bounds the tokens of a pack"),
-    "num_episodes": same("--data-epochs"),
-    "seed": same("--seed"),
-    # precision, memory and processes
-    "bf16": flag("--strategy.bf16"),
-    "use_mp_opt": choice(true="--strategy.use-mp-opt True", false=""),
-    "fsdp": flag("--strategy.fsdp"),
-    "fsdp_cpu_offload": flag("--strategy.fsdp-cpu-offload"),
-    "zero_stage": same("--strategy.zero-stage"),
-    "adam_offload": flag("--strategy.adam-offload"),
-    "sp_size": same("--strategy.sp-size"),
-    "packing_samples": flag("--strategy.packing-samples"),
-    "gradient_checkpointing": flag("--gradient-checkpointing"),
-    "fused_linear_logprob": flag("--strategy.fused-linear-logprob"),
-    "chunk_size": same("--strategy.chunk-size"),
-    "flash_attn": nothing("the fastest attention that packs allow is chosen automatically"),
-    "load_in_4bit": choice(true="--quantize nf4", false=""),
-    "lora_rank": same("--lora-rank"),
-    "lora_alpha": same("--lora-alpha"),
-    "lora_dropout": nothing("a policy with dropout is not the one that sampled"),
-    "target_modules": commas("--lora-targets"),
-    "no_shard_vit": nothing(_NO_READER),
-    "meta_init": nothing("a sharded model is always made on the meta device"),
-    "enable_ema": nothing("--ema, the decay, switches it on"),
-    # checkpoints and logs
-    "save_path": same("--out"),
-    "ckpt_path": nothing("checkpoints are in the folder of the run"),
-    "save_steps": Row("--save-every {x}", "", {"-1": "--save-every 1000000"}),
-    "max_ckpt_num": same("--keep"),
-    "max_ckpt_mem": Row("--max-bytes {x}", "bytes; there GB", {"1e8": ""}),
-    "load_checkpoint": nothing("run the same command again to resume"),
-    "eval_steps": Row("--eval-every {x}", "", {"-1": "--eval-every 1000000"}),
-    "save_trajectories": nothing(_FOLDER),
-    "num_trajectories_to_save": nothing(_FOLDER),
-    "log_dir": same("--strategy.log-dir"),
-    "plot_every": same("--strategy.plot-every"),
-    "use_wandb": choice("the key comes from wandb's own login", **{"false": "", "*": "--trackers wandb"}),
-    "wandb_project": same("--project"),
-    "wandb_run_name": same("--run-name"),
-    "use_tensorboard": Row("--trackers tensorboard --strategy.log-dir {x}", ""),
-    "logging_steps": nothing("every step is logged"),
-    "rm_use_engine": nothing("judge:FOLDER asks an engine, model:FOLDER does not need one"),
-    "rm_engine_cudagraph": nothing(_NO_READER),
+# of both libraries, and OpenRLHF's names with dots for them, which it has had since April 2026
+SHARED: r.Table = {
+    "all": {
+        "pretrain": r.same("--model"),
+        "data.input_key input_key": r.by_kind(
+            rl=r.Row("--template '{{{x}}}'", "a column of text; of messages: --messages {x}"),
+            sft=r.Row("--template '{{{x}}}'", "of messages: --messages {x}"),
+            hint=r.COLUMN,
+        ),
+        "data.input_template input_template": r.same(
+            "--template", "the name of the column in braces", remark="columns stand in braces: {question}"
+        ),
+        "data.apply_chat_template apply_chat_template": r.nothing(
+            "on where the tokenizer has a template", hint="the model's own chat template is always applied"
+        ),
+        "max_samples": r.by_kind(
+            rl=r.nothing("--steps or --data-epochs"), examples=r.nothing("--steps or --epochs")
+        ),
+        "train.max_epochs max_epochs": r.same("--epochs", hint=(r.ROLLOUT_EPOCHS, r.Flag("epochs"))),
+        "aux_loss_coef": r.same("--router-aux"),
+        "lr_warmup_ratio": r.by_kind(
+            rl=r.nothing("--warmup counts rollouts"),
+            examples=r.nothing("--warmup counts steps"),
+            hint=r.WARMUP,
+        ),
+        "l2": r.same("--weight-decay", "of matrices only"),
+        "max_norm": r.same("--max-norm"),
+        "train_batch_size": r.by_kind(
+            rl=r.same("--strategy.train-batch-size", "responses, as there"), examples=r.same("--batch")
+        ),
+        "micro_train_batch_size": r.nothing("--budget bounds the tokens of a pack"),
+        "train.seed seed": r.same("--seed"),
+        "bf16": r.flag("--strategy.bf16"),
+        "ds.zero_stage zero_stage": r.same("--strategy.zero-stage"),
+        "ds.adam_offload adam_offload": r.flag("--strategy.adam-offload"),
+        "ds.packing_samples packing_samples": r.flag("--strategy.packing-samples"),
+        "gradient_checkpointing": r.flag("--gradient-checkpointing"),
+        "flash_attn": r.CHOSEN_ATTENTION,
+        "ds.load_in_4bit load_in_4bit": r.NF4,
+        "ds.lora.rank lora_rank": r.same("--lora-rank", remark="0 trains all weights"),
+        "ds.lora.alpha lora_alpha": r.same("--lora-alpha"),
+        "lora_dropout": r.DROPOUT,
+        "target_modules": _TARGETS,
+        "ckpt.output_dir save_path": r.same("--out", remark="the model is its subfolder model"),
+        "ckpt_path": _CHECKPOINTS,
+        "ckpt.save_steps save_steps": r.SAVE_EVERY,
+        "ckpt.max_num max_ckpt_num": r.same("--keep"),
+        "max_ckpt_mem": r.Row("--max-bytes {x}", "bytes; there GB", {"1e8": ""}, remark="counted in bytes"),
+        "ckpt.load_enable load_checkpoint": r.RESUMED,
+        "eval.steps eval_steps": r.by_kind(rl=r.EVAL_EVERY, pairs=r.EVAL_EVERY, sft=r.UNEVALUATED),
+        "logger.wandb.key use_wandb": r.choice(
+            "the key comes from wandb's own login",
+            **{"false": "", "*": "--trackers wandb"},
+            remark="wandb is one",
+        ),
+        "logger.wandb.project wandb_project": r.same("--project"),
+        "logger.wandb.run_name wandb_run_name": r.same("--run-name"),
+        "logger.tensorboard_dir use_tensorboard": r.Row(
+            "--trackers tensorboard --strategy.log-dir {x}", remark="tensorboard is one"
+        ),
+        "logging_steps": r.LOGGED,
+        "data.max_len": r.by_kind(
+            rl=r.nothing("--max-prompt and --max-new bound the two parts"),
+            sft=_EXAMPLE,
+            pairs=_PAIR,
+            hint=_EXAMPLE.hint,
+        ),
+        "train.batch_size": r.by_kind(
+            rl=r.same("--strategy.train-batch-size"),
+            examples=r.same("--batch"),
+            hint=r.Flag("train_batch_size", "counted in responses"),
+        ),
+        "train.micro_batch_size": r.nothing(
+            "--budget bounds the tokens of a pack",
+            hint=r.Flag("micro_train_batch_size", "max sequences per pack"),
+        ),
+    },
+    "rl": {
+        "critic.model_name_or_path critic_pretrain": r.same("--critic", "of ppo.py"),
+        "reward_pretrain": r.Row(
+            "--reward model:{x}", "a folder with a head; several rewards, each =WEIGHT", hint=r.REWARD_MODEL
+        ),
+        "remote_rm_url": r.same(
+            "--reward",
+            "docs/remote_rewards.md; a FILE.py:FN stands there too",
+            remark="given as FILE.py:FUNCTION",
+        ),
+        "data.prompt_dataset prompt_data": r.same("--data"),
+        "data.prompt_probs prompt_data_probs": r.nothing(
+            "part of the source: --data a.jsonl=0.7 b.jsonl=0.3", hint=SHARES
+        ),
+        "eval_data": r.same("--eval-data"),
+        "data.label_key label_key": r.nothing("rewards get every column by its name", hint=r.ANSWER),
+        "prompt_max_len": r.same("--max-prompt", "longer prompts are left out", remark="counted in tokens"),
+        "generate_max_len": r.same("--max-new", remark="counted in tokens"),
+        "pretrain_data": r.same("--ptx-data", "of ppo.py"),
+        "ptx_coef": r.same("--ptx", "of ppo.py"),
+        "rollout.batch_size rollout_batch_size": r.same("--prompts", remark="prompts per step"),
+        "rollout.micro_batch_size micro_rollout_batch_size": r.nothing(
+            "--strategy.engine-batch is what samples at a time",
+            hint=r.Flag("engine_batch", "responses sampled at a time", needs="group"),
+        ),
+        "rollout.n_samples_per_prompt n_samples_per_prompt": r.same("--group"),
+        "temperature": r.same("--temperature", "divides the logits in training too"),
+        "top_p": r.same("--top-p", "cut in training too"),
+        "critic.value_clip value_clip": r.same("--value-clip", "of ppo.py"),
+        "algo.advantage.lambd lambd": r.same("--gae-lambda", "of ppo.py"),
+        "algo.advantage.gamma gamma": r.same("--gamma", "of ppo.py"),
+        "algo.kl.target kl_target": r.same("--kl-target", "of ppo.py"),
+        "algo.kl.estimator kl_estimator": r.choice(
+            "one that has the right gradient; rft_fn.loss has them", k1="", k2="", k3=""
+        ),
+        "critic.freezing_steps freezing_actor_steps": r.Row(
+            "--freeze-actor-steps {x}", "of ppo.py", {"-1": ""}
+        ),
+        "critic.save_value_network save_value_network": r.flag("--save-critic", "of ppo.py"),
+        "reward.overlong_buffer_len overlong_buffer_len": r.same("--overlong", remark="counted in tokens"),
+        "actor.adam.lr actor_learning_rate": r.same("--lr"),
+        "critic.adam.lr critic_learning_rate": r.same("--critic-lr", "of ppo.py"),
+        "train.num_episodes num_episodes": r.same("--data-epochs", hint=r.DATA_EPOCHS),
+        "enable_ema": r.nothing(
+            "--ema, the decay, switches it on", hint=r.Flag("ema", "its decay; 0 is off")
+        ),
+        "actor.model_name_or_path": r.same("--model"),
+        "reward.model_name_or_path": r.Row("--reward model:{x}", "a folder with a head", hint=r.REWARD_MODEL),
+        "reward.remote_url": r.same(
+            "--reward",
+            "docs/remote_rewards.md has the request in OpenRLHF's form",
+            remark="given as FILE.py:FUNCTION",
+        ),
+    },
+    "examples": {
+        "ds.lora.dropout": r.DROPOUT,
+        "ds.lora.target_modules": _TARGETS,
+        "adam.betas adam_betas": r.Row(
+            "--beta1 {x} --beta2 {x}", "one number each", remark="the second is --beta2"
+        ),
+        "data.max_samples": r.nothing("--steps or --epochs"),
+        "ckpt.path": _CHECKPOINTS,
+        "logger.logging_steps": r.LOGGED,
+        "max_len": r.by_kind(sft=_EXAMPLE, pairs=_PAIR, hint=_EXAMPLE.hint),
+    },
+    "pairs": {
+        "eval.split eval_split": _EVAL_SPLIT,
+    },
+    "": {
+        "prompt_split": r.only(r.SPLIT),
+        "algo.advantage.estimator advantage_estimator": r.only(
+            r.Flag(
+                "algorithm",
+                "group_norm is grpo, reinforce_baseline is reinforce_pp_baseline; gae is in ppo.py",
+            )
+        ),
+        "algo.kl.init_coef init_kl_coef": r.only(r.KL_IN_REWARD),
+        "algo.kl.use_loss use_kl_loss": r.only(r.KL_IN_LOSS),
+        "actor.eps_clip eps_clip": r.only(r.CLIP),
+        "train.enable_ema": r.only(r.Flag("ema", "its decay; 0 is off")),
+        "ckpt.max_mem": r.only(r.Flag("max_bytes", "counted in bytes")),
+    },
 }
 
-DEFAULTS = {
-    "actor_learning_rate": 1e-6,
-    "eps_clip": 0.2,
-    "rollout_batch_size": 512,
-    "train_batch_size": 128,
-    "generate_max_len": 1024,
-    "prompt_max_len": 1024,
-    "n_samples_per_prompt": 1,
-    "init_kl_coef": 0.01,
-    "zero_stage": 2,
-    "advantage_estimator": "gae",
+# of LightRFT only
+TABLE: r.Table = {
+    "rl": {
+        "max_eval_samples": r.same("--eval-prompts", hint=(r.Flag("eval_prompts"), r.Flag("count"))),
+        "reference_key": r.nothing("rewards get every column by its name", hint=r.ANSWER),
+        "images_key": r.nothing("columns with images are detected: docs/media_data.md"),
+        "system_prompt": r.same("--system"),
+        "mixed_mm_data": r.nothing("batches with and without media mix freely"),
+        "text_only": r.nothing("a model without towers takes none"),
+        "engine_type": r.choice(vllm="--strategy.engine-type vllm", sglang="--strategy.engine-type sglang"),
+        "engine_tp_size": r.same("--strategy.engine-tp-size"),
+        "engine_mem_util": r.same("--strategy.engine-mem-util"),
+        "enable_engine_sleep": r.switch("strategy.enable-engine-sleep"),
+        "disable_engine_sleep": r.choice(true="--strategy.no-enable-engine-sleep", false="", hint=""),
+        "dynamic_sampling": r.choice(true="--rounds 4", false="", remark="above 1"),
+        "use_fire": r.nothing("the loss would take the first token for one of the usual temperature"),
+        "first_token_temperature": _UNREAD,
+        "use_gspo": r.choice(true="--algorithm gspo", false="", remark="gspo"),
+        "use_cpg_loss": r.choice(true="--algorithm cpgd", false="", remark="cpgd"),
+        "loss_agg_mode": r.choice(
+            **{"seq-mean-token-mean": "", "token-mean": "--algorithm dapo"}, hint=r.ALGORITHM
+        ),
+        "high_entropy_token_ratio": r.nothing("rft_fn.weight has the function, for a copy of the script"),
+        "advantages_norm": r.flag("--whiten", "of ppo.py"),
+        "advantage_clip": r.nothing("one line in a copy of the script: adv.clamp"),
+        "normalize_advantages use_sequence_rewards": _UNREAD,
+        "freeze_prefix": r.same("--freeze"),
+        "reward_running_norm": r.flag("--normalize-reward"),
+        "reward_running_norm_minus_mean": r.nothing("--normalize-reward subtracts the mean"),
+        "reward_clip": r.same("--reward-clip"),
+        "overlong_buffer": r.nothing(
+            "--overlong greater than 0", hint=r.Flag("overlong", "counted in tokens; 0 is off")
+        ),
+        "overlong_buffer_penalty_factor": r.choice("the penalty rises to 1", **{"1": "", "1.0": ""}),
+        "use_mp_opt": r.choice(true="--strategy.use-mp-opt True", false=""),
+        "fsdp": r.flag("--strategy.fsdp"),
+        "fsdp_cpu_offload": r.flag("--strategy.fsdp-cpu-offload"),
+        "sp_size": r.same("--strategy.sp-size"),
+        "fused_linear_logprob": r.flag("--strategy.fused-linear-logprob"),
+        "chunk_size": r.same("--strategy.chunk-size"),
+        "no_shard_vit": _UNREAD,
+        "meta_init": r.nothing("a sharded model is always made on the meta device"),
+        "save_trajectories num_trajectories_to_save": r.nothing(r.COMPLETIONS),
+        "log_dir": r.same("--strategy.log-dir"),
+        "plot_every": r.same("--strategy.plot-every"),
+        "rm_use_engine": r.nothing("judge:FOLDER asks an engine, model:FOLDER does not need one"),
+        "rm_engine_cudagraph": _UNREAD,
+    },
 }
 
-ESTIMATORS = {
+# ------------------------------------------------------------------------------ options that count together
+
+_ESTIMATORS = {
     "gae": "ppo",
     "reinforce": "reinforce",
     "reinforce++": "reinforce_pp",
@@ -161,14 +249,14 @@ ESTIMATORS = {
 }
 
 
-def combine(options: Mapping[str, Any]) -> Combined:
-    """The algorithm, where the KL belongs, and pairs of numbers, by the older names."""
+def combine(options: Mapping[str, Any]) -> r.Combined:
+    """Return the algorithm, where the KL belongs, and pairs of numbers, by the older names."""
     used = {"advantage_estimator", "init_kl_coef", "use_kl_loss", "eps_clip", "eps_clip_low_high"}
     used |= {"policy_loss_type", "adam_betas", "reward_clip_range"}
     arguments, notes = [], []
 
     # the loss of GSPO has a row, every other one is decided by the estimator
-    row = ESTIMATORS.get(str(options["advantage_estimator"]).lower())
+    row = _ESTIMATORS.get(str(options["advantage_estimator"]).lower())
     if str(options.get("policy_loss_type", "")).lower() == "gspo":
         row = "gspo"
     if row is None:
@@ -177,10 +265,8 @@ def combine(options: Mapping[str, Any]) -> Combined:
         arguments.append(f"--algorithm {row}")
 
     # one coefficient there, in the loss or in the reward; ppo.py has it in the reward
-    ours = "--kl-in-reward"
-    if script(options) == "ppo" or str(options.get("use_kl_loss", False)).lower() == "true":
-        ours = "--kl"
-    arguments.append(f"{ours} {options['init_kl_coef']}")
+    in_loss = script(options) == "ppo" or str(options.get("use_kl_loss", False)).lower() == "true"
+    arguments.append(f"{'--kl' if in_loss else '--kl-in-reward'} {options['init_kl_coef']}")
 
     # pairs of numbers
     limits = pair(options.get("eps_clip_low_high"))
@@ -193,11 +279,11 @@ def combine(options: Mapping[str, Any]) -> Combined:
         arguments.append(f"--reward-clip {bounds[1]}")
     elif bounds:
         notes.append(f"reward_clip_range={bounds}: --reward-clip is the same on both sides")
-    return Combined(arguments, used, notes)
+    return r.Combined(arguments, used, notes)
 
 
 def pair(value: Any) -> list[Any]:
-    """The two numbers of a list, or of a text; none of None."""
+    """Return the two numbers of a list, or of a text; none of None."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -206,10 +292,34 @@ def pair(value: Any) -> list[Any]:
 
 
 def script(options: Mapping[str, Any]) -> str:
-    """ppo.py where there is a critic, else grpo.py."""
-    if str(options["advantage_estimator"]).lower() == "gae":
-        return "ppo"
-    return "grpo"
+    """Return ppo where there is a critic, else grpo."""
+    return "ppo" if str(options["advantage_estimator"]).lower() == "gae" else "grpo"
 
 
-RL = Trainer(ROWS, DEFAULTS, combine, script, {}, ("train_colocate",))
+LIBRARY = r.Library(
+    "LightRFT",
+    {
+        "rl": r.Trainer(
+            rows={
+                **{name: row for name, row in r.rows_of(SHARED, "rl").items() if "." not in name},
+                **r.rows_of(TABLE, "rl"),
+            },
+            defaults={
+                "actor_learning_rate": 1e-6,
+                "eps_clip": 0.2,
+                "rollout_batch_size": 512,
+                "train_batch_size": 128,
+                "generate_max_len": 1024,
+                "prompt_max_len": 1024,
+                "n_samples_per_prompt": 1,
+                "init_kl_coef": 0.01,
+                "zero_stage": 2,
+                "advantage_estimator": "gae",
+            },
+            combine=combine,
+            script=script,
+            sections={},
+            programs=("train_colocate",),
+        )
+    },
+)

@@ -1,26 +1,151 @@
-"""The command line: `python -m rft_fn.migrate SYSTEM FILE` prints our command, --table all options."""
+"""The command line of ours that does what a config of another system says: `python -m rft_fn.migrate`."""
 
 import argparse
+import shlex
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rft_fn.check import printable
-from rft_fn.tools import other_libraries as migrate
-from rft_fn.tools.other_libraries.rows import Trainer
+from rft_fn.tools.other_libraries import LIBRARIES
+from rft_fn.tools.other_libraries.reading import read
+from rft_fn.tools.other_libraries.rows import Library, Row, Trainer
+
+__all__ = ["KINDS", "Translation", "main", "table", "translate"]
+
+KINDS = {
+    "sft": "supervised fine-tuning",
+    "dpo": "preference pairs",
+    "rm": "a reward model",
+    "rl": "GRPO, PPO and others that sample",
+}
+
+
+class Translation(NamedTuple):
+    """A config in our words."""
+
+    command: list[str]  # "python train_scripts/grpo.py", and each of its arguments
+    notes: list[str]  # what differs in a way that matters
+    without: dict[str, str]  # the options without a counterpart, and why
+    unknown: list[str]  # names that are not in the table
+
+
+# ------------------------------------------------------------------------------ translating
+
+
+def translate(
+    library: Library, options: Mapping[str, Any], programs: Sequence[str] = (), kind: str | None = None
+) -> Translation:
+    """Return our command for the options of another library, where they are not set with its defaults.
+
+    `kind` is that of the trainer, one of KINDS; None: what the programs or the options tell. ValueError where
+    they tell none.
+    """
+    trainer = library.trainers[_kind(library, options, programs, kind)]
+    whole = {**trainer.defaults, **options}
+    arguments, used, notes = trainer.combine(whole)
+    without: dict[str, str] = {}
+    unknown: list[str] = []
+    for name, value in whole.items():
+        row = trainer.rows.get(name)
+        section = next((why for head, why in trainer.sections.items() if name.startswith(head)), None)
+        if value in (None, "", [], {}) or name in used:
+            continue
+        if row is not None:
+            found = _arguments(row, value)
+            if found is None:
+                without[f"{name}={value}"] = row.note or "ours have no such value"
+            else:
+                arguments = [*arguments, found]
+        elif section is not None:
+            without[name] = section
+        else:
+            unknown.append(name)
+
+    # the last of the arguments that set one option; the usual three first
+    last = {text.split()[0]: text for text in arguments if text}
+    first = [last.pop(name) for name in ("--model", "--data", "--reward") if name in last]
+    arguments = [*first, *last.values()]
+
+    # what nobody can do without, and what few configs name
+    script = trainer.script(whole)
+    wanted = {"--data": "add a file or a hub name; without it the rows are those of a built-in task"}
+    if script in ("grpo", "ppo"):
+        wanted["--reward"] = "add FILE.py:FN, or one of docs/rewards.md"
+    for name, what in wanted.items():
+        if not any(text.startswith(f"{name} ") for text in arguments):
+            notes = [*notes, f"{name}: {what}"]
+    return Translation([f"python train_scripts/{script}.py", *arguments], notes, without, unknown)
+
+
+def _arguments(row: Row, value: Any) -> str | None:
+    """Return our arguments for a value; None where there are none."""
+    if row.values is not None:
+        found = row.values.get(str(value).lower(), row.values.get("*"))
+        if found is not None or "{x}" not in row.ours:
+            return found
+    elif not row.ours:
+        return None
+    items = [str(value)]
+    if isinstance(value, Mapping):
+        items = [f"{key}={x}" for key, x in value.items()]
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        items = [str(x) for x in value]
+
+    # a variable of the shell stays one
+    words = (f'"{item}"' if "$" in item else shlex.quote(item) for item in items)
+    return row.ours.format(x=row.separator.join(words))
+
+
+def _kind(library: Library, options: Mapping[str, Any], programs: Sequence[str], named: str | None) -> str:
+    """Return the kind of a config's trainer: as named, by its programs, or by options that no other has.
+
+    ValueError where the library has no such trainer, and where neither programs nor options tell one.
+    """
+    kinds = ", ".join(library.trainers)
+    if named is not None:
+        if named not in library.trainers:
+            raise ValueError(f"trainer: expected one of {kinds} for {library.title}, got {named}")
+        return named
+    if len(library.trainers) == 1:
+        return kinds
+    for name in programs:
+        if name in library.others:
+            raise ValueError(f"trainer: expected one of {kinds}, got {name}; {library.others[name]}")
+    found = [kind for kind, x in library.trainers.items() if set(programs) & set(x.programs)]
+    if not found:
+        found = [kind for kind in library.trainers if _is_told(library, kind, options)]
+    if len(found) != 1:
+        raise ValueError(
+            f"trainer: expected options of one of {kinds}, or --trainer to name it, got those of "
+            f"{', '.join(found) or 'none'}"
+        )
+    return found[0]
+
+
+def _is_told(library: Library, kind: str, options: Mapping[str, Any]) -> bool:
+    """Return whether there is an option that only this trainer has."""
+    others = {name for other, x in library.trainers.items() if other != kind for name in x.rows}
+    trainer = library.trainers[kind]
+    if set(options) & (set(trainer.rows) - others):
+        return True
+    return any(f"{name}={value}".startswith(trainer.tells) for name, value in options.items())
+
+
+# ------------------------------------------------------------------------------ the command
 
 
 def table(title: str, trainer: Trainer) -> str:
-    """A table in Markdown: each option of a trainer, and ours."""
+    """Return a table in Markdown: each option of a trainer, and ours."""
     lines = [f"| {title} | rft_fn | |", "|---|---|---|"]
     for name, row in trainer.rows.items():
-        ours = "none"
-        if row.ours:
-            ours = f"`{row.ours.replace('{x}', 'X').replace('{{', '{').replace('}}', '}')}`"
-        lines.append(f"| `{name}` | {ours} | {row.note} |")
+        shown = row.ours.replace("{x}", "X").replace("{{", "{").replace("}}", "}")
+        lines.append(f"| `{name}` | {f'`{shown}`' if shown else 'none'} | {row.note} |")
     return "\n".join(lines)
 
 
-def show(found: migrate.Translation) -> str:
-    """The command, then notes and what has no counterpart as comments, so that a shell can run it."""
+def show(found: Translation) -> str:
+    """Return the command, then notes and what has no counterpart as comments, so that a shell can run it."""
     lines = [" \\\n  ".join(found.command), ""]
     lines += [f"# {note}" for note in found.notes]
     lines += [f"# not translated: {name}: {why}" for name, why in found.without.items()]
@@ -29,31 +154,29 @@ def show(found: migrate.Translation) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of the command line."""
-    made = argparse.ArgumentParser(prog="python -m rft_fn.migrate", description=migrate.__doc__)
-    made.add_argument("system", choices=sorted(migrate.SYSTEMS), help="where the config is from")
+    """Return the arguments of the command line."""
+    made = argparse.ArgumentParser(prog="python -m rft_fn.migrate", description=__doc__)
+    made.add_argument("system", choices=sorted(LIBRARIES), help="where the config is from")
     made.add_argument("file", nargs="?", help="a .yaml, a .json, or a shell script with the options")
-    kinds = "; ".join(f"{kind}: {what}" for kind, what in migrate.KINDS.items())
-    made.add_argument("--trainer", choices=migrate.KINDS, help=f"{kinds}; if left out, as the file tells")
+    kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
+    made.add_argument("--trainer", choices=KINDS, help=f"{kinds}; if left out, as the file tells")
     made.add_argument("--table", action="store_true", help="print all options that are known of the system")
     return made
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 0, or 2 for a file that cannot be read or translated."""
+    """Return the exit status: 0, or 2 for a file that cannot be read or translated."""
     args = parser().parse_args(arguments)
-    system = migrate.SYSTEMS[args.system]
+    library = LIBRARIES[args.system]
     if args.table:
-        kinds = list(system.trainers)
-        if args.trainer in kinds:
-            kinds = [args.trainer]
-        print("\n\n".join(table(f"{system.title}, {x}", system.trainers[x]) for x in kinds))
+        kinds = [args.trainer] if args.trainer in library.trainers else list(library.trainers)
+        print("\n\n".join(table(f"{library.title}, {x}", library.trainers[x]) for x in kinds))
         return 0
     if args.file is None:
         parser().error("expected a file, or --table")
     try:
-        config = migrate.read(args.file)
-        found = migrate.translate(system, config.options, config.programs, args.trainer)
+        config = read(args.file)
+        found = translate(library, config.options, config.programs, args.trainer)
     except ValueError as error:
         print(f"error: {printable(error)}", file=sys.stderr)
         return 2

@@ -1,108 +1,142 @@
-"""The options of OpenRLHF's train_ppo_ray: with dots, and the older names with underscores."""
+"""Options of OpenRLHF's train_ppo_ray, train_sft, train_dpo and train_rm: dotted and older names."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from rft_fn.tools.other_libraries import lightrft
-from rft_fn.tools.other_libraries.rows import Combined, Row, Trainer, choice, flag, nothing, same, switch
+from rft_fn.tools.other_libraries import rows as r
 
-__all__ = ["OTHERS", "RL", "ROWS"]
+__all__ = ["LIBRARY", "TABLE"]
 
 _COLOCATED = "models always share the devices of the processes; --strategy.offload-models moves them by phase"
+_SCHEDULE = r.choice(
+    cosine_with_min_lr="--schedule cosine", linear="--schedule linear", constant="--schedule constant"
+)
 
-ROWS: dict[str, Row] = {
-    "actor.model_name_or_path": same("--model"),
-    "critic.model_name_or_path": same("--critic", "of ppo.py"),
-    "reward.model_name_or_path": Row("--reward model:{x}", "a folder with a head"),
-    "reward.remote_url": Row("--reward {x}", "docs/remote_rewards.md has the request in OpenRLHF's form"),
-    "data.prompt_dataset": same("--data"),
-    "data.prompt_probs": nothing("part of the source: --data a.jsonl=0.7 b.jsonl=0.3"),
-    "data.input_key": Row("--template '{{{x}}}'", "a column of text; of messages: --messages {x}"),
-    "data.label_key": nothing("rewards get every column by its name"),
-    "data.input_template": same("--template", "the name of the column in braces"),
-    "data.apply_chat_template": nothing("on where the tokenizer has a template"),
-    "data.max_len": nothing("--max-prompt and --max-new bound the two parts"),
-    "data.image_key": nothing("columns with images are detected: docs/media_data.md"),
-    "eval.dataset": same("--eval-data"),
-    "eval.steps": Row("--eval-every {x}", "", {"-1": "--eval-every 1000000"}),
-    "rollout.batch_size": same("--prompts"),
-    "rollout.n_samples_per_prompt": same("--group"),
-    "rollout.max_new_tokens": same("--max-new"),
-    "rollout.temperature": same("--temperature", "divides the logits in training too"),
-    "rollout.top_p": same("--top-p", "cut in training too"),
-    "rollout.micro_batch_size": nothing("--strategy.engine-batch is what samples at a time"),
-    "train.batch_size": same("--strategy.train-batch-size"),
-    "train.micro_batch_size": nothing("--budget bounds the tokens of a pack"),
-    "train.max_tokens_per_gpu": same("--budget"),
-    "train.max_epochs": same("--epochs"),
-    "train.num_episodes": same("--data-epochs"),
-    "train.seed": same("--seed"),
-    "train.ema_beta": nothing("--ema, which also switches it on"),
-    "train.async_enable": choice("needs an engine in a process of its own", true="--ahead 1", false=""),
-    "train.async_queue_size": same("--ahead"),
-    "train.partial_rollout_enable": nothing("--partial, the tokens by which a response grows in a step"),
-    "train.dynamic_batch_enable": nothing("packs are always filled by tokens"),
-    "train.colocate_all": nothing(_COLOCATED),
-    "train.colocate_actor_ref": nothing(_COLOCATED),
-    "train.agent_func_path": nothing("rft_fn.environment: reset and step as functions, in multi_turn.py"),
-    "actor.adam.lr": same("--lr"),
-    "actor.adam.weight_decay": same("--weight-decay"),
-    "actor.lr_scheduler": choice(
-        cosine_with_min_lr="--schedule cosine", linear="--schedule linear", constant="--schedule constant"
-    ),
-    "actor.min_lr_ratio": same("--lr-end"),
-    "actor.lr_warmup_ratio": nothing("--warmup counts rollouts"),
-    "actor.max_norm": same("--max-norm"),
-    "actor.dual_clip": same("--dual"),
-    "actor.entropy_coef": same("--entropy", "of ppo.py; in grpo.py add it to the loss"),
-    "actor.aux_loss_coef": same("--router-aux"),
-    "actor.gradient_checkpointing_enable": flag("--gradient-checkpointing"),
-    "actor.freeze_visual_encoder": choice(true="--freeze visual", false=""),
-    "critic.adam.lr": same("--critic-lr", "of ppo.py"),
-    "critic.value_clip": same("--value-clip", "of ppo.py"),
-    "critic.freezing_steps": Row("--freeze-actor-steps {x}", "of ppo.py", {"-1": ""}),
-    "critic.save_value_network": flag("--save-critic", "of ppo.py"),
-    "algo.advantage.lambd": same("--gae-lambda", "of ppo.py"),
-    "algo.advantage.gamma": same("--gamma", "of ppo.py"),
-    "algo.advantage.no_std_norm": nothing("advantage.grpo(reward, scale=False) in a copy of grpo.py"),
-    "algo.advantage.is_correction_enable": choice(true="--mismatch tis", false=""),
-    "algo.advantage.is_correction_type": choice(tis="--mismatch tis", icepop="--mismatch icepop"),
-    "algo.kl.target": same("--kl-target", "of ppo.py"),
-    "algo.kl.horizon": same("--kl-horizon", "of ppo.py"),
-    "algo.kl.estimator": choice("one that has the right gradient; rft_fn.loss has them", k1="", k2="", k3=""),
-    "algo.dynamic_filtering_enable": choice(true="--rounds 4", false=""),
-    "reward.normalize_enable": flag("--normalize-reward"),
-    "reward.overlong_buffer_len": same("--overlong"),
-    "ds.zero_stage": same("--strategy.zero-stage"),
-    "ds.adam_offload": flag("--strategy.adam-offload"),
-    "ds.param_dtype": choice(bf16="--strategy.bf16", fp16=""),
-    "ds.packing_samples": flag("--strategy.packing-samples"),
-    "ds.lora.rank": same("--lora-rank"),
-    "ds.lora.alpha": same("--lora-alpha"),
-    "ds.load_in_4bit": choice(true="--quantize nf4", false=""),
-    "ds.ring_attn_size": same("--strategy.sp-size", "by all-to-all of heads, not by a ring"),
-    "ds.use_liger_kernel": nothing("the fused head is on by default"),
-    "vllm.num_engines": nothing(
-        "--strategy.engine-type vllm; each process, or group of tp processes, has one"
-    ),
-    "vllm.tensor_parallel_size": same("--strategy.engine-tp-size"),
-    "vllm.gpu_memory_utilization": same("--strategy.engine-mem-util"),
-    "vllm.enable_sleep": switch("strategy.enable-engine-sleep"),
-    "vllm.sync_backend": nothing("an engine in the process gets the tensors directly"),
-    "ckpt.output_dir": same("--out"),
-    "ckpt.save_steps": Row("--save-every {x}", "", {"-1": "--save-every 1000000"}),
-    "ckpt.max_num": same("--keep"),
-    "ckpt.load_enable": nothing("run the same command again to resume"),
-    "logger.wandb.key": choice(
-        "the key comes from wandb's own login", **{"false": "", "*": "--trackers wandb"}
-    ),
-    "logger.wandb.project": same("--project"),
-    "logger.wandb.run_name": same("--run-name"),
-    "logger.tensorboard_dir": Row("--trackers tensorboard --strategy.log-dir {x}", ""),
+# beside the names that LightRFT has too
+TABLE: r.Table = {
+    "all": {
+        "eval.dataset": r.by_kind(rl=r.same("--eval-data"), pairs=r.same("--eval-data"), sft=r.UNEVALUATED),
+        "ds.param_dtype": r.choice(bf16="--strategy.bf16", fp16=""),
+        "ds.ring_attn_size": r.same("--strategy.sp-size", "by all-to-all of heads, not by a ring"),
+        "ds.use_liger_kernel": r.FUSED,
+    },
+    "rl": {
+        "data.image_key": r.nothing("columns with images are detected: docs/media_data.md"),
+        "rollout.max_new_tokens": r.same("--max-new"),
+        "rollout.temperature": r.same("--temperature", "divides the logits in training too"),
+        "rollout.top_p": r.same("--top-p", "cut in training too"),
+        "train.max_tokens_per_gpu": r.same("--budget"),
+        "train.ema_beta": r.nothing("--ema, which also switches it on", hint=r.Flag("ema")),
+        "train.async_enable": r.choice("needs an engine in a process of its own", true="--ahead 1", false=""),
+        "train.async_queue_size": r.same("--ahead"),
+        "train.partial_rollout_enable": r.nothing(
+            "--partial, the tokens by which a response grows in a step"
+        ),
+        "train.dynamic_batch_enable": r.nothing("packs are always filled by tokens"),
+        "train.colocate_all train.colocate_actor_ref": r.nothing(_COLOCATED),
+        "train.agent_func_path": r.nothing(
+            "rft_fn.environment: reset and step as functions, in multi_turn.py"
+        ),
+        "actor.adam.weight_decay": r.same("--weight-decay"),
+        "actor.lr_scheduler": _SCHEDULE,
+        "actor.min_lr_ratio": r.same("--lr-end"),
+        "actor.lr_warmup_ratio": r.nothing("--warmup counts rollouts"),
+        "actor.max_norm": r.same("--max-norm"),
+        "actor.dual_clip": r.same("--dual"),
+        "actor.entropy_coef": r.same("--entropy", "of ppo.py; in grpo.py add it to the loss"),
+        "actor.aux_loss_coef": r.same("--router-aux"),
+        "actor.gradient_checkpointing_enable": r.flag("--gradient-checkpointing"),
+        "actor.freeze_visual_encoder": r.choice(true="--freeze visual", false=""),
+        "algo.advantage.no_std_norm": r.nothing(
+            "advantage.grpo(reward, scale=False) in a copy of grpo.py",
+            hint=r.Flag("algorithm", "dr_grpo is grpo without the deviation"),
+        ),
+        "algo.advantage.is_correction_enable": r.choice(true="--mismatch tis", false=""),
+        "algo.advantage.is_correction_type": r.choice(tis="--mismatch tis", icepop="--mismatch icepop"),
+        "algo.kl.horizon": r.same("--kl-horizon", "of ppo.py"),
+        "algo.dynamic_filtering_enable": r.choice(true="--rounds 4", false="", remark="above 1"),
+        "reward.normalize_enable": r.flag("--normalize-reward"),
+        "vllm.num_engines": r.nothing(
+            "--strategy.engine-type vllm; each process, or group of tp processes, has one", hint=r.TOGETHER
+        ),
+        "vllm.tensor_parallel_size": r.same("--strategy.engine-tp-size"),
+        "vllm.gpu_memory_utilization": r.same("--strategy.engine-mem-util"),
+        "vllm.enable_sleep": r.switch("strategy.enable-engine-sleep"),
+        "vllm.sync_backend": r.nothing("an engine in the process gets the tensors directly"),
+    },
+    "examples": {
+        "model.model_name_or_path": r.same("--model"),
+        "model.gradient_checkpointing_enable": r.flag("--gradient-checkpointing"),
+        "model.aux_loss_coef": r.same("--router-aux"),
+        "ds.attn_implementation": r.CHOSEN_ATTENTION,
+        "data.dataset dataset": r.same("--data"),
+        "data.dataset_probs dataset_probs": r.nothing(
+            "part of the source: --data a.jsonl=0.7", hint=lightrft.SHARES
+        ),
+        "data.dataset_split train_split": r.nothing("part of the source: --data NAME@SPLIT"),
+        "dataset_split": r.nothing("part of the source: --data NAME@SPLIT", hint=r.SPLIT),
+        "adam.lr learning_rate": r.same("--lr"),
+        "adam.weight_decay": r.same("--weight-decay"),
+        "lr_scheduler": _SCHEDULE,
+        "min_lr_ratio": r.same("--lr-end"),
+        "eval_dataset": r.by_kind(sft=r.UNEVALUATED, pairs=r.same("--eval-data")),
+    },
+    "sft": {
+        "data.output_key output_key": r.Row(
+            "--response '{{{x}}}'", "a column of text", remark="a template: {answer} is the column answer"
+        ),
+        "data.multiturn multiturn": r.choice("with --messages all answers are learned", true=""),
+        "model.pretrain_mode_enable pretrain_mode": r.nothing("only answers are learned"),
+    },
+    "pairs": {
+        "data.prompt_key prompt_key": r.Row("--template '{{{x}}}'", "of messages: first of --messages"),
+        "data.chosen_key chosen_key": r.Row("--chosen '{{{x}}}'", "of messages: in --messages"),
+        "data.rejected_key rejected_key": r.Row("--rejected '{{{x}}}'", "of messages: in --messages"),
+    },
+    "dpo": {
+        "model.beta beta": r.same("--beta"),
+        "model.ipo_enable ipo": r.choice(true="--loss ipo", false="--loss dpo"),
+        "model.label_smoothing label_smoothing": r.Row("--loss cdpo --label-smoothing {x}", "above 0"),
+        "model.nll_loss_coef nll_loss_coef": r.same("--nll"),
+        "ref.model_name_or_path ref_pretrain": r.REFERENCE,
+        "ref.offload ref_offload": r.nothing("--strategy.offload-models moves the reference by phase"),
+    },
+    "rm": {
+        "model.loss_type loss": r.choice("rft_fn.loss.log_exp, in a copy of train_rm.py", sigmoid=""),
+        "model.margin_loss_enable margin_loss": r.choice("a column `margin` is read", true="", false=""),
+        "model.compute_fp32_loss_enable compute_fp32_loss": r.nothing("losses are always in float32"),
+        "ds.value_head_prefix value_head_prefix": r.nothing("--heads names the heads"),
+    },
+    "": {
+        "actor.eps_clip_low_high eps_clip_low_high": r.only(
+            r.Flag("clip_low", "the upper limit is --clip-high")
+        ),
+        "dual_clip": r.only(r.Flag("dual")),
+        "actor.policy_loss_type policy_loss_type": r.only(r.ALGORITHM),
+        "no_advantage_std_norm": r.only(r.Flag("algorithm", "dr_grpo is grpo without the deviation")),
+        "reward.clip_range reward_clip_range": r.only(
+            r.Flag("reward_clip", "one number: rewards are clipped to both sides of 0")
+        ),
+        "ring_attn_size": r.only(r.Flag("sp_size")),
+        "vllm_num_engines": r.only(r.TOGETHER),
+        "colocate_all_models": r.only(r.TOGETHER),
+        "vllm_tensor_parallel_size": r.only(r.Flag("engine_tp_size")),
+        "vllm_gpu_memory_utilization": r.only(r.Flag("engine_mem_util")),
+        "vllm_enable_sleep": r.only(r.Flag("enable_engine_sleep")),
+        "dynamic_filtering": r.only(r.Flag("rounds", "above 1")),
+        "max_new_tokens": r.only(r.Flag("max_new")),
+        "entropy_loss_coef": r.only(r.Flag("entropy")),
+        "actor_num_gpus_per_node": r.only(r.PROCESSES),
+        "ema_beta": r.only(r.Flag("ema")),
+    },
 }
 
-# names with dots of options that only have a meaning together, as the older ones are called
-OLDER = {
+# ------------------------------------------------------------------------------ options that count together
+
+# dotted names of options that only have a meaning together, and their older ones
+_OLDER = {
     "algo.advantage.estimator": "advantage_estimator",
     "algo.kl.init_coef": "init_kl_coef",
     "algo.kl.use_loss": "use_kl_loss",
@@ -112,54 +146,152 @@ OLDER = {
     "actor.adam.betas": "adam_betas",
     "reward.clip_range": "reward_clip_range",
 }
-
-DEFAULTS = {
-    "actor.adam.lr": 1e-6,
-    "actor.eps_clip": 0.2,
-    "actor.lr_scheduler": "cosine_with_min_lr",
-    "rollout.batch_size": 1024,
-    "rollout.n_samples_per_prompt": 1,
-    "train.batch_size": 128,
-    "ds.zero_stage": 2,
-    "algo.kl.init_coef": 0.01,
-    "algo.advantage.estimator": "gae",
+_OLDER_OF_EXAMPLES = {
+    "data.input_key": "input_key",
+    "data.output_key": "output_key",
+    "data.prompt_key": "prompt_key",
+    "data.chosen_key": "chosen_key",
+    "data.rejected_key": "rejected_key",
+    "data.apply_chat_template": "apply_chat_template",
+    "data.max_len": "max_len",
+    "ds.lora.rank": "lora_rank",
+    "ds.lora.alpha": "lora_alpha",
+    "ds.lora.target_modules": "target_modules",
+    "adam.betas": "adam_betas",
+    "model.ipo_enable": "ipo",
+    "model.label_smoothing": "label_smoothing",
 }
+_BUDGETS = {"dpo": 1024, "rm": 2048}
 
 
 def _older(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with the older names of those in OLDER."""
-    return {OLDER.get(name, name): value for name, value in options.items()}
+    """Return the options with their older names."""
+    return {_OLDER.get(name, name): value for name, value in options.items()}
 
 
-def _combine(options: Mapping[str, Any]) -> Combined:
+def _rollouts(options: Mapping[str, Any]) -> r.Combined:
+    """Return what LightRFT's trainer does with the older names."""
     found = lightrft.combine(_older(options))
-    names = {name for name, older in OLDER.items() if older in found.used}
-    return Combined(found.arguments, found.used | names, found.notes)
+    dotted = {name for name, older in _OLDER.items() if older in found.used}
+    return r.Combined(found.arguments, found.used | dotted, found.notes)
 
 
-def _script(options: Mapping[str, Any]) -> str:
-    return lightrft.script(_older(options))
+def _columns(kind: str, given: Mapping[str, Any]) -> list[str]:
+    """Return columns of messages where a chat template is applied to them, else of texts."""
+    chat = str(given.get("apply_chat_template")).lower() == "true"
+    if kind == "sft" and chat and not given.get("output_key"):
+        return [f"--messages {given.get('input_key') or 'input'}"]
+    if kind == "sft":
+        sides = [("--template", given.get("input_key") or "input"), ("--response", given.get("output_key"))]
+        return [f"{ours} '{{{column}}}'" for ours, column in sides if column]
+    prompt = given.get("prompt_key")
+    chosen, rejected = given.get("chosen_key") or "chosen", given.get("rejected_key") or "rejected"
+    if chat:
+        return [f"--messages {' '.join(name for name in (prompt, chosen, rejected) if name)}"]
+    template = f"'{{{prompt}}}'" if prompt else "''"
+    return [f"--template {template}", f"--chosen '{{{chosen}}}'", f"--rejected '{{{rejected}}}'"]
 
 
-SECTIONS = {
-    "ref.": _COLOCATED,
-    "actor.num_": "torchrun --nnodes and --nproc-per-node",
-    "critic.num_": "torchrun --nnodes and --nproc-per-node",
-    "reward.num_": "torchrun --nnodes and --nproc-per-node",
-}
+def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
+    """Return columns, limits of tokens, adapters of their size, and the loss of a pair."""
+    used = {*_OLDER_OF_EXAMPLES, *_OLDER_OF_EXAMPLES.values()}
+    given = {older: options.get(older, options.get(name)) for name, older in _OLDER_OF_EXAMPLES.items()}
 
-OTHERS = {
-    "train_kd": "rft_fn.loss.reverse_kl and reverse_kl_top_k are losses of distillation",
-    "train_kto": "dpo.py learns from pairs",
-    "train_prm": "train_rm.py --kind steps learns process rewards",
-}
+    # a pack has to hold an example, or both sides of a pair
+    arguments = _columns(kind, given)
+    if kind == "sft":
+        length = int(given["max_len"] or 2048)
+        arguments += [f"--max-prompt {length}", f"--budget {length}"]
+    else:
+        length = int(given["max_len"] or 512)
+        arguments += [f"--max-length {length}", f"--budget {max(2 * length, _BUDGETS[kind])}"]
 
-RL = Trainer(
-    {**lightrft.ROWS, **ROWS},
-    DEFAULTS,
-    _combine,
-    _script,
-    SECTIONS,
-    ("train_ppo_ray", "train_ppo"),
-    ("actor.", "algo.", "critic.", "rollout.", "reward.", "vllm.", *(f"{name}=" for name in OLDER.values())),
+    # adapters
+    if int(given["lora_rank"] or 0):
+        targets = given["target_modules"] or "all-linear"
+        if not isinstance(targets, str):
+            targets = ",".join(targets)
+        arguments += [f"--lora-rank {given['lora_rank']}", f"--lora-alpha {given['lora_alpha'] or 16}"]
+        arguments.append(f"--lora-targets {targets}")
+
+    # one loss of a pair
+    smoothing = float(given["label_smoothing"] or 0)
+    if kind == "dpo" and str(given["ipo"]).lower() == "true":
+        arguments.append("--loss ipo")
+    elif kind == "dpo" and smoothing:
+        arguments.append(f"--loss cdpo --label-smoothing {smoothing}")
+    betas = lightrft.pair(given["adam_betas"])
+    arguments += [f"{name} {x}" for name, x in zip(("--beta1", "--beta2"), betas)]
+    warmup = options.get("lr_warmup_ratio", 0.03)
+    return r.Combined(arguments, used, [f"--warmup: theirs is a share of the run, {warmup}"])
+
+
+def _of_examples(kind: str, ours: str, lr: float, epochs: int) -> r.Trainer:
+    """Return the trainer of a kind, with its defaults."""
+    return r.Trainer(
+        rows={**r.rows_of(lightrft.SHARED, kind), **r.rows_of(TABLE, kind)},
+        defaults={
+            "train.batch_size": 128,
+            "adam.betas": [0.9, 0.95],
+            "lr_scheduler": "cosine_with_min_lr",
+            "min_lr_ratio": 0.1,
+            "ds.zero_stage": 2,
+            "adam.lr": lr,
+            "train.max_epochs": epochs,
+        },
+        combine=partial(_examples, kind),
+        script=lambda options: ours,
+        sections={
+            "muon.": "docs/examples/muon.py has that optimizer",
+            "ds.": "--strategy.zero-stage, --strategy.adam-offload and --strategy.bf16 are what DeepSpeed is "
+            "told",
+            "ckpt.": "--save-every, --keep and --max-bytes",
+        },
+        programs=(f"train_{kind}",),
+    )
+
+
+LIBRARY = r.Library(
+    "OpenRLHF",
+    {
+        "sft": _of_examples("sft", "sft", lr=5e-6, epochs=2),
+        "dpo": _of_examples("dpo", "dpo", lr=1e-5, epochs=1),
+        "rm": _of_examples("rm", "train_rm", lr=9e-6, epochs=1),
+        "rl": r.Trainer(
+            rows={
+                **r.rows_of(lightrft.SHARED, "rl"),
+                **r.rows_of(lightrft.TABLE, "rl"),
+                **r.rows_of(TABLE, "rl"),
+            },
+            defaults={
+                "actor.adam.lr": 1e-6,
+                "actor.eps_clip": 0.2,
+                "actor.lr_scheduler": "cosine_with_min_lr",
+                "rollout.batch_size": 1024,
+                "rollout.n_samples_per_prompt": 1,
+                "train.batch_size": 128,
+                "ds.zero_stage": 2,
+                "algo.kl.init_coef": 0.01,
+                "algo.advantage.estimator": "gae",
+            },
+            combine=_rollouts,
+            script=lambda options: lightrft.script(_older(options)),
+            sections={
+                "ref.": _COLOCATED,
+                "actor.num_": "torchrun --nnodes and --nproc-per-node",
+                "critic.num_": "torchrun --nnodes and --nproc-per-node",
+                "reward.num_": "torchrun --nnodes and --nproc-per-node",
+            },
+            programs=("train_ppo_ray", "train_ppo"),
+            tells=(
+                *("actor.", "algo.", "critic.", "rollout.", "reward.", "vllm."),
+                *(f"{name}=" for name in _OLDER.values()),
+            ),
+        ),
+    },
+    {
+        "train_kd": "rft_fn.loss.reverse_kl and reverse_kl_top_k are losses of distillation",
+        "train_kto": "dpo.py learns from pairs",
+        "train_prm": "train_rm.py --kind steps learns process rewards",
+    },
 )

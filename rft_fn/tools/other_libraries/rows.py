@@ -1,20 +1,47 @@
-"""Rows that say which of our options another system's option is."""
+"""Rows that say what an option of another library is here, and what rows of several libraries share."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 __all__ = [
-    "Combined", "Row", "System", "Trainer", "choice", "commas", "flag", "nothing", "same", "switch",
+    "ALGORITHM", "ANSWER", "BUDGET", "CHOSEN_ATTENTION", "CLIP", "COLUMN", "COMPLETIONS", "DATA_EPOCHS",
+    "DROPOUT", "EVAL_EVERY", "FUSED", "KL_IN_LOSS", "KL_IN_REWARD", "LOGGED", "NF4", "ORDER",
+    "PROCESSES", "REFERENCE", "RESUMED", "REWARD_FILE", "REWARD_MODEL", "ROLLOUT_EPOCHS", "SAVE_EVERY",
+    "SPLIT", "TOGETHER", "UNEVALUATED", "UNTRUSTED", "WARMUP", "Combined", "Flag", "Library", "Row",
+    "Table", "Trainer", "by_kind", "choice", "commas", "flag", "hinted", "named", "nothing", "only",
+    "rows_of", "same", "switch",
 ]  # fmt: skip
 
 
+class Flag(NamedTuple):
+    """An option of our scripts that has the meaning of theirs."""
+
+    option: str  # with underscores
+    remark: str = ""  # where the unit or the meaning differs; a flag in it is one that the script has too
+    needs: str = ""  # another option of the scripts in which it means this
+
+
+# the first that a script has counts; a text for an option that no script has
+Hint = Flag | tuple[Flag, ...] | str
+
+
 class Row(NamedTuple):
-    """The counterpart of one option."""
+    """What an option of another library is here."""
 
     ours: str  # our arguments, {x} is the value; empty where there is no counterpart
-    note: str  # what differs, or why there is none
+    note: str = ""  # what differs, or why there is none
     values: Mapping[str, str] | None = None  # our arguments for each value, "*" for all others
     separator: str = " "  # between the items of a list
+    remark: str = ""  # of the command line's hint, which leads to the first flag in `ours`
+    hint: Hint | None = None  # of the command line, where it is another one; "" for none
+    kinds: "Mapping[str, Row] | None" = None  # of each kind of trainer, where they differ
+
+
+# kinds of trainers, or a group of them, -> names of options, with spaces between those of one row, -> ours;
+# rows under "" are for hints: a trainer combines these options with others, or has none
+Table = Mapping[str, Mapping[str, Row]]
+GROUPS = {"all": ("rl", "sft", "dpo", "rm"), "examples": ("sft", "dpo", "rm"), "pairs": ("dpo", "rm")}
 
 
 class Combined(NamedTuple):
@@ -26,7 +53,7 @@ class Combined(NamedTuple):
 
 
 class Trainer(NamedTuple):
-    """One kind of training by another system, by the names of its options."""
+    """A kind of training in another library, by the names of its options."""
 
     rows: Mapping[str, Row]
     defaults: Mapping[str, Any]  # of its options, where ours differ
@@ -37,44 +64,140 @@ class Trainer(NamedTuple):
     tells: tuple[str, ...] = ()  # beginnings of NAME=VALUE that no other trainer has, beside its own rows
 
 
-class System(NamedTuple):
-    """Another system, and its kinds of training: rl, sft, dpo, rm."""
+class Library(NamedTuple):
+    """Another library, and its kinds of training: rl, sft, dpo, rm."""
 
     title: str
     trainers: Mapping[str, Trainer]
     others: Mapping[str, str] = {}  # programs that train in a way that has no script -> what comes closest
 
 
-def same(ours: str, note: str = "") -> Row:
-    """The value itself, as the value of `ours`."""
-    return Row(f"{ours} {{x}}", note)
+# ------------------------------------------------------------------------------ reading a table
 
 
-def commas(ours: str) -> Row:
-    """The items of a list with commas between them, as the value of `ours`."""
-    return Row(f"{ours} {{x}}", "", None, ",")
+def named(table: Table) -> Iterator[tuple[str, Row]]:
+    """Yield each name of a table with its row."""
+    for rows in table.values():
+        for names, row in rows.items():
+            for name in names.split():
+                yield name, row
 
 
-def flag(ours: str, note: str = "") -> Row:
-    """`ours` where the value is true, nothing where it is false."""
-    return Row(ours, note, {"true": ours, "false": ""})
+def rows_of(table: Table, kind: str) -> dict[str, Row]:
+    """Return the rows of one kind of trainer, by name."""
+    found: dict[str, Row] = {}
+    for group, rows in table.items():
+        if kind in GROUPS.get(group, (group,)):
+            for names, row in rows.items():
+                of_kind = row
+                if row.kinds:
+                    of_kind = next((x for g, x in row.kinds.items() if kind in GROUPS.get(g, (g,))), None)
+                if of_kind is not None:
+                    found |= dict.fromkeys(names.split(), of_kind)
+    return found
+
+
+def hinted(name: str, row: Row) -> tuple[Flag, ...] | str | None:
+    """Return our options of an option's meaning, or a text; None where its name and ours are the same."""
+    if row.hint is not None:
+        return (row.hint,) if isinstance(row.hint, Flag) else row.hint or None
+    flags = []
+    for x in (row.kinds or {"": row}).values():
+        options = [x.rpartition(".")[2].removeprefix("no-").replace("-", "_") for x in _FLAG.findall(x.ours)]
+        if name in options:
+            return None
+        if options:
+            flags.append(Flag(options[0], x.remark))
+    return tuple(dict.fromkeys(flags)) or None
+
+
+_FLAG = re.compile(r"--([a-z][a-z0-9.-]+)")
+
+
+# ------------------------------------------------------------------------------ making rows
+
+
+def same(ours: str, note: str = "", *, remark: str = "", hint: Hint | None = None) -> Row:
+    """Return the value itself, as the value of `ours`."""
+    return Row(f"{ours} {{x}}", note, remark=remark, hint=hint)
+
+
+def commas(ours: str, remark: str = "") -> Row:
+    """Return the items of a list with commas between them, as the value of `ours`."""
+    return Row(f"{ours} {{x}}", separator=",", remark=remark)
+
+
+def flag(ours: str, note: str = "", *, hint: Hint | None = None) -> Row:
+    """Return `ours` where the value is true, nothing where it is false."""
+    return Row(ours, note, {"true": ours, "false": ""}, hint=hint)
 
 
 def switch(ours: str, note: str = "") -> Row:
-    """--name or --no-name; of `strategy.name`, --strategy.name or --strategy.no-name."""
-    head, _, name = ours.rpartition(".")
-    if head:
-        head += "."
-    off = f"{head}no-{name}"
-    return Row(f"--{ours}", note, {"true": f"--{ours}", "false": f"--{off}"})
+    """Return --name or --no-name; of `strategy.name`, --strategy.name or --strategy.no-name."""
+    head, dot, name = ours.rpartition(".")
+    return Row(f"--{ours}", note, {"true": f"--{ours}", "false": f"--{head}{dot}no-{name}"})
 
 
-def choice(note: str = "", /, **values: str) -> Row:
-    """Our arguments for each value; an empty text where ours do it by default."""
+def choice(note: str = "", /, *, remark: str = "", hint: Hint | None = None, **values: str) -> Row:
+    """Return our arguments for each value; an empty text where ours do it by default."""
     shown = ", ".join(f"{value}: {ours or 'the default'}" for value, ours in values.items())
-    return Row(shown, note, {value.lower(): ours for value, ours in values.items()})
+    return Row(shown, note, {value.lower(): ours for value, ours in values.items()}, remark=remark, hint=hint)
 
 
-def nothing(why: str) -> Row:
-    """No counterpart."""
-    return Row("", why)
+def nothing(why: str, hint: Hint | None = None) -> Row:
+    """Return a row without a counterpart in a trainer."""
+    return Row("", why, hint=hint)
+
+
+def only(hint: Hint) -> Row:
+    """Return a row for the command line's hint."""
+    return Row("", hint=hint)
+
+
+def by_kind(hint: Hint | None = None, **kinds: Row) -> Row:
+    """Return a row that differs by the kind of trainer, or by a group of them."""
+    return Row("", hint=hint, kinds=kinds)
+
+
+# ------------------------------------------------------------------------------ what libraries share
+
+BUDGET = "--budget bounds the tokens of a pack; the gradient does not depend on it"
+COMPLETIONS = "trajectories.jsonl in the folder of the run has prompts, responses and rewards"
+
+REFERENCE = nothing("the reference is the initial model, which scores the pairs of each step")
+UNEVALUATED = nothing("sft.py does not evaluate; evaluate.py scores answers")
+UNTRUSTED = nothing("the scripts run no code of a model's folder")
+CHOSEN_ATTENTION = nothing("the fastest attention that packs allow is chosen automatically")
+FUSED = nothing("the fused head is on by default")
+DROPOUT = nothing("a policy with dropout is not the one that sampled", "adapters are trained without dropout")
+ORDER = nothing(
+    "rows are always drawn in an order that the seed and the step decide",
+    "each pass over the data has another order, drawn from the seed",
+)
+LOGGED = nothing("every step is logged", "every step is a row of metrics.jsonl in the folder of the run")
+RESUMED = nothing(
+    "run the same command again to resume",
+    "the same command continues from the newest checkpoint of its folder",
+)
+NF4 = choice(true="--quantize nf4", false="")
+SAVE_EVERY = Row("--save-every {x}", values={"-1": "--save-every 1000000"})
+EVAL_EVERY = Row("--eval-every {x}", values={"-1": "--eval-every 1000000"})
+
+# hints of the command line
+ROLLOUT_EPOCHS = Flag("epochs", "passes over a rollout", needs="group")
+DATA_EPOCHS = (Flag("data_epochs", "passes over the data"), Flag("epochs", needs="batch"))
+KL_IN_REWARD = (Flag("kl_in_reward", "of whole responses"), Flag("kl", needs="kl_target"))
+KL_IN_LOSS = (
+    Flag("kl", "its coefficient; 0 is off", needs="kl_in_reward"),
+    Flag("kl", "in the reward of each token, not in the loss", needs="kl_target"),
+)
+CLIP = Flag("clip_low", "one side of the clip; --clip-high is the other")
+ALGORITHM = Flag("algorithm", "a row of rft_fn.algorithm.TABLE: advantage, loss and weight together")
+WARMUP = Flag("warmup", "counted in steps, not as a share")
+COLUMN = Flag("template", "a column is named in braces: {question}")
+SPLIT = Flag("data", "a split is named behind the source: NAME@train")
+REWARD_FILE = Flag("reward", "given as FILE.py:FUNCTION")
+REWARD_MODEL = Flag("reward", "given as a function, FILE.py:FUNCTION, which may ask a model")
+ANSWER = Flag("reward", "a reward names the columns that it reads")
+PROCESSES = "the processes are those that torchrun starts"
+TOGETHER = "trainer and engine share their processes"

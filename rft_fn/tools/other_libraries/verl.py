@@ -1,147 +1,245 @@
-"""The options of verl's ppo_trainer, by their dotted names."""
+"""Options of verl 0.7 by their dotted names: ppo_trainer, sft_trainer and the older fsdp_sft_trainer."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.tools.other_libraries.rows import Combined, Row, Trainer, choice, commas, nothing, same, switch
+from rft_fn.tools.other_libraries import rows as r
 
-__all__ = ["RL", "ROWS"]
+__all__ = ["LIBRARY", "TABLE"]
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
-_BUDGET = "--budget bounds the tokens of a pack; the gradient does not depend on it"
-_PACKED = "packs are always without padding"
-_FUSED = "the fused head is on by default"
+_UNPADDED = r.nothing("packs are always without padding")
+_MICRO = r.nothing(r.BUDGET)
+_SHARE = r.nothing("--warmup counts steps")
+_FIELD = r.nothing("part of --template or --response, as '{COLUMN[KEY]}'")
 
-ROWS: dict[str, Row] = {
-    # the model
-    MODEL + "path": same("--model"),
-    MODEL + "enable_gradient_checkpointing": switch("gradient-checkpointing"),
-    MODEL + "lora_rank": same("--lora-rank"),
-    MODEL + "lora_alpha": same("--lora-alpha"),
-    MODEL + "target_modules": commas("--lora-targets"),
-    MODEL + "use_remove_padding": nothing(_PACKED),
-    MODEL + "use_fused_kernels": nothing(_FUSED),
-    MODEL + "use_liger": nothing(_FUSED),
-    MODEL + "trust_remote_code": nothing("the scripts run no code of a model's folder"),
-    # the data
-    "data.train_files": same("--data"),
-    "data.val_files": same("--eval-data"),
-    "data.train_batch_size": same("--prompts"),
-    "data.max_prompt_length": same("--max-prompt", "longer prompts are left out"),
-    "data.max_response_length": same("--max-new"),
-    "data.prompt_key": same("--messages", "a column of messages; of text: --template '{prompt}'"),
-    "data.seed": same("--seed"),
-    "data.shuffle": nothing("rows are always drawn in an order that the seed and the step decide"),
-    "data.filter_overlong_prompts": nothing("prompts over --max-prompt are always left out"),
-    "data.truncation": nothing("prompts are never cut"),
-    "data.reward_fn_key": nothing("rewards get every column; reward.by_column routes by one"),
-    "data.image_key": nothing("columns with images are detected: docs/media_data.md"),
-    # sampling
-    ROLLOUT + "name": choice(
-        vllm="--strategy.engine-type vllm",
-        hf="--strategy.engine-type hf",
-        sglang="--strategy.engine-type sglang",
-    ),
-    ROLLOUT + "n": same("--group"),
-    ROLLOUT + "temperature": same("--temperature", "divides the logits in training too"),
-    ROLLOUT + "top_p": same("--top-p", "cut in training too"),
-    ROLLOUT + "top_k": choice("Sampling(top_k=...) has it, in a copy of the script", **{"-1": "", "0": ""}),
-    ROLLOUT + "tensor_model_parallel_size": same("--strategy.engine-tp-size"),
-    ROLLOUT + "gpu_memory_utilization": same("--strategy.engine-mem-util"),
-    ROLLOUT + "max_model_len": same("--strategy.engine-max-model-len"),
-    ROLLOUT + "max_num_seqs": same("--strategy.engine-batch"),
-    ROLLOUT + "dtype": same("--strategy.engine-dtype"),
-    ROLLOUT + "free_cache_engine": switch("strategy.enable-engine-sleep"),
-    ROLLOUT + "response_length": same("--max-new"),
-    ROLLOUT + "prompt_length": same("--max-prompt"),
-    ROLLOUT + "log_prob_micro_batch_size_per_gpu": nothing(_BUDGET),
-    ROLLOUT + "log_prob_micro_batch_size": nothing(_BUDGET),
-    ROLLOUT + "log_prob_max_token_len_per_gpu": nothing(_BUDGET),
-    ROLLOUT + "log_prob_use_dynamic_bsz": nothing(_PACKED),
-    ROLLOUT + "calculate_log_probs": nothing(
-        "the sampler's log-probs are always compared with the trainer's"
-    ),
-    ROLLOUT + "multi_turn.enable": nothing("multi_turn.py"),
-    # the actor
-    ACTOR + "strategy": choice(fsdp="--strategy.fsdp", fsdp2="--strategy.fsdp"),
-    ACTOR + "optim.lr": same("--lr"),
-    ACTOR + "optim.lr_warmup_steps": Row("--warmup {x}", "counts rollouts", {"-1": ""}),
-    ACTOR + "optim.lr_warmup_steps_ratio": nothing("--warmup counts rollouts"),
-    ACTOR + "optim.weight_decay": same("--weight-decay", "of matrices only"),
-    ACTOR + "optim.clip_grad": same("--max-norm"),
-    ACTOR + "optim.min_lr_ratio": same("--lr-end"),
-    ACTOR + "optim.lr_scheduler_type": choice(constant="--schedule constant", cosine="--schedule cosine"),
-    ACTOR + "optim.warmup_style": choice(constant="--schedule constant", cosine="--schedule cosine"),
-    ACTOR + "ppo_epochs": same("--epochs"),
-    ACTOR + "ppo_max_token_len_per_gpu": same("--budget"),
-    ACTOR + "ppo_micro_batch_size_per_gpu": nothing(_BUDGET),
-    ACTOR + "ppo_micro_batch_size": nothing(_BUDGET),
-    ACTOR + "use_dynamic_bsz": nothing(_PACKED),
-    ACTOR + "clip_ratio": same("--clip-low", "and --clip-high, unless clip_ratio_high is set"),
-    ACTOR + "clip_ratio_low": same("--clip-low"),
-    ACTOR + "clip_ratio_high": same("--clip-high"),
-    ACTOR + "clip_ratio_c": same("--dual"),
-    ACTOR + "grad_clip": same("--max-norm"),
-    ACTOR + "entropy_coeff": Row(
-        "--entropy {x}", "of ppo.py; in grpo.py add it to the loss", {"0": "", "0.0": ""}
-    ),
-    ACTOR + "use_kl_loss": nothing("--kl greater than 0"),
-    ACTOR + "kl_loss_type": choice(
-        "the value of k3 with the gradient of the reverse KL; rft_fn.loss has k1, k2 and k3", low_var_kl=""
-    ),
-    ACTOR + "ulysses_sequence_parallel_size": same("--strategy.sp-size"),
-    ACTOR + "fsdp_config.param_offload": switch("strategy.fsdp-cpu-offload"),
-    ACTOR + "fsdp_config.optimizer_offload": switch("strategy.adam-offload"),
-    ACTOR + "fsdp_config.fsdp_size": Row("--strategy.shard-size {x}", "", {"-1": ""}),
-    ACTOR + "use_torch_compile": nothing("no counterpart in verl's sense: the fused head compiles by itself"),
-    "critic.optim.lr": same("--critic-lr", "of ppo.py"),
-    "critic.model.path": same("--critic", "of ppo.py"),
-    "critic.cliprange_value": same("--value-clip", "of ppo.py"),
-    # the algorithm
-    "algorithm.gamma": same("--gamma", "of ppo.py"),
-    "algorithm.lam": same("--gae-lambda", "of ppo.py"),
-    "algorithm.use_kl_in_reward": nothing("--kl-in-reward greater than 0"),
-    "algorithm.kl_ctrl.target_kl": same("--kl-target", "of ppo.py"),
-    "algorithm.kl_ctrl.horizon": same("--kl-horizon", "of ppo.py"),
-    "algorithm.filter_groups.enable": choice(true="--rounds 4", false=""),
-    "algorithm.filter_groups.max_num_gen_batches": same("--rounds"),
-    # rewards
-    "custom_reward_function.path": nothing("--reward FILE.py:FN; the function takes lists, as TRL's do"),
-    "custom_reward_function.name": nothing("--reward FILE.py:FN"),
-    "reward_model.enable": nothing("--reward model:FOLDER"),
-    "reward_model.model.path": Row("--reward model:{x}", "a folder with a head"),
-    "reward_model.overlong_buffer.len": same("--overlong"),
-    # the course of the run
-    "trainer.total_epochs": same("--data-epochs"),
-    "trainer.total_training_steps": same("--steps"),
-    "trainer.save_freq": Row("--save-every {x}", "", {"-1": "--save-every 1000000"}),
-    "trainer.test_freq": Row("--eval-every {x}", "", {"-1": "--eval-every 1000000"}),
-    "trainer.project_name": same("--project"),
-    "trainer.experiment_name": same("--run-name"),
-    "trainer.default_local_dir": same("--out"),
-    "trainer.max_actor_ckpt_to_keep": same("--keep"),
-    "trainer.logger": nothing("--trackers wandb, tensorboard or trackio; files are always written"),
-    "trainer.n_gpus_per_node": nothing("torchrun --nproc-per-node"),
-    "trainer.nnodes": nothing("torchrun --nnodes"),
-    "trainer.val_before_train": nothing("the first evaluation is always before the first step"),
-    "trainer.critic_warmup": same("--freeze-actor-steps", "of ppo.py"),
-    "trainer.resume_mode": nothing("run the same command again to resume"),
+_REFERENCE = "the reference is the initial model, scored with the packs of the policy"
+
+TABLE: r.Table = {
+    "all": {
+        "data.train_files": r.same("--data"),
+        "data.val_files": r.by_kind(rl=r.same("--eval-data"), sft=r.UNEVALUATED),
+        "data.train_batch_size": r.by_kind(
+            rl=r.same("--prompts", remark="prompts per step"), sft=r.same("--batch")
+        ),
+        "data.prompt_key": r.by_kind(
+            rl=r.same("--messages", "a column of messages; of text: --template '{prompt}'"),
+            sft=r.Row("--template '{{{x}}}'", "a column of text; of messages: --messages"),
+            hint=r.COLUMN,
+        ),
+        "data.shuffle": r.ORDER,
+        "data.truncation": r.by_kind(
+            rl=r.nothing("prompts are never cut"),
+            sft=r.nothing("nothing is cut: longer examples are refused"),
+            hint=r.Flag("max_prompt", "longer prompts are left out, none is cut"),
+        ),
+        "trainer.total_epochs": r.by_kind(
+            rl=r.same("--data-epochs"), sft=r.same("--epochs"), hint=r.DATA_EPOCHS
+        ),
+        "trainer.total_training_steps": r.same("--steps"),
+        "trainer.save_freq": r.SAVE_EVERY,
+        "trainer.test_freq": r.by_kind(rl=r.EVAL_EVERY, sft=r.UNEVALUATED),
+        "trainer.project_name": r.same("--project"),
+        "trainer.experiment_name": r.same("--run-name"),
+        "trainer.default_local_dir": r.same("--out"),
+        "trainer.logger": r.nothing(
+            "--trackers wandb, tensorboard or trackio; files are always written", hint=r.Flag("trackers")
+        ),
+        "trainer.n_gpus_per_node": r.nothing("torchrun --nproc-per-node", hint=r.PROCESSES),
+        "trainer.nnodes": r.nothing("torchrun --nnodes", hint=r.PROCESSES),
+        "trainer.resume_mode": r.RESUMED,
+    },
+    "rl": {
+        MODEL + "path": r.same("--model"),
+        MODEL + "enable_gradient_checkpointing": r.switch("gradient-checkpointing"),
+        MODEL + "lora_rank": r.same("--lora-rank", remark="0 trains all weights"),
+        MODEL + "lora_alpha": r.same("--lora-alpha"),
+        MODEL + "target_modules": r.commas("--lora-targets"),
+        MODEL + "use_remove_padding": r.nothing(
+            "packs are always without padding", hint=r.Flag("packing_samples")
+        ),
+        MODEL + "use_fused_kernels": r.nothing(
+            "the fused head is on by default", hint=r.Flag("fused_linear_logprob")
+        ),
+        MODEL + "use_liger": r.FUSED,
+        MODEL + "trust_remote_code": r.UNTRUSTED,
+        "data.max_prompt_length": r.same(
+            "--max-prompt", "longer prompts are left out", remark="counted in tokens"
+        ),
+        "data.max_response_length": r.same("--max-new", remark="counted in tokens"),
+        "data.seed": r.same("--seed"),
+        "data.filter_overlong_prompts": r.nothing(
+            "prompts over --max-prompt are always left out",
+            hint=r.Flag("max_prompt", "longer prompts are always left out"),
+        ),
+        "data.reward_fn_key": r.nothing(
+            "rewards get every column; reward.by_column routes by one", hint=r.ANSWER
+        ),
+        "data.image_key": r.nothing("columns with images are detected: docs/media_data.md"),
+        ROLLOUT + "name": r.choice(
+            vllm="--strategy.engine-type vllm",
+            hf="--strategy.engine-type hf",
+            sglang="--strategy.engine-type sglang",
+        ),
+        ROLLOUT + "n": r.same("--group"),
+        ROLLOUT + "temperature": r.same("--temperature", "divides the logits in training too"),
+        ROLLOUT + "top_p": r.same("--top-p", "cut in training too"),
+        ROLLOUT + "top_k": r.choice(
+            "Sampling(top_k=...) has it, in a copy of the script",
+            **{"-1": "", "0": ""},
+            hint=r.Flag("top_p", "the only cut of the distribution"),
+        ),
+        ROLLOUT + "tensor_model_parallel_size": r.same("--strategy.engine-tp-size"),
+        ROLLOUT + "gpu_memory_utilization": r.same("--strategy.engine-mem-util"),
+        ROLLOUT + "max_model_len": r.same("--strategy.engine-max-model-len"),
+        ROLLOUT + "max_num_seqs": r.same("--strategy.engine-batch"),
+        ROLLOUT + "dtype": r.same("--strategy.engine-dtype"),
+        ROLLOUT + "free_cache_engine": r.switch("strategy.enable-engine-sleep"),
+        ROLLOUT + "response_length": r.same("--max-new", remark="counted in tokens"),
+        ROLLOUT + "prompt_length": r.same("--max-prompt", remark="counted in tokens"),
+        ROLLOUT + "log_prob_micro_batch_size_per_gpu": _MICRO,
+        ROLLOUT + "log_prob_micro_batch_size": _MICRO,
+        ROLLOUT + "log_prob_max_token_len_per_gpu": _MICRO,
+        ROLLOUT + "log_prob_use_dynamic_bsz": _UNPADDED,
+        ROLLOUT + "calculate_log_probs": r.nothing(
+            "the sampler's log-probs are always compared with the trainer's"
+        ),
+        ROLLOUT + "multi_turn.enable": r.nothing("multi_turn.py"),
+        ACTOR + "strategy": r.choice(
+            fsdp="--strategy.fsdp", fsdp2="--strategy.fsdp", remark="on by itself with several processes"
+        ),
+        ACTOR + "optim.lr": r.same("--lr"),
+        ACTOR + "optim.lr_warmup_steps": r.Row("--warmup {x}", "counts rollouts", {"-1": ""}),
+        ACTOR + "optim.lr_warmup_steps_ratio": r.nothing("--warmup counts rollouts", hint=r.WARMUP),
+        ACTOR + "optim.weight_decay": r.same("--weight-decay", "of matrices only"),
+        ACTOR + "optim.clip_grad": r.same("--max-norm"),
+        ACTOR + "optim.min_lr_ratio": r.same("--lr-end"),
+        ACTOR + "optim.lr_scheduler_type": r.choice(
+            constant="--schedule constant", cosine="--schedule cosine"
+        ),
+        ACTOR + "optim.warmup_style": r.choice(constant="--schedule constant", cosine="--schedule cosine"),
+        ACTOR + "ppo_epochs": r.same("--epochs", hint=r.ROLLOUT_EPOCHS),
+        ACTOR + "ppo_max_token_len_per_gpu": r.same("--budget"),
+        ACTOR + "ppo_micro_batch_size_per_gpu": r.nothing(
+            r.BUDGET, hint=r.Flag("micro_train_batch_size", "max sequences per pack")
+        ),
+        ACTOR + "ppo_micro_batch_size": _MICRO,
+        ACTOR + "use_dynamic_bsz": r.nothing(
+            "packs are always without padding", hint=r.Flag("budget", "packs are always filled by tokens")
+        ),
+        ACTOR + "clip_ratio": r.same(
+            "--clip-low", "and --clip-high, unless clip_ratio_high is set", hint=r.CLIP
+        ),
+        ACTOR + "clip_ratio_low": r.same("--clip-low"),
+        ACTOR + "clip_ratio_high": r.same("--clip-high"),
+        ACTOR + "clip_ratio_c": r.same("--dual"),
+        ACTOR + "grad_clip": r.same("--max-norm"),
+        ACTOR + "entropy_coeff": r.Row(
+            "--entropy {x}", "of ppo.py; in grpo.py add it to the loss", {"0": "", "0.0": ""}
+        ),
+        ACTOR + "use_kl_loss": r.nothing("--kl greater than 0", hint=r.KL_IN_LOSS),
+        ACTOR + "kl_loss_type": r.choice(
+            "the value of k3 with the gradient of the reverse KL; rft_fn.loss has k1, k2 and k3",
+            low_var_kl="",
+        ),
+        ACTOR + "ulysses_sequence_parallel_size": r.same("--strategy.sp-size"),
+        ACTOR + "fsdp_config.param_offload": r.switch("strategy.fsdp-cpu-offload"),
+        ACTOR + "fsdp_config.optimizer_offload": r.switch("strategy.adam-offload"),
+        ACTOR + "fsdp_config.fsdp_size": r.Row("--strategy.shard-size {x}", values={"-1": ""}),
+        ACTOR + "use_torch_compile": r.nothing(
+            "no counterpart in verl's sense: the fused head compiles by itself"
+        ),
+        "critic.optim.lr": r.same("--critic-lr", "of ppo.py"),
+        "critic.model.path": r.same("--critic", "of ppo.py"),
+        "critic.cliprange_value": r.same("--value-clip", "of ppo.py"),
+        "algorithm.gamma": r.same("--gamma", "of ppo.py"),
+        "algorithm.lam": r.same("--gae-lambda", "of ppo.py"),
+        "algorithm.use_kl_in_reward": r.nothing("--kl-in-reward greater than 0", hint=r.KL_IN_REWARD),
+        "algorithm.kl_ctrl.target_kl": r.same("--kl-target", "of ppo.py"),
+        "algorithm.kl_ctrl.horizon": r.same("--kl-horizon", "of ppo.py"),
+        "algorithm.filter_groups.enable": r.choice(true="--rounds 4", false=""),
+        "algorithm.filter_groups.max_num_gen_batches": r.same("--rounds"),
+        "custom_reward_function.path": r.nothing(
+            "--reward FILE.py:FN; the function takes lists, as TRL's do", hint=r.REWARD_FILE
+        ),
+        "custom_reward_function.name": r.nothing("--reward FILE.py:FN", hint=r.REWARD_FILE),
+        "reward_model.enable": r.nothing("--reward model:FOLDER"),
+        "reward_model.model.path": r.Row("--reward model:{x}", "a folder with a head", hint=r.REWARD_MODEL),
+        "reward_model.overlong_buffer.len": r.same("--overlong"),
+        "trainer.max_actor_ckpt_to_keep": r.same("--keep"),
+        "trainer.val_before_train": r.nothing(
+            "the first evaluation is always before the first step", hint="step 0 always has an evaluation"
+        ),
+        "trainer.critic_warmup": r.same("--freeze-actor-steps", "of ppo.py"),
+    },
+    "sft": {
+        "model.partial_pretrain": r.same("--model"),
+        "model.path": r.same("--model"),
+        "model.enable_gradient_checkpointing": r.switch("gradient-checkpointing"),
+        "model.lora_rank": r.same("--lora-rank"),
+        "model.lora_alpha": r.same("--lora-alpha"),
+        "model.target_modules": r.commas("--lora-targets"),
+        "model.use_liger": r.FUSED,
+        "model.use_remove_padding": _UNPADDED,
+        "model.trust_remote_code": r.UNTRUSTED,
+        "model.strategy": r.choice(fsdp="--strategy.fsdp", fsdp2="--strategy.fsdp"),
+        "model.fsdp_config.cpu_offload": r.flag("--strategy.fsdp-cpu-offload"),
+        "use_remove_padding": _UNPADDED,
+        "ulysses_sequence_parallel_size": r.same("--strategy.sp-size"),
+        "engine.ulysses_sequence_parallel_size": r.same("--strategy.sp-size"),
+        "engine.param_offload": r.flag("--strategy.fsdp-cpu-offload"),
+        "engine.optimizer_offload": r.flag("--strategy.adam-offload"),
+        "data.response_key": r.Row("--response '{{{x}}}'", "a column of text; of messages: --messages"),
+        "data.prompt_dict_keys": _FIELD,
+        "data.response_dict_keys": _FIELD,
+        "data.multiturn.enable": r.choice("--messages takes the columns of messages", true="", false=""),
+        "data.multiturn.messages_key": r.same("--messages"),
+        "data.messages_key": r.same("--messages"),
+        "data.max_length": r.Row(
+            "--budget {x} --max-prompt {x}",
+            "longer examples are refused, not cut",
+            hint=r.Flag("budget", needs="response"),
+        ),
+        "data.max_token_len_per_gpu": r.same("--budget", "an example has to fit"),
+        "data.micro_batch_size": _MICRO,
+        "data.micro_batch_size_per_gpu": _MICRO,
+        "data.use_dynamic_bsz": r.nothing("packs are always filled by tokens"),
+        "data.balance_dp_token": r.nothing("packs are always shared out evenly"),
+        "data.pad_mode": _UNPADDED,
+        "optim.lr": r.same("--lr"),
+        "optim.betas": r.Row("--beta1 {x} --beta2 {x}", "one number each"),
+        "optim.weight_decay": r.same("--weight-decay", "of matrices only"),
+        "optim.clip_grad": r.same("--max-norm"),
+        "optim.lr_warmup_steps": r.same("--warmup"),
+        "optim.warmup_steps_ratio": _SHARE,
+        "optim.lr_warmup_steps_ratio": _SHARE,
+        "optim.min_lr_ratio": r.same("--lr-end"),
+        "optim.lr_scheduler": r.choice(cosine="--schedule cosine", constant="--schedule constant"),
+        "optim.lr_scheduler_type": r.choice(cosine="--schedule cosine", constant="--schedule constant"),
+        "trainer.seed": r.same("--seed"),
+        "trainer.max_ckpt_to_keep": r.same("--keep"),
+    },
+    "": {
+        ACTOR + "optim.total_training_steps": r.only(r.Flag("steps")),
+        ACTOR + "ppo_mini_batch_size": r.only(
+            r.Flag("train_batch_size", "counted in responses: prompts times --group", needs="group")
+        ),
+        ACTOR + "kl_loss_coef": r.only(r.KL_IN_LOSS),
+        ACTOR + "loss_agg_mode": r.only(r.ALGORITHM),
+        ACTOR + "policy_loss.loss_mode": r.only(r.ALGORITHM),
+        "algorithm.adv_estimator": r.only(
+            r.Flag("algorithm", "a row of rft_fn.algorithm.TABLE; gae is in ppo.py")
+        ),
+        "algorithm.norm_adv_by_std_in_grpo": r.only(
+            r.Flag("algorithm", "grpo divides by the deviation, dr_grpo does not")
+        ),
+        "algorithm.kl_ctrl.kl_coef": r.only(r.KL_IN_REWARD),
+    },
 }
 
-DEFAULTS = {
-    ACTOR + "optim.lr": 1e-6,
-    ACTOR + "optim.lr_scheduler_type": "constant",
-    ACTOR + "optim.weight_decay": 0.01,
-    ACTOR + "ppo_mini_batch_size": 256,
-    ACTOR + "clip_ratio": 0.2,
-    ACTOR + "clip_ratio_c": 3.0,
-    "data.train_batch_size": 1024,
-    "data.max_response_length": 512,
-    ROLLOUT + "n": 1,
-    "algorithm.adv_estimator": "gae",
-}
+# ------------------------------------------------------------------------------ options that count together
 
-ESTIMATORS = {
+_ESTIMATORS = {
     "gae": "ppo",
     "grpo": "grpo",
     "rloo": "rloo",
@@ -150,30 +248,30 @@ ESTIMATORS = {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
-MEANS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
-LOSSES = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"}
+_MEANS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
+_LOSSES = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"}
 
 
-def _algorithm(options: Mapping[str, Any]) -> Combined:
-    """The row of the table, out of an estimator, a loss and an aggregation."""
+def _rollouts(options: Mapping[str, Any]) -> r.Combined:
+    """Return the algorithm, the size of an update, and coefficients that have a switch."""
     estimator = str(options["algorithm.adv_estimator"]).lower()
     loss = str(options.get(ACTOR + "policy_loss.loss_mode", "vanilla"))
     mean = str(options.get(ACTOR + "loss_agg_mode", "token-mean"))
     used = {"algorithm.adv_estimator", ACTOR + "policy_loss.loss_mode", ACTOR + "loss_agg_mode"}
-    used |= {"algorithm.norm_adv_by_std_in_grpo"}
+    used |= {"algorithm.norm_adv_by_std_in_grpo", ACTOR + "ppo_mini_batch_size"}
     arguments, notes = [], []
 
     # of GRPO we have a row for each way to average, others have one way
-    row = LOSSES.get(loss, ESTIMATORS.get(estimator))
+    row = _LOSSES.get(loss, _ESTIMATORS.get(estimator))
     if row == "grpo":
-        row = MEANS.get(mean)
+        row = _MEANS.get(mean)
     if row is None:
         notes.append(
             f"{estimator} with {mean}: no row of the table; rft_fn.advantage and weight have the parts"
         )
     else:
         arguments.append(f"--algorithm {row}")
-    if loss not in {"vanilla", *LOSSES}:
+    if loss not in {"vanilla", *_LOSSES}:
         notes.append(f"loss_mode={loss}: no row of the table; rft_fn.weight and rft_fn.loss have the parts")
 
     # Dr. GRPO leaves out both deviations: of rewards, and of lengths
@@ -182,55 +280,116 @@ def _algorithm(options: Mapping[str, Any]) -> Combined:
         notes.append(
             f"norm_adv_by_std_in_grpo={scaled}: advantage.grpo(reward, scale=...) in a copy of grpo.py"
         )
-    return Combined(arguments, used, notes)
-
-
-def _combine(options: Mapping[str, Any]) -> Combined:
-    """The algorithm, the size of an update, and coefficients that have a switch."""
-    arguments, used, notes = _algorithm(options)
 
     # an update is over prompts there, over responses here
-    name, group = ACTOR + "ppo_mini_batch_size", int(options[ROLLOUT + "n"])
-    used |= {name}
-    if int(options[name]) < int(options["data.train_batch_size"]):
-        arguments.append(f"--strategy.train-batch-size {int(options[name]) * group}")
+    update, group = int(options[ACTOR + "ppo_mini_batch_size"]), int(options[ROLLOUT + "n"])
+    if update < int(options["data.train_batch_size"]):
+        arguments.append(f"--strategy.train-batch-size {update * group}")
 
     # a coefficient counts only where its switch is on
     switches = (
-        (ACTOR + "use_kl_loss", ACTOR + "kl_loss_coef", "--kl", 0.001),
-        ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "--kl-in-reward", 0.001),
+        (ACTOR + "use_kl_loss", ACTOR + "kl_loss_coef", "--kl"),
+        ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "--kl-in-reward"),
     )
-    for on, coefficient, ours, usual in switches:
+    for on, coefficient, ours in switches:
         used |= {coefficient}
         if str(options.get(on, False)).lower() == "true":
             used |= {on}
-            arguments.append(f"{ours} {options.get(coefficient, usual)}")
+            arguments.append(f"{ours} {options.get(coefficient, 0.001)}")
 
     # one limit of theirs is both of ours
     if ACTOR + "clip_ratio" in options and ACTOR + "clip_ratio_high" not in options:
         arguments.append(f"--clip-high {options[ACTOR + 'clip_ratio']}")
-    return Combined(arguments, used, notes)
+    return r.Combined(arguments, used, notes)
 
 
-def _script(options: Mapping[str, Any]) -> str:
-    if str(options["algorithm.adv_estimator"]).lower() == "gae":
-        return "ppo"
-    return "grpo"
+def _examples(options: Mapping[str, Any]) -> r.Combined:
+    """Return the columns of an example, its limit, and pairs of numbers."""
+    arguments, notes = [], []
+    used = {"data.multiturn.messages_key", "data.messages_key", "data.prompt_key", "data.response_key"}
+    used |= {"data.prompt_dict_keys", "data.response_dict_keys", "data.max_length", "optim.betas"}
+
+    # messages, or a prompt and a response that may lie in a field of an object
+    messages = options.get("data.messages_key")
+    if str(options.get("data.multiturn.enable", False)).lower() == "true":
+        messages = options.get("data.multiturn.messages_key", "messages")
+    if messages:
+        arguments.append(f"--messages {messages}")
+    for ours, side in (("--template", "prompt"), ("--response", "response")):
+        column = options.get(f"data.{side}_key")
+        if column and not messages:
+            keys = [f"[{key}]" for key in _items(options.get(f"data.{side}_dict_keys"))]
+            arguments.append(f"{ours} '{{{column}{''.join(keys)}}}'")
+
+    # a pack has to hold an example
+    length = int(options["data.max_length"])
+    budget = max(length, int(options.get("data.max_token_len_per_gpu") or 0))
+    arguments += [f"--max-prompt {length}", f"--budget {budget}"]
+    used |= {"data.max_token_len_per_gpu"}
+    arguments += [f"{name} {x}" for name, x in zip(("--beta1", "--beta2"), _items(options["optim.betas"]))]
+
+    # a number of steps counts more than one of passes
+    if options.get("trainer.total_training_steps"):
+        used |= {"trainer.total_epochs"}
+    if not messages and "data.prompt_key" not in options:
+        notes.append("--messages NAMES, or --template and --response: the columns of the data")
+    return r.Combined(arguments, used, notes)
 
 
-SECTIONS = {
-    "actor_rollout_ref.ref.": "the reference is the initial model, scored with the packs of the policy",
-    "ray_kwargs.": "there is no Ray: torchrun starts the processes",
-    "actor_rollout_ref.rollout.agent.": "multi_turn.py and rft_fn.environment",
-    "global_profiler.": "timing.jsonl has the seconds of each phase",
-}
+def _items(value: Any) -> list[str]:
+    """Return the items of a list, or of one written as a text: "['a', 'b']"."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        value = value.strip("[]() ").replace(",", " ").split()
+    return [str(x).strip("'\"") for x in value]
 
-RL = Trainer(
-    ROWS,
-    DEFAULTS,
-    _combine,
-    _script,
-    SECTIONS,
-    ("main_ppo", "main_dapo"),
-    ("actor_rollout_ref.", "algorithm.", "critic.", "reward_model.", "custom_reward_function."),
+
+LIBRARY = r.Library(
+    "verl",
+    {
+        "sft": r.Trainer(
+            rows=r.rows_of(TABLE, "sft"),
+            defaults={
+                "data.train_batch_size": 256,
+                "data.max_length": 1024,
+                "optim.lr": 1e-5,
+                "optim.betas": [0.9, 0.95],
+                "optim.weight_decay": 0.01,
+                "optim.lr_scheduler": "cosine",
+                "optim.min_lr_ratio": 0.0,
+                "trainer.total_epochs": 4,
+            },
+            combine=_examples,
+            script=lambda options: "sft",
+            sections={"checkpoint.": "a checkpoint always has everything that a run needs"},
+            programs=("fsdp_sft_trainer", "sft_trainer", "sft_trainer_ray"),
+            tells=("model.", "optim.", "engine."),
+        ),
+        "rl": r.Trainer(
+            rows=r.rows_of(TABLE, "rl"),
+            defaults={
+                ACTOR + "optim.lr": 1e-6,
+                ACTOR + "optim.lr_scheduler_type": "constant",
+                ACTOR + "optim.weight_decay": 0.01,
+                ACTOR + "ppo_mini_batch_size": 256,
+                ACTOR + "clip_ratio": 0.2,
+                ACTOR + "clip_ratio_c": 3.0,
+                "data.train_batch_size": 1024,
+                "data.max_response_length": 512,
+                ROLLOUT + "n": 1,
+                "algorithm.adv_estimator": "gae",
+            },
+            combine=_rollouts,
+            script=lambda o: "ppo" if str(o["algorithm.adv_estimator"]).lower() == "gae" else "grpo",
+            sections={
+                "actor_rollout_ref.ref.": _REFERENCE,
+                "ray_kwargs.": "there is no Ray: torchrun starts the processes",
+                "actor_rollout_ref.rollout.agent.": "multi_turn.py and rft_fn.environment",
+                "global_profiler.": "timing.jsonl has the seconds of each phase",
+            },
+            programs=("main_ppo", "main_dapo"),
+            tells=("actor_rollout_ref.", "algorithm.", "critic.", "reward_model.", "custom_reward_function."),
+        ),
+    },
 )

@@ -1,4 +1,4 @@
-"""Options by the names of other libraries: the table leads to flags that are there, in one line."""
+"""Options by the names of other libraries: the tables lead to flags that are there, in one line."""
 
 import dataclasses
 import re
@@ -9,42 +9,54 @@ from pathlib import Path
 import pytest
 from test_house import load_script
 
-from rft_fn.run import elsewhere, parsing
+from rft_fn.run import parsing
+from rft_fn.tools import other_libraries
+from rft_fn.tools.other_libraries import lightrft, openrlhf, trl, verl
+from rft_fn.tools.other_libraries.rows import hinted, named
 
-SCRIPTS = [path.stem for path in sorted((Path(__file__).parents[2] / "train_scripts").glob("*.py"))]
+SCRIPTS = [path.stem for path in sorted((Path(__file__).parents[1] / "train_scripts").glob("*.py"))]
 OWN = {name: parsing.names(load_script(name).Config) for name in SCRIPTS}
-ROWS = [(system, name) for system, rows in elsewhere.SYSTEMS.items() for name in rows]
+HINTS = [
+    (title, name, hint)
+    for title, rows in other_libraries.OPTIONS.items()
+    for name, row in rows.items()
+    if (hint := hinted(name, row)) is not None
+]
 
 
-def test_the_table_is_large_enough():
-    assert len({name for _, name in ROWS}) >= 200
-    assert all(len(rows) >= 10 for rows in elsewhere.SYSTEMS.values())
+def test_each_name_has_one_row_a_library():
+    """And there are as many names as the libraries have in use."""
+    shared = lightrft.SHARED
+    for tables in ([trl.TABLE], [verl.TABLE], [shared, openrlhf.TABLE], [shared, lightrft.TABLE]):
+        every = [name for table in tables for name, _ in named(table)]
+        twice = sorted({name for name in every if every.count(name) > 1})
+        assert not twice and len(every) >= 130, twice
+    assert len({name for _, name, _ in HINTS}) >= 200
 
 
-@pytest.mark.parametrize("system", elsewhere.SYSTEMS)
-def test_every_option_that_the_table_names_is_some_scripts(system):
-    for name, row in elsewhere.SYSTEMS[system].items():
-        for to in row if isinstance(row, tuple) else ():
-            having = [script for script, own in OWN.items() if to.option in own]
-            assert having, f"{name}: no script has --{to.option}"
-            needed = [script for script in having if not to.needs or to.needs in OWN[script]]
-            assert needed, f"{name}: no script has --{to.option} and --{to.needs}"
+def test_every_option_that_a_table_names_is_some_scripts():
+    for title, name, hint in HINTS:
+        for option, _, needs in hint if isinstance(hint, tuple) else ():
+            having = [script for script, own in OWN.items() if option in own]
+            assert having, f"{title}, {name}: no script has --{option}"
+            needed = [script for script in having if not needs or needs in OWN[script]]
+            assert needed, f"{title}, {name}: no script has --{option} and --{needs}"
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_no_answer_leads_to_a_flag_that_is_not_there(script):
+def test_no_answer_leads_to_a_flag_that_is_not_there():
     """All flags of an answer are the script's, beside the one that was asked for."""
-    for _, name in ROWS:
-        said = elsewhere.answer("FLAG", name, OWN[script])
-        flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w-]*)", said)}
-        assert flags <= OWN[script], (name, said)
-        assert "\n" not in said
+    for script in SCRIPTS:
+        for _, name, _ in HINTS:
+            said = other_libraries.answer("FLAG", name, OWN[script])
+            flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w-]*)", said)}
+            assert flags <= OWN[script], (script, name, said)
+            assert "\n" not in said
 
 
 def test_names_of_ours_are_not_asked_for_elsewhere():
-    """An option of every training script never reaches the table."""
+    """An option that the scripts have under the same name has no hint."""
     both = set.intersection(*(OWN[name] for name in ("sft", "grpo", "ppo")))
-    assert not both & {name for _, name in ROWS}
+    assert not both & {name for _, name, _ in HINTS}
 
 
 ANSWERS = [
@@ -98,25 +110,22 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("script", "args", "line"), ANSWERS)
-def test_an_option_of_another_library_is_answered_in_one_line(script, args, line):
-    config = load_script(script).Config
-    with pytest.raises(ValueError) as error:
-        parsing.parse(config, parsing.qualify(args.split(), config))
-    assert str(error.value) == f"{line}; --help lists the options"
+def test_an_option_of_another_library_is_answered_in_one_line():
+    for script, args, line in ANSWERS:
+        config = load_script(script).Config
+        with pytest.raises(ValueError) as error:
+            parsing.parse(config, parsing.qualify(args.split(), config))
+        assert str(error.value) == f"{line}; --help lists the options"
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
+def test_what_is_ours_is_not_asked_for():
+    config = load_script("grpo").Config
+    for args in (
         ["--temperature", "0.5", "--zero-stage", "2", "--no-fused-linear-logprob", "--strategy.sp-size", "2"],
         ["--template", "a.b=c {question}", "--data", "data.x=1", "data/a.jsonl=0.5", "--system", "beta"],
         ["--train_batch_size", "4", "--disable_engine_sleep", "--seed=3"],
-    ],
-)
-def test_what_is_ours_is_not_asked_for(args):
-    config = load_script("grpo").Config
-    assert dataclasses.is_dataclass(parsing.parse(config, parsing.qualify(args, config)))
+    ):
+        assert dataclasses.is_dataclass(parsing.parse(config, parsing.qualify(args, config))), args
 
 
 def test_the_answer_comes_before_anything_is_loaded(tmp_path):
@@ -131,7 +140,7 @@ try:
 finally:
     print(sorted({"transformers", "datasets", "tyro"} & set(sys.modules)))
 """
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parent)
     found = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {tests!r})\n{code}"],
         capture_output=True, text=True, cwd=tmp_path,

@@ -1,11 +1,12 @@
-"""Answers to names that other systems have: where the same thing is here."""
+"""Python's names in other libraries: where the same thing is here."""
 
-from collections import ChainMap
-from collections.abc import Callable, Mapping
-from types import ModuleType
-from typing import Any, NoReturn
+import re
+from collections.abc import Mapping
+from typing import NoReturn
 
-__all__ = ["CONFIG", "ROOT", "STRATEGY", "answers", "unknown"]
+from rft_fn.tools.other_libraries import LIBRARIES
+
+__all__ = ["CONFIG", "ROOT", "STRATEGY", "unknown"]
 
 STRATEGY = {
     "all_gather": "Strategy.gather puts the rows of all ranks side by side",
@@ -50,38 +51,26 @@ STRATEGY = {
 
 _SCRIPT = "an option of the scripts, since it is not about processes: "
 
+# of LightRFT's options those that lead to one of the scripts, and what is no option there or another here
 CONFIG = {
+    **{
+        name: _SCRIPT + flag[0]
+        for name, row in LIBRARIES["lightrft"].trainers["rl"].rows.items()
+        if (flag := re.search(r"--(?!strategy\.)[a-z][a-z0-9-]*", row.ours))
+    },
     "accumulated_gradient": "a step's gradient is that of all its packs: nothing is accumulated by hand",
-    "actor_learning_rate": _SCRIPT + "--lr",
     "advantage_estimator": _SCRIPT + "--algorithm",
     "advantages_norm": _SCRIPT + "--whiten, of ppo.py",
-    "critic_learning_rate": _SCRIPT + "--critic-lr",
-    "dynamic_sampling": _SCRIPT + "--rounds",
     "ema_model": _SCRIPT + "--ema, the decay",
     "eps_clip": _SCRIPT + "--clip-low and --clip-high",
     "eps_clip_low_high": _SCRIPT + "--clip-low and --clip-high",
     "extra_args": "StrategyConfig.extra, or get_extra_arg(name, default)",
-    "gamma": _SCRIPT + "--gamma",
-    "generate_max_len": _SCRIPT + "--max-new",
-    "gradient_checkpointing": _SCRIPT + "--gradient-checkpointing",
     "init_kl_coef": _SCRIPT + "--kl or --kl-in-reward",
     "initial_model": _SCRIPT + "--kl, whose reference is the initial model",
     "kl_estimator": "rft_fn.loss.kl_k1, kl_k2, kl_k3 and kl",
-    "kl_target": _SCRIPT + "--kl-target",
-    "lambd": _SCRIPT + "--gae-lambda",
     "local_rank": "Strategy.rank, of a strategy that exists",
     "loss_agg_mode": "rft_fn.weight.token_mean and its neighbours: averages are weights of tokens",
-    "max_epochs": _SCRIPT + "--epochs",
     "micro_rollout_batch_size": "StrategyConfig.engine_batch",
-    "n_samples_per_prompt": _SCRIPT + "--group",
-    "num_episodes": _SCRIPT + "--data-epochs",
-    "pretrain": _SCRIPT + "--model",
-    "prompt_data": _SCRIPT + "--data",
-    "prompt_max_len": _SCRIPT + "--max-prompt",
-    "remote_rm_url": _SCRIPT + "--reward",
-    "reward_clip": _SCRIPT + "--reward-clip",
-    "reward_running_norm": _SCRIPT + "--normalize-reward",
-    "rollout_batch_size": _SCRIPT + "--prompts",
     "temperature": "rft_fn.Sampling, which engine and trainer share",
     "top_p": "rft_fn.Sampling, which engine and trainer share",
     "use_cpg_loss": _SCRIPT + "--algorithm cpgd",
@@ -89,7 +78,6 @@ CONFIG = {
     "use_kl_loss": _SCRIPT + "--kl in the loss, --kl-in-reward in the reward",
     "use_tensorboard": _SCRIPT + "--trackers tensorboard",
     "use_wandb": _SCRIPT + "--trackers wandb",
-    "value_clip": _SCRIPT + "--value-clip",
 }
 
 _TRAINER = "there is no trainer: train_scripts/{} is the loop, to be copied and changed"
@@ -161,26 +149,7 @@ ROOT = {
 }
 
 
-def unknown(owner: str, hints: Mapping[str, str], name: str, value: object = None) -> NoReturn:
-    """Raise AttributeError for a name that `owner` lacks, with a hint where another system has it.
-
-    Without a hint, Python suggests a similar name of `value` if it is given.
-    """
-    text = f"{owner} has no attribute {name!r}"
-    if name in hints:
-        text += f"; {hints[name]}"
-    error = AttributeError(text)
-    if name not in hints and value is not None:
-        error.name = name
-        error.obj = value
-    raise error
-
-
-def answers(module: ModuleType) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module, which knows the names of other systems."""
-    hints = ChainMap(ROOT, STRATEGY)
-
-    def missing(name: str) -> Any:
-        unknown(module.__name__, hints, name, module)
-
-    return missing
+def unknown(owner: str, hints: Mapping[str, str], name: str) -> NoReturn:
+    """Raise AttributeError, with a hint for a name that another library has."""
+    hint = f"; {hints[name]}" if name in hints else ""
+    raise AttributeError(f"{owner} has no attribute {name!r}{hint}")
