@@ -37,7 +37,7 @@ SHARED: r.Table = {
             "--template", "the name of the column in braces", remark="columns stand in braces: {question}"
         ),
         "data.apply_chat_template apply_chat_template": r.nothing(
-            "on where the tokenizer has a template", hint="the model's own chat template is always applied"
+            "on where the tokenizer has a template", "the model's own chat template is always applied"
         ),
         "max_samples": r.by_kind(
             rl=r.nothing("--steps or --data-epochs"), examples=r.nothing("--steps or --epochs")
@@ -97,8 +97,7 @@ SHARED: r.Table = {
             hint=r.Flag("train_batch_size", "counted in responses"),
         ),
         "train.micro_batch_size": r.nothing(
-            "--budget bounds the tokens of a pack",
-            hint=r.Flag("micro_train_batch_size", "max sequences per pack"),
+            "--budget bounds the tokens of a pack", r.Flag("micro_train_batch_size", "max sequences per pack")
         ),
     },
     "rl": {
@@ -113,10 +112,10 @@ SHARED: r.Table = {
         ),
         "data.prompt_dataset prompt_data": r.same("--data"),
         "data.prompt_probs prompt_data_probs": r.nothing(
-            "part of the source: --data a.jsonl=0.7 b.jsonl=0.3", hint=SHARES
+            "part of the source: --data a.jsonl=0.7 b.jsonl=0.3", SHARES
         ),
         "eval_data": r.same("--eval-data"),
-        "data.label_key label_key": r.nothing("rewards get every column by its name", hint=r.ANSWER),
+        "data.label_key label_key": r.nothing("rewards get every column by its name", r.ANSWER),
         "prompt_max_len": r.same("--max-prompt", "longer prompts are left out", remark="counted in tokens"),
         "generate_max_len": r.same("--max-new", remark="counted in tokens"),
         "pretrain_data": r.same("--ptx-data", "of ppo.py"),
@@ -124,7 +123,7 @@ SHARED: r.Table = {
         "rollout.batch_size rollout_batch_size": r.same("--prompts", remark="prompts per step"),
         "rollout.micro_batch_size micro_rollout_batch_size": r.nothing(
             "--strategy.engine-batch is what samples at a time",
-            hint=r.Flag("engine_batch", "responses sampled at a time", needs="group"),
+            r.Flag("engine_batch", "responses sampled at a time", needs="group"),
         ),
         "rollout.n_samples_per_prompt n_samples_per_prompt": r.same("--group"),
         "temperature": r.same("--temperature", "divides the logits in training too"),
@@ -144,9 +143,7 @@ SHARED: r.Table = {
         "actor.adam.lr actor_learning_rate": r.same("--lr"),
         "critic.adam.lr critic_learning_rate": r.same("--critic-lr", "of ppo.py"),
         "train.num_episodes num_episodes": r.same("--data-epochs", hint=r.DATA_EPOCHS),
-        "enable_ema": r.nothing(
-            "--ema, the decay, switches it on", hint=r.Flag("ema", "its decay; 0 is off")
-        ),
+        "enable_ema": r.nothing("--ema, the decay, switches it on", r.Flag("ema", "its decay; 0 is off")),
         "actor.model_name_or_path": r.same("--model"),
         "reward.model_name_or_path": r.Row("--reward model:{x}", "a folder with a head", hint=r.REWARD_MODEL),
         "reward.remote_url": r.same(
@@ -189,7 +186,7 @@ SHARED: r.Table = {
 TABLE: r.Table = {
     "rl": {
         "max_eval_samples": r.same("--eval-prompts", hint=(r.Flag("eval_prompts"), r.Flag("count"))),
-        "reference_key": r.nothing("rewards get every column by its name", hint=r.ANSWER),
+        "reference_key": r.nothing("rewards get every column by its name", r.ANSWER),
         "images_key": r.nothing("columns with images are detected: docs/media_data.md"),
         "system_prompt": r.same("--system"),
         "mixed_mm_data": r.nothing("batches with and without media mix freely"),
@@ -216,7 +213,7 @@ TABLE: r.Table = {
         "reward_running_norm_minus_mean": r.nothing("--normalize-reward subtracts the mean"),
         "reward_clip": r.same("--reward-clip"),
         "overlong_buffer": r.nothing(
-            "--overlong greater than 0", hint=r.Flag("overlong", "counted in tokens; 0 is off")
+            "--overlong greater than 0", r.Flag("overlong", "counted in tokens; 0 is off")
         ),
         "overlong_buffer_penalty_factor": r.choice("the penalty rises to 1", **{"1": "", "1.0": ""}),
         "use_mp_opt": r.choice(true="--strategy.use-mp-opt True", false=""),

@@ -28,7 +28,7 @@ TABLE: r.Table = {
         "rollout.temperature": r.same("--temperature", "divides the logits in training too"),
         "rollout.top_p": r.same("--top-p", "cut in training too"),
         "train.max_tokens_per_gpu": r.same("--budget"),
-        "train.ema_beta": r.nothing("--ema, which also switches it on", hint=r.Flag("ema")),
+        "train.ema_beta": r.nothing("--ema, which also switches it on", r.Flag("ema")),
         "train.async_enable": r.choice("needs an engine in a process of its own", true="--ahead 1", false=""),
         "train.async_queue_size": r.same("--ahead"),
         "train.partial_rollout_enable": r.nothing(
@@ -51,7 +51,7 @@ TABLE: r.Table = {
         "actor.freeze_visual_encoder": r.choice(true="--freeze visual", false=""),
         "algo.advantage.no_std_norm": r.nothing(
             "advantage.grpo(reward, scale=False) in a copy of grpo.py",
-            hint=r.Flag("algorithm", "dr_grpo is grpo without the deviation"),
+            r.Flag("algorithm", "dr_grpo is grpo without the deviation"),
         ),
         "algo.advantage.is_correction_enable": r.choice(true="--mismatch tis", false=""),
         "algo.advantage.is_correction_type": r.choice(tis="--mismatch tis", icepop="--mismatch icepop"),
@@ -59,7 +59,7 @@ TABLE: r.Table = {
         "algo.dynamic_filtering_enable": r.choice(true="--rounds 4", false="", remark="above 1"),
         "reward.normalize_enable": r.flag("--normalize-reward"),
         "vllm.num_engines": r.nothing(
-            "--strategy.engine-type vllm; each process, or group of tp processes, has one", hint=r.TOGETHER
+            "--strategy.engine-type vllm; each process, or group of tp processes, has one", r.TOGETHER
         ),
         "vllm.tensor_parallel_size": r.same("--strategy.engine-tp-size"),
         "vllm.gpu_memory_utilization": r.same("--strategy.engine-mem-util"),
@@ -76,7 +76,7 @@ TABLE: r.Table = {
             "part of the source: --data a.jsonl=0.7", hint=lightrft.SHARES
         ),
         "data.dataset_split train_split": r.nothing("part of the source: --data NAME@SPLIT"),
-        "dataset_split": r.nothing("part of the source: --data NAME@SPLIT", hint=r.SPLIT),
+        "dataset_split": r.nothing("part of the source: --data NAME@SPLIT", r.SPLIT),
         "adam.lr learning_rate": r.same("--lr"),
         "adam.weight_decay": r.same("--weight-decay"),
         "lr_scheduler": _SCHEDULE,
@@ -120,8 +120,7 @@ TABLE: r.Table = {
             r.Flag("reward_clip", "one number: rewards are clipped to both sides of 0")
         ),
         "ring_attn_size": r.only(r.Flag("sp_size")),
-        "vllm_num_engines": r.only(r.TOGETHER),
-        "colocate_all_models": r.only(r.TOGETHER),
+        "vllm_num_engines colocate_all_models": r.only(r.TOGETHER),
         "vllm_tensor_parallel_size": r.only(r.Flag("engine_tp_size")),
         "vllm_gpu_memory_utilization": r.only(r.Flag("engine_mem_util")),
         "vllm_enable_sleep": r.only(r.Flag("enable_engine_sleep")),

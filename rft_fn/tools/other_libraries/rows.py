@@ -38,8 +38,9 @@ class Row(NamedTuple):
     kinds: "Mapping[str, Row] | None" = None  # of each kind of trainer, where they differ
 
 
-# kinds of trainers, or a group of them, -> names of options, with spaces between those of one row, -> ours;
-# rows under "" are for hints: a trainer combines these options with others, or has none
+# a kind of trainer or a group of them, and the beginning of the names that follow -> names of options, with
+# spaces between those of one row -> ours; rows of the kind "" are for hints only: a trainer combines these
+# options with others, or has none
 Table = Mapping[str, Mapping[str, Row]]
 GROUPS = {"all": ("rl", "sft", "dpo", "rm"), "examples": ("sft", "dpo", "rm"), "pairs": ("dpo", "rm")}
 
@@ -75,26 +76,27 @@ class Library(NamedTuple):
 # ------------------------------------------------------------------------------ reading a table
 
 
-def named(table: Table) -> Iterator[tuple[str, Row]]:
-    """Yield each name of a table with its row."""
-    for rows in table.values():
-        for names, row in rows.items():
-            for name in names.split():
-                yield name, row
+def named(table: Table, kind: str | None = None) -> Iterator[tuple[str, Row]]:
+    """Yield each name of a table with its row; of one kind of trainer, or of all and those for hints."""
+    for section, rows in table.items():
+        group, _, head = section.partition(" ")
+        if kind is None or kind in GROUPS.get(group, (group,)):
+            for names, row in rows.items():
+                for name in names.split():
+                    yield head + name, row
 
 
 def rows_of(table: Table, kind: str) -> dict[str, Row]:
     """Return the rows of one kind of trainer, by name."""
     found: dict[str, Row] = {}
-    for group, rows in table.items():
-        if kind in GROUPS.get(group, (group,)):
-            for names, row in rows.items():
-                of_kind = row
-                if row.kinds:
-                    of_kind = next((x for g, x in row.kinds.items() if kind in GROUPS.get(g, (g,))), None)
-                if of_kind is not None:
-                    found |= dict.fromkeys(names.split(), of_kind)
+    for name, row in named(table, kind):
+        for group, of_group in (row.kinds or {kind: row}).items():
+            if kind in GROUPS.get(group, (group,)):
+                found[name] = of_group
     return found
+
+
+_FLAG = re.compile(r"--([a-z][a-z0-9.-]+)")
 
 
 def hinted(name: str, row: Row) -> tuple[Flag, ...] | str | None:
@@ -111,9 +113,6 @@ def hinted(name: str, row: Row) -> tuple[Flag, ...] | str | None:
     return tuple(dict.fromkeys(flags)) or None
 
 
-_FLAG = re.compile(r"--([a-z][a-z0-9.-]+)")
-
-
 # ------------------------------------------------------------------------------ making rows
 
 
@@ -127,9 +126,9 @@ def commas(ours: str, remark: str = "") -> Row:
     return Row(f"{ours} {{x}}", separator=",", remark=remark)
 
 
-def flag(ours: str, note: str = "", *, hint: Hint | None = None) -> Row:
+def flag(ours: str, note: str = "") -> Row:
     """Return `ours` where the value is true, nothing where it is false."""
-    return Row(ours, note, {"true": ours, "false": ""}, hint=hint)
+    return Row(ours, note, {"true": ours, "false": ""})
 
 
 def switch(ours: str, note: str = "") -> Row:

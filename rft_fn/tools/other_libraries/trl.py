@@ -21,9 +21,9 @@ TABLE: r.Table = {
         "dataset_name": r.same("--data", "a hub name or a path; :CONFIG and @SPLIT are part of it"),
         "dataset_config": r.nothing(
             "part of the source: --data NAME:CONFIG",
-            hint=r.Flag("data", "a config is named behind the source: NAME:CONFIG"),
+            r.Flag("data", "a config is named behind the source: NAME:CONFIG"),
         ),
-        "dataset_train_split": r.nothing("part of the source: --data NAME@SPLIT", hint=r.SPLIT),
+        "dataset_train_split": r.nothing("part of the source: --data NAME@SPLIT", r.SPLIT),
         "output_dir": r.same("--out"),
         "seed": r.same("--seed"),
         "shuffle_dataset": r.ORDER,
@@ -32,7 +32,7 @@ TABLE: r.Table = {
             "float32 on a CPU, bfloat16 on a GPU; see --strategy.bf16 and --quantize"
         ),
         "attn_implementation": r.CHOSEN_ATTENTION,
-        "use_liger_kernel": r.nothing("the fused head is on by default", hint=r.Flag("fused_linear_logprob")),
+        "use_liger_kernel": r.nothing("the fused head is on by default", r.Flag("fused_linear_logprob")),
         "router_aux_loss_coef": r.same("--router-aux"),
         "gradient_checkpointing": r.switch("gradient-checkpointing"),
         "gradient_checkpointing_kwargs": r.nothing(
@@ -78,8 +78,7 @@ TABLE: r.Table = {
         "resume_from_checkpoint": r.RESUMED,
         "dataset_num_proc": r.nothing("rows are read as they are drawn; --media-workers is for media"),
         "deepspeed": r.nothing(
-            "--strategy.zero-stage 1, 2 or 3",
-            hint=r.Flag("zero_stage", "1, 2 or 3; there is no file of options"),
+            "--strategy.zero-stage 1, 2 or 3", r.Flag("zero_stage", "1, 2 or 3; there is no file of options")
         ),
         "fsdp": r.nothing("torchrun with several processes shards with FSDP2"),
         "remove_unused_columns": r.by_kind(
@@ -163,10 +162,10 @@ TABLE: r.Table = {
         ),
         "mask_truncated_completions": r.nothing(
             "weight the rollout's mask by ~truncated in a copy of the script",
-            hint=r.Flag("overlong", "no mask: a penalty that rises before --max-new"),
+            r.Flag("overlong", "no mask: a penalty that rises before --max-new"),
         ),
         "top_entropy_quantile": r.nothing("rft_fn.weight.high_entropy, in a copy of the script"),
-        "entropy_coef": r.nothing(_ENTROPY, hint=r.Flag("entropy")),
+        "entropy_coef": r.nothing(_ENTROPY, r.Flag("entropy")),
         "use_adaptive_entropy": r.nothing(_ENTROPY),
         "cast_lm_head_to_fp32": r.nothing("log-probs are always computed in float32"),
         "vllm_importance_sampling_correction": r.choice(
@@ -188,13 +187,13 @@ TABLE: r.Table = {
         ),
         "reward_weights": r.nothing(
             "part of the reward: --reward FILE.py:FN=WEIGHT",
-            hint=r.Flag("reward", "a weight stands behind each: FILE.py:FUNCTION=0.5"),
+            r.Flag("reward", "a weight stands behind each: FILE.py:FUNCTION=0.5"),
         ),
         "multi_objective_aggregation": r.choice(
             sum_then_normalize="", normalize_then_sum="--reward-norm group"
         ),
         "log_completions": r.nothing(
-            r.COMPLETIONS, hint="responses of each step are in trajectories.jsonl in the folder of the run"
+            r.COMPLETIONS, "responses of each step are in trajectories.jsonl in the folder of the run"
         ),
         "num_completions_to_print": r.nothing(r.COMPLETIONS),
     },
@@ -213,7 +212,7 @@ TABLE: r.Table = {
         ),
         "gradient_accumulation_steps": r.nothing(
             "a factor of --batch; --budget bounds what is computed at a time",
-            hint=r.Flag("budget", "max tokens per pack; the cut changes no gradient"),
+            r.Flag("budget", "max tokens per pack; the cut changes no gradient"),
         ),
         "padding_free": r.choice(_PACKED, true="", false="", hint=r.Flag("packing_samples")),
         "pad_to_multiple_of": r.nothing(_PACKED),
@@ -238,7 +237,7 @@ TABLE: r.Table = {
         "packing": r.choice(_PACKED, true="", false="", hint=r.Flag("packing_samples")),
         "packing_strategy eval_packing": r.nothing(_PACKED),
         "dataset_text_field": r.nothing(
-            "a text without a prompt is not learned: --template and --response", hint=r.COLUMN
+            "a text without a prompt is not learned: --template and --response", r.COLUMN
         ),
         "dataset_kwargs": r.nothing("docs/data.md has the forms of rows"),
         "completion_only_loss assistant_only_loss": r.choice(

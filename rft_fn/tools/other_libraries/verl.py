@@ -43,26 +43,13 @@ TABLE: r.Table = {
         "trainer.experiment_name": r.same("--run-name"),
         "trainer.default_local_dir": r.same("--out"),
         "trainer.logger": r.nothing(
-            "--trackers wandb, tensorboard or trackio; files are always written", hint=r.Flag("trackers")
+            "--trackers wandb, tensorboard or trackio; files are always written", r.Flag("trackers")
         ),
-        "trainer.n_gpus_per_node": r.nothing("torchrun --nproc-per-node", hint=r.PROCESSES),
-        "trainer.nnodes": r.nothing("torchrun --nnodes", hint=r.PROCESSES),
+        "trainer.n_gpus_per_node": r.nothing("torchrun --nproc-per-node", r.PROCESSES),
+        "trainer.nnodes": r.nothing("torchrun --nnodes", r.PROCESSES),
         "trainer.resume_mode": r.RESUMED,
     },
     "rl": {
-        MODEL + "path": r.same("--model"),
-        MODEL + "enable_gradient_checkpointing": r.switch("gradient-checkpointing"),
-        MODEL + "lora_rank": r.same("--lora-rank", remark="0 trains all weights"),
-        MODEL + "lora_alpha": r.same("--lora-alpha"),
-        MODEL + "target_modules": r.commas("--lora-targets"),
-        MODEL + "use_remove_padding": r.nothing(
-            "packs are always without padding", hint=r.Flag("packing_samples")
-        ),
-        MODEL + "use_fused_kernels": r.nothing(
-            "the fused head is on by default", hint=r.Flag("fused_linear_logprob")
-        ),
-        MODEL + "use_liger": r.FUSED,
-        MODEL + "trust_remote_code": r.UNTRUSTED,
         "data.max_prompt_length": r.same(
             "--max-prompt", "longer prompts are left out", remark="counted in tokens"
         ),
@@ -70,149 +57,146 @@ TABLE: r.Table = {
         "data.seed": r.same("--seed"),
         "data.filter_overlong_prompts": r.nothing(
             "prompts over --max-prompt are always left out",
-            hint=r.Flag("max_prompt", "longer prompts are always left out"),
+            r.Flag("max_prompt", "longer prompts are always left out"),
         ),
-        "data.reward_fn_key": r.nothing(
-            "rewards get every column; reward.by_column routes by one", hint=r.ANSWER
-        ),
+        "data.reward_fn_key": r.nothing("rewards get every column; reward.by_column routes by one", r.ANSWER),
         "data.image_key": r.nothing("columns with images are detected: docs/media_data.md"),
-        ROLLOUT + "name": r.choice(
-            vllm="--strategy.engine-type vllm",
-            hf="--strategy.engine-type hf",
-            sglang="--strategy.engine-type sglang",
-        ),
-        ROLLOUT + "n": r.same("--group"),
-        ROLLOUT + "temperature": r.same("--temperature", "divides the logits in training too"),
-        ROLLOUT + "top_p": r.same("--top-p", "cut in training too"),
-        ROLLOUT + "top_k": r.choice(
-            "Sampling(top_k=...) has it, in a copy of the script",
-            **{"-1": "", "0": ""},
-            hint=r.Flag("top_p", "the only cut of the distribution"),
-        ),
-        ROLLOUT + "tensor_model_parallel_size": r.same("--strategy.engine-tp-size"),
-        ROLLOUT + "gpu_memory_utilization": r.same("--strategy.engine-mem-util"),
-        ROLLOUT + "max_model_len": r.same("--strategy.engine-max-model-len"),
-        ROLLOUT + "max_num_seqs": r.same("--strategy.engine-batch"),
-        ROLLOUT + "dtype": r.same("--strategy.engine-dtype"),
-        ROLLOUT + "free_cache_engine": r.switch("strategy.enable-engine-sleep"),
-        ROLLOUT + "response_length": r.same("--max-new", remark="counted in tokens"),
-        ROLLOUT + "prompt_length": r.same("--max-prompt", remark="counted in tokens"),
-        ROLLOUT + "log_prob_micro_batch_size_per_gpu": _MICRO,
-        ROLLOUT + "log_prob_micro_batch_size": _MICRO,
-        ROLLOUT + "log_prob_max_token_len_per_gpu": _MICRO,
-        ROLLOUT + "log_prob_use_dynamic_bsz": _UNPADDED,
-        ROLLOUT + "calculate_log_probs": r.nothing(
-            "the sampler's log-probs are always compared with the trainer's"
-        ),
-        ROLLOUT + "multi_turn.enable": r.nothing("multi_turn.py"),
-        ACTOR + "strategy": r.choice(
-            fsdp="--strategy.fsdp", fsdp2="--strategy.fsdp", remark="on by itself with several processes"
-        ),
-        ACTOR + "optim.lr": r.same("--lr"),
-        ACTOR + "optim.lr_warmup_steps": r.Row("--warmup {x}", "counts rollouts", {"-1": ""}),
-        ACTOR + "optim.lr_warmup_steps_ratio": r.nothing("--warmup counts rollouts", hint=r.WARMUP),
-        ACTOR + "optim.weight_decay": r.same("--weight-decay", "of matrices only"),
-        ACTOR + "optim.clip_grad": r.same("--max-norm"),
-        ACTOR + "optim.min_lr_ratio": r.same("--lr-end"),
-        ACTOR + "optim.lr_scheduler_type": r.choice(
-            constant="--schedule constant", cosine="--schedule cosine"
-        ),
-        ACTOR + "optim.warmup_style": r.choice(constant="--schedule constant", cosine="--schedule cosine"),
-        ACTOR + "ppo_epochs": r.same("--epochs", hint=r.ROLLOUT_EPOCHS),
-        ACTOR + "ppo_max_token_len_per_gpu": r.same("--budget"),
-        ACTOR + "ppo_micro_batch_size_per_gpu": r.nothing(
-            r.BUDGET, hint=r.Flag("micro_train_batch_size", "max sequences per pack")
-        ),
-        ACTOR + "ppo_micro_batch_size": _MICRO,
-        ACTOR + "use_dynamic_bsz": r.nothing(
-            "packs are always without padding", hint=r.Flag("budget", "packs are always filled by tokens")
-        ),
-        ACTOR + "clip_ratio": r.same(
-            "--clip-low", "and --clip-high, unless clip_ratio_high is set", hint=r.CLIP
-        ),
-        ACTOR + "clip_ratio_low": r.same("--clip-low"),
-        ACTOR + "clip_ratio_high": r.same("--clip-high"),
-        ACTOR + "clip_ratio_c": r.same("--dual"),
-        ACTOR + "grad_clip": r.same("--max-norm"),
-        ACTOR + "entropy_coeff": r.Row(
-            "--entropy {x}", "of ppo.py; in grpo.py add it to the loss", {"0": "", "0.0": ""}
-        ),
-        ACTOR + "use_kl_loss": r.nothing("--kl greater than 0", hint=r.KL_IN_LOSS),
-        ACTOR + "kl_loss_type": r.choice(
-            "the value of k3 with the gradient of the reverse KL; rft_fn.loss has k1, k2 and k3",
-            low_var_kl="",
-        ),
-        ACTOR + "ulysses_sequence_parallel_size": r.same("--strategy.sp-size"),
-        ACTOR + "fsdp_config.param_offload": r.switch("strategy.fsdp-cpu-offload"),
-        ACTOR + "fsdp_config.optimizer_offload": r.switch("strategy.adam-offload"),
-        ACTOR + "fsdp_config.fsdp_size": r.Row("--strategy.shard-size {x}", values={"-1": ""}),
-        ACTOR + "use_torch_compile": r.nothing(
-            "no counterpart in verl's sense: the fused head compiles by itself"
-        ),
         "critic.optim.lr": r.same("--critic-lr", "of ppo.py"),
         "critic.model.path": r.same("--critic", "of ppo.py"),
         "critic.cliprange_value": r.same("--value-clip", "of ppo.py"),
         "algorithm.gamma": r.same("--gamma", "of ppo.py"),
         "algorithm.lam": r.same("--gae-lambda", "of ppo.py"),
-        "algorithm.use_kl_in_reward": r.nothing("--kl-in-reward greater than 0", hint=r.KL_IN_REWARD),
+        "algorithm.use_kl_in_reward": r.nothing("--kl-in-reward greater than 0", r.KL_IN_REWARD),
         "algorithm.kl_ctrl.target_kl": r.same("--kl-target", "of ppo.py"),
         "algorithm.kl_ctrl.horizon": r.same("--kl-horizon", "of ppo.py"),
         "algorithm.filter_groups.enable": r.choice(true="--rounds 4", false=""),
         "algorithm.filter_groups.max_num_gen_batches": r.same("--rounds"),
         "custom_reward_function.path": r.nothing(
-            "--reward FILE.py:FN; the function takes lists, as TRL's do", hint=r.REWARD_FILE
+            "--reward FILE.py:FN; the function takes lists, as TRL's do", r.REWARD_FILE
         ),
-        "custom_reward_function.name": r.nothing("--reward FILE.py:FN", hint=r.REWARD_FILE),
+        "custom_reward_function.name": r.nothing("--reward FILE.py:FN", r.REWARD_FILE),
         "reward_model.enable": r.nothing("--reward model:FOLDER"),
         "reward_model.model.path": r.Row("--reward model:{x}", "a folder with a head", hint=r.REWARD_MODEL),
         "reward_model.overlong_buffer.len": r.same("--overlong"),
         "trainer.max_actor_ckpt_to_keep": r.same("--keep"),
         "trainer.val_before_train": r.nothing(
-            "the first evaluation is always before the first step", hint="step 0 always has an evaluation"
+            "the first evaluation is always before the first step", "step 0 always has an evaluation"
         ),
         "trainer.critic_warmup": r.same("--freeze-actor-steps", "of ppo.py"),
     },
+    f"rl {MODEL}": {
+        "path": r.same("--model"),
+        "enable_gradient_checkpointing": r.switch("gradient-checkpointing"),
+        "lora_rank": r.same("--lora-rank", remark="0 trains all weights"),
+        "lora_alpha": r.same("--lora-alpha"),
+        "target_modules": r.commas("--lora-targets"),
+        "use_remove_padding": r.nothing("packs are always without padding", r.Flag("packing_samples")),
+        "use_fused_kernels": r.nothing("the fused head is on by default", r.Flag("fused_linear_logprob")),
+        "use_liger": r.FUSED,
+        "trust_remote_code": r.UNTRUSTED,
+    },
+    f"rl {ROLLOUT}": {
+        "name": r.choice(
+            vllm="--strategy.engine-type vllm",
+            hf="--strategy.engine-type hf",
+            sglang="--strategy.engine-type sglang",
+        ),
+        "n": r.same("--group"),
+        "temperature": r.same("--temperature", "divides the logits in training too"),
+        "top_p": r.same("--top-p", "cut in training too"),
+        "top_k": r.choice(
+            "Sampling(top_k=...) has it, in a copy of the script",
+            **{"-1": "", "0": ""},
+            hint=r.Flag("top_p", "the only cut of the distribution"),
+        ),
+        "tensor_model_parallel_size": r.same("--strategy.engine-tp-size"),
+        "gpu_memory_utilization": r.same("--strategy.engine-mem-util"),
+        "max_model_len": r.same("--strategy.engine-max-model-len"),
+        "max_num_seqs": r.same("--strategy.engine-batch"),
+        "dtype": r.same("--strategy.engine-dtype"),
+        "free_cache_engine": r.switch("strategy.enable-engine-sleep"),
+        "response_length": r.same("--max-new", remark="counted in tokens"),
+        "prompt_length": r.same("--max-prompt", remark="counted in tokens"),
+        "log_prob_micro_batch_size_per_gpu log_prob_micro_batch_size": _MICRO,
+        "log_prob_max_token_len_per_gpu": _MICRO,
+        "log_prob_use_dynamic_bsz": _UNPADDED,
+        "calculate_log_probs": r.nothing("the sampler's log-probs are always compared with the trainer's"),
+        "multi_turn.enable": r.nothing("multi_turn.py"),
+    },
+    f"rl {ACTOR}": {
+        "strategy": r.choice(
+            fsdp="--strategy.fsdp", fsdp2="--strategy.fsdp", remark="on by itself with several processes"
+        ),
+        "optim.lr": r.same("--lr"),
+        "optim.lr_warmup_steps": r.Row("--warmup {x}", "counts rollouts", {"-1": ""}),
+        "optim.lr_warmup_steps_ratio": r.nothing("--warmup counts rollouts", r.WARMUP),
+        "optim.weight_decay": r.same("--weight-decay", "of matrices only"),
+        "optim.clip_grad": r.same("--max-norm"),
+        "optim.min_lr_ratio": r.same("--lr-end"),
+        "optim.lr_scheduler_type": r.choice(constant="--schedule constant", cosine="--schedule cosine"),
+        "optim.warmup_style": r.choice(constant="--schedule constant", cosine="--schedule cosine"),
+        "ppo_epochs": r.same("--epochs", hint=r.ROLLOUT_EPOCHS),
+        "ppo_max_token_len_per_gpu": r.same("--budget"),
+        "ppo_micro_batch_size_per_gpu": r.nothing(
+            r.BUDGET, r.Flag("micro_train_batch_size", "max sequences per pack")
+        ),
+        "ppo_micro_batch_size": _MICRO,
+        "use_dynamic_bsz": r.nothing(
+            "packs are always without padding", r.Flag("budget", "packs are always filled by tokens")
+        ),
+        "clip_ratio": r.same("--clip-low", "and --clip-high, unless clip_ratio_high is set", hint=r.CLIP),
+        "clip_ratio_low": r.same("--clip-low"),
+        "clip_ratio_high": r.same("--clip-high"),
+        "clip_ratio_c": r.same("--dual"),
+        "grad_clip": r.same("--max-norm"),
+        "entropy_coeff": r.Row(
+            "--entropy {x}", "of ppo.py; in grpo.py add it to the loss", {"0": "", "0.0": ""}
+        ),
+        "use_kl_loss": r.nothing("--kl greater than 0", r.KL_IN_LOSS),
+        "kl_loss_type": r.choice(
+            "the value of k3 with the gradient of the reverse KL; rft_fn.loss has k1, k2 and k3",
+            low_var_kl="",
+        ),
+        "ulysses_sequence_parallel_size": r.same("--strategy.sp-size"),
+        "fsdp_config.param_offload": r.switch("strategy.fsdp-cpu-offload"),
+        "fsdp_config.optimizer_offload": r.switch("strategy.adam-offload"),
+        "fsdp_config.fsdp_size": r.Row("--strategy.shard-size {x}", values={"-1": ""}),
+        "use_torch_compile": r.nothing("no counterpart in verl's sense: the fused head compiles by itself"),
+    },
     "sft": {
-        "model.partial_pretrain": r.same("--model"),
-        "model.path": r.same("--model"),
+        "model.partial_pretrain model.path": r.same("--model"),
         "model.enable_gradient_checkpointing": r.switch("gradient-checkpointing"),
         "model.lora_rank": r.same("--lora-rank"),
         "model.lora_alpha": r.same("--lora-alpha"),
         "model.target_modules": r.commas("--lora-targets"),
         "model.use_liger": r.FUSED,
-        "model.use_remove_padding": _UNPADDED,
+        "model.use_remove_padding use_remove_padding data.pad_mode": _UNPADDED,
         "model.trust_remote_code": r.UNTRUSTED,
         "model.strategy": r.choice(fsdp="--strategy.fsdp", fsdp2="--strategy.fsdp"),
         "model.fsdp_config.cpu_offload": r.flag("--strategy.fsdp-cpu-offload"),
-        "use_remove_padding": _UNPADDED,
         "ulysses_sequence_parallel_size": r.same("--strategy.sp-size"),
         "engine.ulysses_sequence_parallel_size": r.same("--strategy.sp-size"),
         "engine.param_offload": r.flag("--strategy.fsdp-cpu-offload"),
         "engine.optimizer_offload": r.flag("--strategy.adam-offload"),
         "data.response_key": r.Row("--response '{{{x}}}'", "a column of text; of messages: --messages"),
-        "data.prompt_dict_keys": _FIELD,
-        "data.response_dict_keys": _FIELD,
+        "data.prompt_dict_keys data.response_dict_keys": _FIELD,
         "data.multiturn.enable": r.choice("--messages takes the columns of messages", true="", false=""),
-        "data.multiturn.messages_key": r.same("--messages"),
-        "data.messages_key": r.same("--messages"),
+        "data.multiturn.messages_key data.messages_key": r.same("--messages"),
         "data.max_length": r.Row(
             "--budget {x} --max-prompt {x}",
             "longer examples are refused, not cut",
             hint=r.Flag("budget", needs="response"),
         ),
         "data.max_token_len_per_gpu": r.same("--budget", "an example has to fit"),
-        "data.micro_batch_size": _MICRO,
-        "data.micro_batch_size_per_gpu": _MICRO,
+        "data.micro_batch_size data.micro_batch_size_per_gpu": _MICRO,
         "data.use_dynamic_bsz": r.nothing("packs are always filled by tokens"),
         "data.balance_dp_token": r.nothing("packs are always shared out evenly"),
-        "data.pad_mode": _UNPADDED,
         "optim.lr": r.same("--lr"),
         "optim.betas": r.Row("--beta1 {x} --beta2 {x}", "one number each"),
         "optim.weight_decay": r.same("--weight-decay", "of matrices only"),
         "optim.clip_grad": r.same("--max-norm"),
         "optim.lr_warmup_steps": r.same("--warmup"),
-        "optim.warmup_steps_ratio": _SHARE,
-        "optim.lr_warmup_steps_ratio": _SHARE,
+        "optim.warmup_steps_ratio optim.lr_warmup_steps_ratio": _SHARE,
         "optim.min_lr_ratio": r.same("--lr-end"),
         "optim.lr_scheduler": r.choice(cosine="--schedule cosine", constant="--schedule constant"),
         "optim.lr_scheduler_type": r.choice(cosine="--schedule cosine", constant="--schedule constant"),
@@ -220,13 +204,6 @@ TABLE: r.Table = {
         "trainer.max_ckpt_to_keep": r.same("--keep"),
     },
     "": {
-        ACTOR + "optim.total_training_steps": r.only(r.Flag("steps")),
-        ACTOR + "ppo_mini_batch_size": r.only(
-            r.Flag("train_batch_size", "counted in responses: prompts times --group", needs="group")
-        ),
-        ACTOR + "kl_loss_coef": r.only(r.KL_IN_LOSS),
-        ACTOR + "loss_agg_mode": r.only(r.ALGORITHM),
-        ACTOR + "policy_loss.loss_mode": r.only(r.ALGORITHM),
         "algorithm.adv_estimator": r.only(
             r.Flag("algorithm", "a row of rft_fn.algorithm.TABLE; gae is in ppo.py")
         ),
@@ -234,6 +211,14 @@ TABLE: r.Table = {
             r.Flag("algorithm", "grpo divides by the deviation, dr_grpo does not")
         ),
         "algorithm.kl_ctrl.kl_coef": r.only(r.KL_IN_REWARD),
+    },
+    f" {ACTOR}": {
+        "optim.total_training_steps": r.only(r.Flag("steps")),
+        "ppo_mini_batch_size": r.only(
+            r.Flag("train_batch_size", "counted in responses: prompts times --group", needs="group")
+        ),
+        "kl_loss_coef": r.only(r.KL_IN_LOSS),
+        "loss_agg_mode policy_loss.loss_mode": r.only(r.ALGORITHM),
     },
 }
 
