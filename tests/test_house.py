@@ -19,7 +19,7 @@ LAYERS = {
     0: "tree rng check precision types",
     1: "segment scan advantage weight loss reward_shaping logprob metric rollout packing optim algorithm "
     "testing",
-    2: "model modality reward data environment hub",
+    2: "model modality reward data environment hub parsing",
     3: "dist ckpt memory strategy engine sync collect run tools",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}
@@ -38,7 +38,7 @@ FLOOR_3 = ["dist", "ckpt", "memory", "strategy", "engine", "sync", "collect", "r
 LAZY = {
     ("types/strategy.py", "tools"),
     ("strategy/config.py", "tools"),
-    ("run/parsing.py", "tools"),
+    ("parsing.py", "tools"),
     ("run/folder.py", "tools"),
     ("run/__init__.py", "tools"),
     ("engine/__init__.py", "collect"),

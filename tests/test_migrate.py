@@ -10,7 +10,7 @@ import pytest
 from test_house import load_script
 
 import rft_fn as rft
-from rft_fn.run import parsing
+from rft_fn import parsing
 from rft_fn.tools.other_libraries import LIBRARIES, names
 from rft_fn.tools.other_libraries.migrate import main, table, translate
 from rft_fn.tools.other_libraries.reading import read

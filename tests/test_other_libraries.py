@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_house import load_script
 
-from rft_fn.run import parsing
+from rft_fn import parsing
 from rft_fn.tools import other_libraries
 from rft_fn.tools.other_libraries import lightrft, openrlhf, trl, verl
 from rft_fn.tools.other_libraries.rows import hinted, named

@@ -20,8 +20,8 @@ from test_house import load_script
 from test_public import named_in
 
 import rft_fn as rft
+from rft_fn import parsing
 from rft_fn.model import builtin
-from rft_fn.run import parsing
 from rft_fn.tools import commands
 from rft_fn.tools.other_libraries import migrate
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_house import load_script
 
-from rft_fn.run import parsing
+from rft_fn import parsing
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()

@@ -12,10 +12,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from rft_fn import dist
+from rft_fn import dist, parsing
 from rft_fn.check import printable
 from rft_fn.engine import EngineDead
-from rft_fn.run import parsing, signals
+from rft_fn.run import signals
 
 __all__ = ["cli", "error_line", "explain", "fail", "guard", "without"]
 

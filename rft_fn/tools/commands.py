@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import tyro
 
 import rft_fn
-from rft_fn.run import parsing
+from rft_fn import parsing
 from rft_fn.tools import scripts
 from rft_fn.tools.page.recorded import Name, read_all
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeAlias, Union, get_type_hints
 
 import tyro
 
-from rft_fn.run import parsing
+from rft_fn import parsing
 
 __all__ = [
     "SHELLS",

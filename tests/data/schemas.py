@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import chats
 from test_house import load_script
 
-from rft_fn import data
-from rft_fn.run import parsing
+from rft_fn import data, parsing
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 BEGIN, END = "<!-- schemas:begin -->", "<!-- schemas:end -->"

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from cases import each
 
-from rft_fn.run import parsing
+from rft_fn import parsing
 from rft_fn.tools import commands, scripts
 
 pytestmark = pytest.mark.slow

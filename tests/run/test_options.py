@@ -12,10 +12,10 @@ import pytest
 from cases import each
 from test_house import load_script
 
-from rft_fn import check, reward
+from rft_fn import check, parsing, reward
 from rft_fn.check import Count, Free, Positive
 from rft_fn.engine.vllm.surroundings import part
-from rft_fn.run import files, options, parsing
+from rft_fn.run import files, options
 from rft_fn.run.cli import guard
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "train_scripts").glob("*.py"))

@@ -25,8 +25,7 @@ from test_house import load_script as script
 from test_symptoms import check_written
 
 import rft_fn as rft
-from rft_fn import algorithm
-from rft_fn.run import parsing
+from rft_fn import algorithm, parsing
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 

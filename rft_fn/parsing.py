@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 __all__ = ["names", "owners", "parse", "qualify"]
 
+
 _RULE = re.compile(r"[╭╮╰╯─-]+")
 _OPTION = re.compile(r"^--(no[-_])?([\w-]+)(?==|$)")
 _KINDS = {"INT": "an integer", "FLOAT": "a number", "STR": "a text"}
