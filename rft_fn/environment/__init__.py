@@ -11,10 +11,10 @@ from rft_fn.environment.builtin import (
     calculator,
     get_environment,
     guess_number,
+    kuhn_poker,
     lessons,
     prompts,
 )
-from rft_fn.environment.kuhn_poker import kuhn_poker
 from rft_fn.environment.record import Environment, Observation, Renderer, Row, Stepped, as_messages
 from rft_fn.environment.tool_calls import Call, call_parser, tagged_calls
 from rft_fn.environment.tools import tool_schema, with_tools

@@ -20,9 +20,11 @@ import torch
 import rft_fn as rft
 from rft_fn import model, packing
 from rft_fn.environment import Renderer
-from rft_fn.environment.kuhn_poker import best_payoff, expected_payoff, exploitability, situations
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from kuhn import best_payoff, expected_payoff, exploitability, situations  # noqa: E402
+
 RESULTS = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "environments.md"
 BEGIN, END = "<!-- kuhn:begin -->", "<!-- kuhn:end -->"

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from rft_fn.environment.kuhn_poker import best_payoff, exploitability
+from kuhn import best_payoff, exploitability
 
 pytestmark = pytest.mark.docs
 

@@ -12,20 +12,13 @@ import torch
 from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as hs
+from kuhn import best_payoff, expected_payoff, exploitability, hands, nash, situations
 from spoken import Spoken
 
 import rft_fn as rft
 from rft_fn import collect, data, rng
 from rft_fn.environment import ENVIRONMENTS, Renderer, get_environment, lessons, prompts
 from rft_fn.environment.builtin import calculate, calculator, guess_number
-from rft_fn.environment.kuhn_poker import (
-    best_payoff,
-    expected_payoff,
-    exploitability,
-    hands,
-    nash,
-    situations,
-)
 from rft_fn.strategy import get_strategy
 from rft_fn.types import Sampling
 
