@@ -8,9 +8,8 @@ They come from files, the hub or the built-in tasks, as a pure function of the s
 
 from rft_fn.data.chat import LOSS_ON
 from rft_fn.data.chat_template import literals
-from rft_fn.data.dataset import Dataset
-from rft_fn.data.drawing import draw, take
-from rft_fn.data.lists import Point, Ranked
+from rft_fn.data.dataset import Dataset, draw, take
+from rft_fn.data.labelled import Point, Ranked, Steps
 from rft_fn.data.loading import (
     LISTS,
     PAIRS,
@@ -29,7 +28,6 @@ from rft_fn.data.pairs import Pair, pairs_from_rows, pairs_from_task
 from rft_fn.data.processing import MediaLimits, Processing
 from rft_fn.data.prompts import Prompt, from_rows, from_task, lessons
 from rft_fn.data.sources import read_rows
-from rft_fn.data.steps import Steps
 from rft_fn.data.tasks import TASKS, Task, get_task
 from rft_fn.data.text_template import fill, render
 

@@ -9,13 +9,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from rft_fn.data.chat_template import MARK, dated, reads
-from rft_fn.data.masks import Lesson, Unfit, cut, runs, shared_prefix, span, special_tokens
-from rft_fn.data.media import media_of_turns, placed
-from rft_fn.data.media.medium import for_template
-from rft_fn.data.media.stored import Encoded
+from rft_fn.data.masks import Lesson, cut, runs, shared_prefix, span, special_tokens
+from rft_fn.data.medium import for_template, media_of_turns, placed
 from rft_fn.data.messages import Conversation, Turn, text_of
-from rft_fn.data.processing import Processing
-from rft_fn.data.rows import Row
+from rft_fn.data.processing import Encoded, Processing
+from rft_fn.data.rows import Row, Unfit
 
 __all__ = ["LOSS_ON", "Chat", "learned_turns"]
 

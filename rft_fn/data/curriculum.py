@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rft_fn import rng, tree
 from rft_fn.data.dataset import Dataset
-from rft_fn.data.drawing import draw as draw_part
+from rft_fn.data.dataset import draw as draw_part
 
 __all__ = ["Curriculum", "draw", "init", "metrics", "observe", "shares"]
 

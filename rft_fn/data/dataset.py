@@ -1,24 +1,24 @@
-"""Data sets: items that a recipe makes of rows.
+"""Data sets, and the items of a step as a pure function of the step.
 
-An item is a `Prompt` or a `Pair`, made when it is asked for. A recipe refuses rows that cannot be used.
+There is no loader, no cursor and no state to lose: `draw(dataset, n, step, seed)` is the same on every rank
+and in every resumed run.
 """
 
-import hashlib
 import math
-import warnings
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from fractions import Fraction
 from functools import cache
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from rft_fn.data.chat import Chat
-from rft_fn.data.making import Seen, made_of, outcomes
-from rft_fn.data.masks import FirstFew, TooLong, Unfit, unfit_line
-from rft_fn.data.rows import Endless, Row, Table, place_of, row_at
+import torch
+from torch import Tensor
 
-__all__ = ["Dataset", "Item", "ItemT", "Make", "Mixture", "Recipe", "make_dataset"]
+from rft_fn import rng
+
+__all__ = ["Dataset", "Item", "ItemT", "Make", "Mixture", "draw", "first_row", "take"]
 
 
 # ---------- the order in which several sources are drawn from, by their shares
@@ -170,128 +170,125 @@ class Dataset(Generic[ItemT]):
     place: Callable[[int], str] | None = None  # where the row of an item of a file stands
 
 
-class Recipe(Protocol[ItemT_co]):
-    """Makes items of rows, up to a length."""
-
-    what: ClassVar[str]  # a name for an item in errors: "prompt", "pair"
-    limit: ClassVar[str]  # the option that bounds its length
-
-    @property
-    def most(self) -> int:
-        """The value of that option [tokens]."""
-        ...
-
-    @property
-    def chat(self) -> Chat:
-        """The tokenizer and what is beside it."""
-        ...
-
-    @property
-    def reads(self) -> Collection[str]:
-        """The columns that items are made of."""
-        ...
-
-    def check(self) -> None:
-        """ValueError for options that no row could be used with.
-
-        Called before any row is read.
-        """
-        ...
-
-    def make(self, row: Row, place: str, index: int) -> ItemT_co:
-        """The item of a row.
-
-        Unfit, with the place, for an unusable row; TooLong above the limit.
-        """
-        ...
+# ---------- the items of a step, as a pure function of the step
 
 
-def make_dataset(
-    rows: Table | Endless, recipe: Recipe[ItemT], name: str, *, workers: int = 0
-) -> Dataset[ItemT]:
-    """The data set of the items that a recipe makes of rows.
+# The rows of a generator between one round of a step and the next, so that no row is drawn in two rounds.
+_ROUND = 1 << 40
+_STARTS = 1 << 39  # where the rows of a generator begin for one seed or another
 
-    Every row is made once now, the first one of endless rows; by `workers` processes, if there are any. Items
-    above the recipe's limit are left out, with one warning; another one names the first media that were
-    shrunk or resampled.
 
-    ValueError for options that the recipe refuses, for no rows, for rows that cannot be used (with their
-    count and the places of the first), and when all are too long. Endless rows raise it when they are drawn,
-    also for an item above the limit.
+def draw(
+    dataset: Dataset[ItemT], n: int, step: int, seed: int, *, round: int = 0, start: int | None = None
+) -> tuple[list[ItemT], list[int]]:
+    """(n prompts, a key for each) of a step.
+
+    It is a function of the arguments alone. It draws the places `start` to `start + n` of an endless sequence
+    of prompts: the rows of a generator in order, or the data set over and over, each pass in an order drawn
+    from (seed, pass). The rows of a generator begin with its first for the seed that it was loaded with, and
+    for any other seed at a row drawn from that, so that two seeds draw other rows. `start` is step * n unless
+    it is given. So with the same n at every step each pass draws each row once, and a generator none twice. A
+    caller whose n changes from step to step keeps the number of prompts drawn before in its state, and gives
+    that as `start`: otherwise rows repeat, and others are skipped.
+
+    The key of a prompt is fold_in(seed, step, index): a prompt that comes again is sampled anew, in a later
+    step or, where a pass ends within one, in the same. `round` > 0 gives more prompts for the same step, for
+    dynamic sampling: places in a sequence of that round, with another order and other keys. Two rounds share
+    no row of a generator. ValueError unless n >= 1 and step, round, start >= 0.
     """
-    recipe.check()
-    if isinstance(rows, Endless):
-        return _endless(rows, recipe, name)
+    _check_count(n)
+    for name, x in (("step", step), ("round", round), ("start", start or 0)):
+        if x < 0:
+            raise ValueError(f"{name}: expected >= 0, got {x}")
 
-    def make(i: int) -> ItemT:
-        return recipe.make(*row_at(rows, i, name), i)
+    # the rows at these places; a later round has another order
+    if start is None:
+        start = step * n
+    order = seed
+    if round:
+        order = rng.fold_in(seed, "round", round)
+    index = _rows_at(dataset, range(start, start + n), seed, order, round)
+    prompts = [dataset.prompt(i) for i in index]
 
-    if not len(rows):
-        raise ValueError(f"data: expected at least one row, got none in {name!r}")
-    kept = array("q")
-    long = FirstFew()
-    unfit = FirstFew()
-    changed = FirstFew()
-    content = hashlib.blake2b(digest_size=16)
-    seen = Seen(recipe.chat.tokenizer)
-    marks = bytearray()
-    for i, found in enumerate(outcomes(rows, recipe, name, workers=workers)):
-        if isinstance(found, Unfit):
-            unfit.add((found.place, found.reason))
-        elif isinstance(found, TooLong):
-            long.add(f"{place_of(rows, i, name)} with {found}")
-        else:
-            content.update(f"{i} {found.text}".encode())
-            for text in (found.row, found.text):
-                marks += hashlib.blake2b(text.encode(), digest_size=4).digest()
-            kept.append(i)
-            seen.add(found, place_of(rows, i, name))
-            for note in found.notes:
-                changed.add(f"{place_of(rows, i, name)}: {note}")
-
-    # unfit rows are an error of the data or of the options; long ones are expected
-    if unfit.count:
-        raise ValueError(unfit_line(unfit, len(rows)))
-    if not kept:
-        raise ValueError(
-            f"{recipe.limit}: every {recipe.what} of {name!r} is longer than {recipe.most} tokens; raise it"
-        )
-    if long.count:
-        warnings.warn(
-            f"data: {long.count} of {len(rows)} {recipe.what}s are longer than {recipe.limit}, {recipe.most} "
-            f"tokens, and are left out: {'; '.join(long.shown)}{long.more()}",
-            stacklevel=3,
-        )
-    if changed.count:
-        warnings.warn(f"data: {'; '.join(changed.shown)}{changed.more()}", stacklevel=3)
-    seen.warn()
-    return Dataset(
-        name=name,
-        size=len(kept),
-        prompt=lambda i: make(kept[i]),
-        digest=content.hexdigest(),
-        marks=bytes(marks),
-        place=lambda i: place_of(rows, kept[i], name),
-    )
+    # a row that comes twice in a step has another key the second time
+    keys = []
+    times = Counter()
+    for i, p in zip(index, prompts):
+        key = rng.fold_in(order, step, p.index)
+        if times[i]:
+            key = rng.fold_in(key, "again", times[i])
+        keys.append(key)
+        times[i] += 1
+    return prompts, keys
 
 
-def _endless(rows: Endless, recipe: Recipe[ItemT], name: str) -> Dataset[ItemT]:
-    """The data set of rows without end.
+def take(dataset: Dataset[ItemT], n: int, seed: int) -> tuple[list[ItemT], list[int]]:
+    """(the first n prompts in order, a key for each), for evaluation.
 
-    Nothing can be left out, so a long item is an error.
+    All of a finite data set if it has fewer. Of a mixture the first of each part, by the shares until a part
+    has no more. The first of a generator are those that `draw` begins with for that seed: other rows for
+    another seed than the one that it was loaded with. ValueError unless n >= 1.
     """
+    _check_count(n)
+    if dataset.mixture is not None:
+        places = dataset.mixture.first(n, [part.size for part in dataset.parts])
+        index = []
+        for k, j in map(dataset.mixture.source, places):
+            index.append(dataset.mixture.place(k, j + first_row(dataset.parts[k], seed)))
+    elif dataset.size is None:
+        begin = first_row(dataset, seed)
+        index = range(begin, begin + n)
+    else:
+        index = range(min(n, dataset.size))
+    keys = [rng.fold_in(seed, "take", i) for i in range(len(index))]
+    return [dataset.prompt(i) for i in index], keys
 
-    def make(index: int) -> ItemT:
-        place = f"{rows.name}, {recipe.what} {index}"
-        try:
-            return recipe.make(rows.row(index), place, index)
-        except TooLong as long:
-            raise ValueError(
-                f"{recipe.limit}: {place} has {long}, above {recipe.most} tokens; raise it"
-            ) from None
 
-    # wrong options are an error now, not when the first item is drawn
-    seen = Seen(recipe.chat.tokenizer)
-    seen.add(made_of(make(0), recipe), f"{rows.name}, {recipe.what} 0")
-    seen.warn()
-    return Dataset(name, None, make, seed=rows.seed)
+def first_row(dataset: Dataset, seed: int) -> int:
+    """Return the row that a generator begins with for a seed; 0 of other data sets."""
+    if dataset.size is not None or dataset.mixture is not None or seed == dataset.seed:
+        return 0
+    return rng.fold_in(seed, "rows") % _STARTS
+
+
+def _check_count(n: int) -> None:
+    if n < 1:
+        raise ValueError(f"prompts: expected to take at least 1, got {n}")
+
+
+def _rows_at(dataset: Dataset, places: Sequence[int], seed: int, order: int, round: int) -> list[int]:
+    """The row at each of these places of the endless sequence.
+
+    `seed` chooses the rows of a generator, `order` the order of others.
+    """
+    if dataset.mixture is not None:
+        return _mixed_rows(dataset, dataset.mixture, places, seed, order, round)
+    if dataset.size is None:
+        begin = first_row(dataset, seed) + round * _ROUND
+        return [begin + place for place in places]
+
+    # each pass over the rows has its own order
+    orders: dict[int, Tensor] = {}
+    rows = []
+    for place in places:
+        epoch, at = divmod(place, dataset.size)
+        if epoch not in orders:
+            orders[epoch] = _order(dataset.size, order, epoch)
+        rows.append(int(orders[epoch][at]))
+    return rows
+
+
+def _mixed_rows(
+    dataset: Dataset, mixture: Mixture, places: Sequence[int], seed: int, order: int, round: int
+) -> list[int]:
+    """The rows at these places of a mixture, each part in its own order."""
+    found = [mixture.source(place) for place in places]
+    rows = []
+    for k, part in enumerate(dataset.parts):
+        mine = [j for source, j in found if source == k]
+        rows.append(iter(_rows_at(part, mine, seed, rng.fold_in(order, "source", k), round)))
+    return [mixture.place(k, next(rows[k])) for k, _ in found]
+
+
+def _order(size: int, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(size, generator=rng.generator(rng.fold_in(seed, "order", epoch)))

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from rft_fn import check
-from rft_fn.data.masks import Unfit
-from rft_fn.data.rows import Joined, Listed, Records, Row, Rows, Table, decode
+from rft_fn.data.rows import Joined, Listed, Records, Row, Rows, Table, Unfit, decode
 
 __all__ = ["READERS", "quiet_datasets", "read_files", "suffix_of", "undecoded"]
 

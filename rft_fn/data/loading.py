@@ -15,12 +15,18 @@ from typing import Any, NamedTuple, Protocol
 from rft_fn import rng
 from rft_fn.data import sources
 from rft_fn.data.dataset import Dataset, ItemT, Mixture
-from rft_fn.data.lists import lists_from_rows, lists_from_task, points_from_rows, points_from_task
+from rft_fn.data.labelled import (
+    lists_from_rows,
+    lists_from_task,
+    points_from_rows,
+    points_from_task,
+    steps_from_rows,
+    steps_from_task,
+)
 from rft_fn.data.pairs import pairs_from_rows, pairs_from_task
 from rft_fn.data.prompts import from_rows, from_task
 from rft_fn.data.rows import Part, Table
 from rft_fn.data.sources import Source, Tables
-from rft_fn.data.steps import steps_from_rows, steps_from_task
 
 __all__ = [
     "LISTS", "PAIRS", "POINTS", "PROMPTS", "STEPS", "Kind", "decide_steps", "held_out", "load",

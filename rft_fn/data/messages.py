@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rft_fn import check
-from rft_fn.data.media.medium import KINDS, part_of
+from rft_fn.data.medium import KINDS, part_of
 from rft_fn.data.rows import Row
 
 __all__ = [

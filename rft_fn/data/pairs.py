@@ -12,16 +12,16 @@ from typing import Any, ClassVar
 
 from rft_fn.data import tasks
 from rft_fn.data.chat import Chat
-from rft_fn.data.dataset import Dataset, make_dataset
-from rft_fn.data.drawing import task_rows
-from rft_fn.data.masks import Lesson, TooLong, Unfit, check_window, shared_prefix
-from rft_fn.data.media.medium import columns_of
+from rft_fn.data.dataset import Dataset
+from rft_fn.data.masks import Lesson, shared_prefix
+from rft_fn.data.medium import columns_of
 from rft_fn.data.messages import Turn, are_messages, opened, system_of, tools_of, turns_of
 from rft_fn.data.processing import Processing
+from rft_fn.data.recipe import make_dataset
 from rft_fn.data.responses import answer_of_text, labels_at, number, prompt_of_text, response_of_turns
-from rft_fn.data.rows import Endless, Row, Table
+from rft_fn.data.rows import Endless, Row, Table, TooLong, Unfit, check_window
 from rft_fn.data.text_template import columns_in, fill, is_empty, prompt_ids
-from rft_fn.data.wrong_answers import wrong_answer_of_kind
+from rft_fn.data.wrong_answers import task_rows, wrong_answer_of_kind
 
 __all__ = ["Pair", "pairs_from_rows", "pairs_from_task", "shared_start"]
 

@@ -9,15 +9,14 @@ from torch import Tensor
 
 from rft_fn.data import tasks
 from rft_fn.data.chat import LOSS_ON, Chat, learned_turns
-from rft_fn.data.dataset import Dataset, make_dataset
-from rft_fn.data.masks import Lesson, TooLong, Unfit, check_window
-from rft_fn.data.media import media_of_turns
-from rft_fn.data.media.medium import Medium, shown_turns
-from rft_fn.data.media.stored import Encoded
+from rft_fn.data.dataset import Dataset
+from rft_fn.data.masks import Lesson
+from rft_fn.data.medium import Medium, media_of_turns, shown_turns
 from rft_fn.data.messages import Conversation, Turn, conversation, text_of, tools_of, turns_of
-from rft_fn.data.processing import Processing
+from rft_fn.data.processing import Encoded, Processing
+from rft_fn.data.recipe import make_dataset
 from rft_fn.data.responses import answer_of_text, prompt_of_text
-from rft_fn.data.rows import Endless, Row, Table, value_at
+from rft_fn.data.rows import Endless, Row, Table, TooLong, Unfit, check_window, value_at
 from rft_fn.data.text_template import columns_in, fill, is_empty
 
 __all__ = ["Prompt", "from_rows", "from_task", "lessons"]

@@ -7,12 +7,11 @@ from functools import cached_property
 from typing import Any
 
 from rft_fn.data.chat import Chat
-from rft_fn.data.masks import Lesson, TooLong, Unfit, check_window
-from rft_fn.data.media.medium import media_of_turns
-from rft_fn.data.media.stored import Encoded
+from rft_fn.data.masks import Lesson
+from rft_fn.data.medium import media_of_turns
 from rft_fn.data.messages import Conversation, Turn, opened, system_of, tools_of
-from rft_fn.data.processing import Processing
-from rft_fn.data.rows import Row
+from rft_fn.data.processing import Encoded, Processing
+from rft_fn.data.rows import Row, TooLong, Unfit, check_window
 from rft_fn.data.text_template import columns_in, fill, is_empty, render
 
 __all__ = [

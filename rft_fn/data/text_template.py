@@ -10,10 +10,9 @@ from typing import Any
 
 from rft_fn import check
 from rft_fn.data.chat import Chat
-from rft_fn.data.masks import Unfit
 from rft_fn.data.messages import advice, opened
 from rft_fn.data.processing import Processing
-from rft_fn.data.rows import Row
+from rft_fn.data.rows import Row, Unfit
 
 __all__ = ["columns_in", "fill", "is_empty", "prompt_ids", "render"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from rft_fn.data import Processing
 from rft_fn.data.chat import Chat
 from rft_fn.data.masks import special_tokens
-from rft_fn.data.media import Medium
+from rft_fn.data.medium import Medium
 from rft_fn.data.prompts import Prompt
 from rft_fn.data.text_template import render
 from rft_fn.reward.forms import Form

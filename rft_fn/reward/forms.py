@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from rft_fn import rng
-from rft_fn.data.media import Medium
+from rft_fn.data.medium import Medium
 from rft_fn.data.text_template import fill
 from rft_fn.reward.convention import Messages, text
 from rft_fn.reward.verdicts import Choice, JsonNumber, Match, Parser, TaggedNumber, TerseNumber

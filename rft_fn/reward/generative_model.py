@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rft_fn.data import Processing
-from rft_fn.data.media import Medium
+from rft_fn.data.medium import Medium
 from rft_fn.data.prompts import Prompt
 from rft_fn.data.text_template import fill
 from rft_fn.reward import forms

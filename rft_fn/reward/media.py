@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rft_fn.data.media import Medium, stored
-from rft_fn.data.media.decode import image
-from rft_fn.data.media.medium import label
+from rft_fn.data.decode import image
+from rft_fn.data.medium import Content, Medium, label, read
 
 __all__ = ["records"]
 
@@ -39,11 +38,11 @@ def _record(medium: Medium) -> dict[str, Any]:
     name = label(medium.source)
     if name.startswith(("http://", "https://")):
         return {"kind": medium.kind, "mime": _mime(b"", name), "url": name}
-    found = _file(medium.kind, stored.read(medium))
+    found = _file(medium.kind, read(medium))
     return {"kind": medium.kind, "mime": _mime(found, name), "bytes": found}
 
 
-def _file(kind: str, content: stored.Content) -> bytes:
+def _file(kind: str, content: Content) -> bytes:
     """The content of a medium as a file."""
     if isinstance(content, bytes):
         return content

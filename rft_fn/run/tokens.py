@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from rft_fn import loss, packing, tree
-from rft_fn.data.media.decode import image, sound, video
-from rft_fn.data.media.medium import Medium
-from rft_fn.data.media.stored import read
+from rft_fn.data.decode import image, sound, video
+from rft_fn.data.medium import Medium, read
 from rft_fn.reward import Judged
 from rft_fn.run.folder import Run
 from rft_fn.types import Apply, Experience, LossFn, Rollout, Strategy, TokenOut

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rft_fn.data.media.decode import image, sound, video
-from rft_fn.data.media.medium import Medium
-from rft_fn.data.media.stored import read
+from rft_fn.data.decode import image, sound, video
+from rft_fn.data.medium import Medium, read
 from rft_fn.metric import Calibration, reliability
 from rft_fn.reward import Judged
 from rft_fn.tools import plot

@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from rft_fn.data.media import Cache, Medium, media_of_turns, placed
-from rft_fn.data.media.decode import image, resample, sound, video
-from rft_fn.data.media.medium import columns_of, part_of
-from rft_fn.data.media.stored import Encoded, digest, name_of, read
+from rft_fn.data.decode import image, resample, sound, video
+from rft_fn.data.medium import Medium, columns_of, digest, media_of_turns, name_of, part_of, placed, read
+from rft_fn.data.processing import Cache, Encoded
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=12)
 
@@ -106,7 +105,7 @@ def test_audio_of_an_odd_rate_takes_no_more_memory_than_a_few_times_its_own():
     code = """
 import resource
 import numpy as np
-from rft_fn.data.media.decode import sound
+from rft_fn.data.decode import sound
 sound((np.zeros(8), 44_101), rate=16000)
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + (400 << 20),) * 2)

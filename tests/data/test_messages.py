@@ -15,9 +15,8 @@ from rft_fn import data
 from rft_fn.data import chat as chat_module
 from rft_fn.data import chat_template
 from rft_fn.data.chat import Chat
-from rft_fn.data.lists import lists_from_rows, points_from_rows
+from rft_fn.data.labelled import lists_from_rows, points_from_rows, steps_from_rows
 from rft_fn.data.messages import conversation
-from rft_fn.data.steps import steps_from_rows
 
 TEMPLATES = ("CHATML", "LLAMA3", "GEMMA2", "QWEN3", "MARKED", "BARE")
 

@@ -19,7 +19,7 @@ from PIL import Image
 import rft_fn as rft
 from rft_fn import reward, rng
 from rft_fn.data.chat import Chat
-from rft_fn.data.media import Medium
+from rft_fn.data.medium import Medium
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import forms
 from rft_fn.reward import verdicts as voting

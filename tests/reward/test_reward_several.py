@@ -212,8 +212,8 @@ def test_rewards_may_ask_for_prompt_ids_truncation_keys_and_media():
         return [0.0] * len(completions)
 
     pictures = (
-        data.media.Medium("image", "data:image/png;base64,iVBORw=="),
-        data.media.Medium("audio", b"RIFF0000WAVE"),
+        data.medium.Medium("image", "data:image/png;base64,iVBORw=="),
+        data.medium.Medium("audio", b"RIFF0000WAVE"),
     )
     prompts = [data.Prompt([3, 4], "p", {}, 7, sources=pictures), data.Prompt([5], "q", {}, 8)]
     rollout = rollout_of(["1", "2", "3", "1"], [0, 0, 1, 1])
@@ -246,7 +246,7 @@ def test_files_are_not_read_for_rewards_that_do_not_name_media():
         seen.update(given)
         return [0.0] * len(completions)
 
-    missing = data.Prompt([3], "p", {}, 0, sources=(data.media.Medium("image", "/nowhere/at/all.png"),))
+    missing = data.Prompt([3], "p", {}, 0, sources=(data.medium.Medium("image", "/nowhere/at/all.png"),))
     reward.judge(reward.weighted(it=(all_of_it, 1.0)), rollout_of(["1"], [0]), [missing], tiny.tokenizer())
     assert "media" not in seen and {"prompt_ids", "truncated", "keys"} <= set(seen)
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from rft_fn.data.media.medium import Medium
+from rft_fn.data.medium import Medium
 from rft_fn.run.symptoms import Warnings
 from rft_fn.run.tokens import data_uri
 from rft_fn.tools import commands

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rft_fn.data.media import Medium
+from rft_fn.data.medium import Medium
 from rft_fn.data.prompts import Prompt
 from rft_fn.data.tasks import TASKS
 from rft_fn.reward import Judged

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
-from rft_fn.data.media import KINDS
+from rft_fn.data.medium import KINDS
 from rft_fn.reward.convention import GIVEN, Columns, Scored, TrainerState
 
 __all__ = [

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rft_fn.data.media.stored import Content
+from rft_fn.data.medium import Content
 
 __all__ = ["image", "resample", "sound", "video"]
 
