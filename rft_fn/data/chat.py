@@ -5,15 +5,16 @@ Prompts are to be answered; lessons are sequences with turns to be learned.
 
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
 
 from rft_fn.data.chat_template import MARK, dated, reads
 from rft_fn.data.masks import Lesson, cut, runs, shared_prefix, span, special_tokens
 from rft_fn.data.medium import for_template, media_of_turns, placed
 from rft_fn.data.messages import Conversation, Turn, text_of
 from rft_fn.data.processing import Encoded, Processing
-from rft_fn.data.rows import Row, Unfit
+from rft_fn.data.rows import Row
 
 __all__ = ["LOSS_ON", "Chat", "learned_turns"]
 
@@ -25,7 +26,8 @@ _EXCHANGE: list[Turn] = [
 ]
 
 
-class Chat(NamedTuple):
+@dataclass(frozen=True)
+class Chat:
     """A tokenizer with the values for its chat template's variables, and the processor of media if any."""
 
     tokenizer: Any
@@ -72,22 +74,17 @@ class Chat(NamedTuple):
             read |= {*self.processing.kinds, *(f"{kind}s" for kind in self.processing.kinds)}
         return read
 
-    def check_text(self, text: str, place: str) -> None:
-        """Raise Unfit for text of a row that has the place of a medium by itself."""
-        if self.processing is None:
-            return
-        try:
+    def check_text(self, text: str) -> None:
+        """Raise ValueError for text of a row that has the place of a medium by itself."""
+        if self.processing is not None:
             self.processing.check_places(text, ())
-        except ValueError as error:
-            raise Unfit(place, str(error)) from None
 
     def placed(self, turns: list[Turn], row: Row, place: str) -> list[Turn]:
         """Turns with the media of the row in their places; ValueError for media that do not fit."""
-        kinds = frozenset()
-        if self.processing is not None:
-            kinds = self.processing.kinds
+        kinds = self.processing.kinds if self.processing is not None else frozenset()
         return placed(turns, row, kinds, getattr(place, "folder", None))
 
+    @cached_property
     def longest_token(self) -> int:
         """The number of characters of the longest token of the vocabulary."""
         return max(map(len, self.tokenizer.get_vocab()))

@@ -7,20 +7,20 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 from rft_fn.data import tasks
 from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset
 from rft_fn.data.masks import Lesson, shared_prefix
 from rft_fn.data.medium import columns_of
-from rft_fn.data.messages import Turn, are_messages, opened, system_of, tools_of, turns_of
+from rft_fn.data.messages import Turn, are_messages, turns_of
 from rft_fn.data.processing import Processing
 from rft_fn.data.recipe import make_dataset
-from rft_fn.data.responses import answer_of_text, labels_at, number, prompt_of_text, response_of_turns
-from rft_fn.data.rows import Endless, Row, Table, TooLong, Unfit, check_window
-from rft_fn.data.text_template import columns_in, fill, is_empty, prompt_ids
+from rft_fn.data.responses import Reading, labels_at, number
+from rft_fn.data.rows import Endless, Row, Table, Unfit
+from rft_fn.data.text_template import fill, is_empty, prompt_ids
 from rft_fn.data.wrong_answers import task_rows, wrong_answer_of_kind
 
 __all__ = ["Pair", "pairs_from_rows", "pairs_from_task", "shared_start"]
@@ -58,7 +58,7 @@ def pairs_from_rows(
     workers: int = 0,
     name: str = "rows",
 ) -> Dataset[Pair]:
-    """A data set of the pairs of rows.
+    """Make the data set of the pairs of rows.
 
     `template`, `chosen` and `rejected` make their texts of a row's columns. With an empty template chosen and
     rejected are whole texts, and the prompt is the words that both begin with. With `messages` the columns of
@@ -80,20 +80,29 @@ def pairs_from_rows(
     ValueError for no rows, with the count and the places of the first rows that cannot be used, or when no
     pair fits.
     """
-    recipe = PairRecipe(
+    reading = Reading(
         chat=Chat(tokenizer, chat_template_kwargs or {}, processing),
         template=template,
-        chosen=chosen,
-        rejected=rejected,
         system=system,
+        messages=messages,
         max_length=max_length,
         max_tokens=max_tokens,
-        messages=messages,
         window=window,
+    )
+    reading.check(
+        (2, 3),
+        "the columns of prompt, chosen and rejected, or chosen and rejected where these begin with the prompt",
+    )
+    make = partial(
+        _pair,
+        reading,
+        chosen=chosen,
+        rejected=rejected,
         margin=margin,
         preferences=preferences,
         unfinished=unfinished,
     )
+    recipe = reading.recipe("pair", make, {margin, unfinished, *preferences}, chosen, rejected)
     return make_dataset(rows, recipe, name, workers=workers)
 
 
@@ -104,9 +113,10 @@ def pairs_from_task(
     level: int = 1,
     seed: int = 0,
     negatives: Sequence[str] = (),
+    unfinished: str = "unfinished",
     **options: Any,
 ) -> Dataset[Pair]:
-    """A built-in task as an endless data set of pairs.
+    """Make an endless data set of pairs of a built-in task.
 
     The options are those of `pairs_from_rows`. Its rows have the columns of the task, and `prompt`, the terse
     form of the question, `chosen`, the right answer, and `rejected`, a `wrong_answer` drawn by seed and
@@ -117,214 +127,105 @@ def pairs_from_task(
     ValueError for a task, a level or a kind that does not exist, and, when it is drawn, for a pair that
     cannot be used.
     """
-    how: dict[str, Any] = {"level": level, "seed": seed, "negatives": negatives}
-    rows = task_rows(task, _both_answers, purpose="rejected", **how)
-    options = {"unfinished": "unfinished", **options}
-    return pairs_from_rows(rows, tokenizer, name=f"{task}:{level}", **options)
+    rows = task_rows(task, _both_answers, "rejected", level, seed, negatives)
+    return pairs_from_rows(rows, tokenizer, name=f"{task}:{level}", unfinished=unfinished, **options)
 
 
 def _both_answers(
     task: tasks.Task, row: tasks.TaskRow, random_: random.Random, mixture: Mapping[str, float] | None
 ) -> Row:
-    """The right answer and a wrong one, and which kind of mistake that is."""
+    """Return the right answer and a wrong one, and which kind of mistake that is."""
     rejected, kind = wrong_answer_of_kind(task, row, random_, mixture)
-    sides = {"chosen": row["answer"], "rejected": rejected, "unfinished": kind == "cut"}
-    return {**sides, "negative": kind}
+    return {"chosen": row["answer"], "rejected": rejected, "unfinished": kind == "cut", "negative": kind}
 
 
-@dataclass(frozen=True)
-class PairRecipe:
-    """How a pair is made of a row, and its limits.
+# ---------- the pair of a row
 
-    The fields are options of `pairs_from_rows`.
-    """
 
-    what: ClassVar[str] = "pair"
-    limit: ClassVar[str] = "max_length"
+def _pair(
+    reading: Reading,
+    row: Row,
+    place: str,
+    index: int,
+    *,
+    chosen: str,
+    rejected: str,
+    margin: str,
+    preferences: Sequence[str],
+    unfinished: str,
+) -> Pair:
+    """Return the pair of a row. ValueError for one that cannot be used, TooLong for one above max_length."""
+    if reading.messages:
+        prompt, *responses = _turns(reading.messages, row)
+        good, bad = reading.of_turns(
+            row, place, prompt, responses, learned="all", names=("the chosen", "the rejected")
+        )
+    else:
+        good, bad = _of_text(reading, row, place, chosen, rejected)
+        if unfinished and row.get(unfinished):
+            bad = bad._replace(ids=bad.ids[:-1], mask=bad.mask[:-1])
+    if good[:2] == bad[:2]:
+        raise ValueError("the chosen and the rejected response are the same")
+    reading.check_fit([good, bad], "pair", targets=2, holds="both sides")
 
-    chat: Chat
-    template: str
-    chosen: str
-    rejected: str
-    system: str | None
-    max_length: int
-    max_tokens: int | None
-    messages: Sequence[str]
-    window: int | None = None
-    margin: str = ""
-    preferences: Sequence[str] = ()
-    unfinished: str = ""
+    # a table has None where a row has no number
+    least = number(row[margin], margin) if margin and row.get(margin) is not None else 0.0
+    preferred = labels_at(row, preferences) if preferences else (1.0,)
+    if not any(preferred):
+        raise ValueError(f"columns {', '.join(preferences)}: neither response is preferred in any")
+    return Pair(good, bad, row, index, least, preferred)
 
-    @property
-    def most(self) -> int:
-        return self.max_length
 
-    @cached_property
-    def widest(self) -> int:
-        """The characters of the longest token.
+def _of_text(reading: Reading, row: Row, place: str, chosen: str, rejected: str) -> list[Lesson]:
+    """Return both sides of a row of text."""
+    messages = [name for name in ("prompt", "chosen", "rejected") if name in row and are_messages(row[name])]
+    if {"chosen", "rejected"} <= set(messages):
+        raise ValueError(f"{messages[-1]!r} holds messages: --messages {' '.join(messages)}")
+    if not reading.template and reading.chat.processing is not None and columns_of(row):
+        raise ValueError("the row has media, for which the empty template has no place")
 
-        A text above `widest` times a limit is not tokenised.
-        """
-        return self.chat.longest_token()
-
-    @property
-    def reads(self) -> set[str]:
-        """The columns that a pair is made of."""
-        read = {self.margin, self.unfinished, *self.preferences}
-        if self.messages:
-            return read | self.chat.reads(self.messages)
-        return read | self.chat.reads(()) | columns_in(self.template, self.chosen, self.rejected)
-
-    def check(self) -> None:
-        """ValueError for options that no row could be used with."""
-        if self.messages and len(self.messages) not in (2, 3):
-            raise ValueError(
-                "messages: expected the columns of prompt, chosen and rejected, or chosen and rejected where "
-                f"these begin with the prompt, got {', '.join(self.messages)}"
-            )
-        self.chat.check(messages=self.messages)
-
-    def make(self, row: Row, place: str, index: int) -> Pair:
-        """The pair of a row.
-
-        Unfit for one that cannot be used, TooLong for one above max_length.
-        """
-        if self.messages:
-            chosen, rejected = self._of_messages(row, place)
-        else:
-            chosen, rejected = self._of_text(row, place)
-        if chosen[:2] == rejected[:2]:
-            raise Unfit(place, "the chosen and the rejected response are the same")
-
-        # each side has its own limit, and both together have to fit into one pack
-        longest = max(len(chosen.ids), len(rejected.ids))
-        if longest > self.max_length:
-            raise TooLong(f"{longest} tokens")
-        check_window(place, longest, 0, self.window, limit="max_length")
-        inputs = len(chosen.ids) + len(rejected.ids) - 2  # the last token of each is only a target
-        if self.max_tokens is not None and inputs > self.max_tokens:
-            raise Unfit(
-                place, f"the pair has {inputs} tokens, above {self.max_tokens}: a pack holds both sides"
-            )
-        margin, preferences = self._labels(row, place)
-        return Pair(chosen, rejected, row, index, margin, preferences)
-
-    def _labels(self, row: Row, place: str) -> tuple[float, tuple[float, ...]]:
-        """(the margin, the preference of each head)."""
-        margin = 0.0
-        if self.margin and row.get(self.margin) is not None:  # a table has None where a row has no number
-            margin = number(row[self.margin], place, f"column {self.margin!r}")
-        if not self.preferences:
-            return margin, (1.0,)
-        found = labels_at(row, self.preferences, place)
-        if not any(found):
-            raise Unfit(place, f"columns {', '.join(self.preferences)}: neither response is preferred in any")
-        return margin, found
-
-    # ------------------------------------------------------------------------------------------ rows of text
-
-    def _of_text(self, row: Row, place: str) -> tuple[Lesson, Lesson]:
-        """Both sides of a row of text."""
-        self._refuse_messages(row, place)
-        with_media = self.chat.processing is not None and columns_of(row)
-        if with_media and not self.template:
-            raise Unfit(place, "the row has media, for which the empty template has no place")
-        prompt, chosen, rejected = self._texts(row, place)
-        _refuse_empty(place, {"chosen response": chosen, "rejected response": rejected})
-
-        # a text that could not fit whatever its tokens are is not tokenised
-        size = len(prompt) + max(len(chosen), len(rejected))
-        if size > self.max_length * self.widest:
-            raise TooLong(f"{size} characters")
-
-        # the prompt of whole texts is no turn of a chat
-        if self.template:
-            turns, ids, made = prompt_of_text(self.chat, prompt, row, place, self.system)
-            chosen_side = answer_of_text(self.chat, turns, ids, chosen, made, place)
-            rejected_side = answer_of_text(self.chat, turns, ids, rejected, made, place)
-        else:
-            self.chat.check_text(f"{prompt}{chosen}{rejected}", place)
-            ids = prompt_ids(self.chat.tokenizer, prompt)
-            end = [self.chat.tokenizer.eos_token_id]
-            chosen_side = self.chat.verbatim(ids, chosen, end=end)
-            rejected_side = self.chat.verbatim(ids, rejected, end=end)
-        if self.unfinished and row.get(self.unfinished):
-            rejected_side = rejected_side._replace(ids=rejected_side.ids[:-1], mask=rejected_side.mask[:-1])
-        return chosen_side, rejected_side
-
-    def _refuse_messages(self, row: Row, place: str) -> None:
-        """Raise Unfit for messages in the columns of TRL's names.
-
-        The error has the option to use.
-        """
-        found = [name for name in ("prompt", "chosen", "rejected") if name in row and are_messages(row[name])]
-        if {"chosen", "rejected"} <= set(found):
-            raise Unfit(place, f"{found[-1]!r} holds messages: --messages {' '.join(found)}")
-
-    def _texts(self, row: Row, place: str) -> tuple[str, str, str]:
-        """(prompt, chosen, rejected)."""
-        chosen = fill(self.chosen, row, place)
-        rejected = fill(self.rejected, row, place)
-        if not self.template:
-            texts = shared_start(chosen, rejected)
-            if is_empty(texts[0]):
-                raise Unfit(place, "the template is empty, and both responses begin with no word in common")
-            return texts
+    names = ("the chosen response", "the rejected response")
+    texts = [fill(chosen, row, place), fill(rejected, row, place)]
+    if reading.template:
         try:
-            return fill(self.template, row, place), chosen, rejected
+            prompt = fill(reading.template, row, place)
         except Unfit as error:
             if "no column" not in error.reason:
                 raise
             remedy = "--template '' where both responses begin with the prompt"
-            raise Unfit(place, f"{error.reason}; {remedy}") from None
+            raise ValueError(f"{error.reason}; {remedy}") from None
+        return reading.of_texts(row, place, prompt, texts, names)
 
-    # -------------------------------------------------------------------------------------- rows of messages
-
-    def _of_messages(self, row: Row, place: str) -> tuple[Lesson, Lesson]:
-        """Both sides of a row of messages."""
-        try:
-            prompt, chosen, rejected = self._turns(row)
-            prompt = self.chat.placed(prompt, row, place)
-            tools = tools_of(row)
-            return (
-                response_of_turns(self.chat, prompt, chosen, tools, "all", "the chosen"),
-                response_of_turns(self.chat, prompt, rejected, tools, "all", "the rejected"),
-            )
-        except ValueError as error:
-            raise Unfit(place, str(error)) from None
-
-    def _turns(self, row: Row) -> tuple[list[Turn], list[Turn], list[Turn]]:
-        """(prompt, chosen, rejected) of a row of messages.
-
-        Of two columns the prompt is the turns that both begin with.
-        """
-        columns = [turns_of(row, name, media=True) for name in self.messages]
-        if len(columns) == 3:
-            prompt, chosen, rejected = columns
-            return opened(prompt, system_of(row, prompt, self.system)), chosen, rejected
-
-        chosen, rejected = columns
-        if chosen == rejected:
-            raise ValueError("the chosen and the rejected response are the same")
-        same = shared_prefix(chosen, rejected)
-        if same == 0:
-            raise ValueError(
-                f"columns {self.messages[0]!r} and {self.messages[1]!r} begin with different turns: expected "
-                "the prompt in both, or its column named before them"
-            )
-        prompt = opened(chosen[:same], system_of(row, chosen, self.system))
-        return prompt, chosen[same:], rejected[same:]
+    # the prompt of whole texts is no turn of a chat
+    prompt, *texts = shared_start(*texts)
+    if is_empty(prompt):
+        raise ValueError("the template is empty, and both responses begin with no word in common")
+    reading.check_texts(prompt, texts, names)
+    reading.chat.check_text(f"{prompt}{texts[0]}{texts[1]}")
+    ids = prompt_ids(reading.chat.tokenizer, prompt)
+    end = [reading.chat.tokenizer.eos_token_id]
+    return [reading.chat.verbatim(ids, text, end=end) for text in texts]
 
 
-def _refuse_empty(place: str, texts: Mapping[str, str]) -> None:
-    """Raise Unfit for the first text that is empty, by its name."""
-    for name, text in texts.items():
-        if is_empty(text):
-            raise Unfit(place, f"the {name} is empty")
+def _turns(messages: Sequence[str], row: Row) -> list[list[Turn]]:
+    """Return prompt, chosen and rejected; of two columns the prompt is the turns that both begin with."""
+    columns = [turns_of(row, name, media=True) for name in messages]
+    if len(columns) == 3:
+        return columns
+    chosen, rejected = columns
+    if chosen == rejected:
+        raise ValueError("the chosen and the rejected response are the same")
+    same = shared_prefix(chosen, rejected)
+    if same == 0:
+        raise ValueError(
+            f"columns {messages[0]!r} and {messages[1]!r} begin with different turns: expected "
+            "the prompt in both, or its column named before them"
+        )
+    return [chosen[:same], chosen[same:], rejected[same:]]
 
 
 def shared_start(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """(prompt, chosen, rejected) of two whole texts.
+    """Return (prompt, chosen, rejected) of two whole texts.
 
     The prompt is the words that both begin with. Each response keeps at least its last word, and the space
     before its first.

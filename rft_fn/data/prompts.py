@@ -1,9 +1,8 @@
 """Prompts made of rows of text or of conversations."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -14,9 +13,9 @@ from rft_fn.data.masks import Lesson
 from rft_fn.data.medium import Medium, media_of_turns, shown_turns
 from rft_fn.data.messages import Conversation, Turn, conversation, text_of, tools_of, turns_of
 from rft_fn.data.processing import Encoded, Processing
-from rft_fn.data.recipe import make_dataset
+from rft_fn.data.recipe import Recipe, make_dataset
 from rft_fn.data.responses import answer_of_text, prompt_of_text
-from rft_fn.data.rows import Endless, Row, Table, TooLong, Unfit, check_window, value_at
+from rft_fn.data.rows import Endless, Row, Table, TooLong, check_window, column_of, value_at
 from rft_fn.data.text_template import columns_in, fill, is_empty
 
 __all__ = ["Prompt", "from_rows", "from_task", "lessons"]
@@ -85,8 +84,9 @@ def from_rows(
     ValueError for no rows, with the count and the places of the first rows that cannot be used, when no
     prompt fits, and for keywords that the chat template does not read.
     """
-    recipe = PromptRecipe(
-        chat=Chat(tokenizer, chat_template_kwargs or {}, processing),
+    chat = Chat(tokenizer, chat_template_kwargs or {}, processing)
+    reader = _PromptReader(
+        chat=chat,
         template=template,
         system=system,
         max_prompt=max_prompt,
@@ -98,6 +98,15 @@ def from_rows(
         loss_on=loss_on,
         window=window,
         max_new=max_new,
+    )
+    if loss_on is not None and loss_on not in LOSS_ON:
+        raise ValueError(f"loss_on: expected one of {', '.join(LOSS_ON)}, or None, got {loss_on!r}")
+    chat.check(messages=messages)
+    reads = {*columns, *reader.values} | chat.reads(messages)
+    if not messages:
+        reads |= columns_in(template, response)
+    recipe = Recipe(
+        what="prompt", limit="max_prompt", most=max_prompt, chat=chat, reads=reads, make=reader.make
     )
     return make_dataset(rows, recipe, name, workers=workers)
 
@@ -115,11 +124,8 @@ def from_task(task: str, tokenizer: Any, *, level: int = 1, seed: int = 0, **opt
 
 
 @dataclass(frozen=True)
-class PromptRecipe:
+class _PromptReader:
     """Makes prompts of rows; the fields are options of `from_rows`."""
-
-    what: ClassVar[str] = "prompt"
-    limit: ClassVar[str] = "max_prompt"
 
     chat: Chat
     template: str
@@ -131,185 +137,111 @@ class PromptRecipe:
     max_tokens: int | None
     messages: Sequence[str]
     loss_on: str | None
-    window: int | None = None
-    max_new: int = 0
-
-    @property
-    def most(self) -> int:
-        return self.max_prompt
-
-    @cached_property
-    def widest(self) -> int:
-        """The characters of the longest token.
-
-        A text above `widest` times a limit is not tokenised.
-        """
-        return self.chat.longest_token()
-
-    @property
-    def reads(self) -> set[str]:
-        """The columns that a prompt is made of, and those that rewards read."""
-        read = {*self.columns, *self.values}
-        if self.messages:
-            return read | self.chat.reads(self.messages)
-        return read | self.chat.reads(()) | columns_in(self.template, self.response)
-
-    def check(self) -> None:
-        """ValueError for options that no row could be used with."""
-        if self.loss_on is not None and self.loss_on not in LOSS_ON:
-            raise ValueError(f"loss_on: expected one of {', '.join(LOSS_ON)}, or None, got {self.loss_on!r}")
-        self.chat.check(messages=self.messages)
+    window: int | None
+    max_new: int
 
     def make(self, row: Row, place: str, index: int) -> Prompt:
-        """The prompt of a row.
-
-        Unfit for one that cannot be used, TooLong for one above max_prompt.
-        """
-        self._check_columns(row, place)
-        if self.messages:
-            return self._of_messages(row, place, index)
-        return self._of_text(row, place, index)
-
-    def _check_columns(self, row: Row, place: str) -> None:
-        """Unfit for a column of `columns` that is missing or empty, and for a value not among `values`."""
+        """Return the prompt of a row. ValueError for one that cannot be used, TooLong above max_prompt."""
         for path in self.columns:
             try:
                 value = value_at(row, path)
             except KeyError:
-                known = ", ".join(map(repr, row))
-                raise Unfit(place, f"the row has no column {path!r}; it has {known}") from None
+                value = column_of(row, path)  # raises, with the columns that there are
             if is_empty(value):
-                raise Unfit(place, f"column {path!r} is empty")
+                raise ValueError(f"column {path!r} is empty")
         for name, known in self.values.items():
             value = str(row.get(name))
             if value not in known:
                 expected = ", ".join(map(repr, known))
-                raise Unfit(place, f"column {name!r}: expected one of {expected}, got {value!r:.80}")
-
-    # ------------------------------------------------------------------------------------------ rows of text
+                raise ValueError(f"column {name!r}: expected one of {expected}, got {value!r:.80}")
+        return self._of_messages(row, place, index) if self.messages else self._of_text(row, place, index)
 
     def _of_text(self, row: Row, place: str, index: int) -> Prompt:
         text = fill(self.template, row, place)
-        if len(text) > self.max_prompt * self.widest:
+        if len(text) > self.max_prompt * self.chat.longest_token:
             raise TooLong(f"{len(text)} characters")
         if self.chat.processing is None:
-            try:
-                self.chat.placed([{"role": "user", "content": text}], row, place)
-            except ValueError as error:  # media that a model of text would not be shown
-                raise Unfit(place, str(error)) from None
-        turns, ids, made = prompt_of_text(self.chat, text, row, place, self.system)
+            self.chat.placed([{"role": "user", "content": text}], row, place)  # refuses media
+        turns, ids, encoded = prompt_of_text(self.chat, text, row, place, self.system)
         if len(ids) > self.max_prompt:
-            of_media = ", those of its media among them" if made is not None else ""
+            of_media = ", those of its media among them" if encoded is not None else ""
             raise TooLong(f"{len(ids)} tokens{of_media}")
-        learned = self._answered(turns, ids, made, row, place)
-        if made is None:
-            return Prompt(ids, text, row, index, learned=learned)
-        return Prompt(ids, text, row, index, **self._media(made, turns), learned=learned)
 
-    def _media(self, made: Encoded, turns: Sequence[Turn]) -> dict[str, Any]:
-        """The fields of a prompt that are about its media."""
-        assert self.chat.processing is not None
-        sources = [self.chat.processing.rooted(medium) for medium in media_of_turns(turns)]
-        return {
-            "media": made.media,
-            "media_names": made.names,
-            "media_notes": made.notes,
-            "sources": tuple(sources),
-        }
-
-    def _answered(
-        self,
-        turns: list[Turn],
-        ids: Sequence[int],
-        made: Encoded | None,
-        row: Row,
-        place: str,
-    ) -> tuple[Lesson, ...]:
-        """Return the lesson of a prompt with its response, none where no response is asked for.
-
-        Unfit for an empty response, and for more than max_tokens or the window in all: the prompt, the
-        response and its end.
-        """
+        # the prompt, the response if one is asked for, and its end fit into the limits
         learned: tuple[Lesson, ...] = ()
-        count = len(ids)
-        subject = "the prompt has"
+        count, subject = len(ids), "the prompt has"
         if self.response is not None:
-            text = self._response(self.response, row, place)
-            learned = (answer_of_text(self.chat, turns, ids, text, made, place),)
-            count = len(learned[0].ids)
-            subject = "prompt and response have"
+            answer = fill(self.response, row, place)
+            if is_empty(answer):
+                raise ValueError("the response is empty")
+            if self.max_tokens is not None and len(answer) > self.max_tokens * self.chat.longest_token:
+                raise ValueError(f"the response has {len(answer)} characters, above {self.max_tokens} tokens")
+            learned = (answer_of_text(self.chat, turns, ids, answer, encoded),)
+            count, subject = len(learned[0].ids), "prompt and response have"
         if self.max_tokens is not None and count > self.max_tokens:
-            raise Unfit(place, f"{subject} {count} tokens, above {self.max_tokens}")
-        check_window(place, count, self.max_new, self.window)
-        return learned
+            raise ValueError(f"{subject} {count} tokens, above {self.max_tokens}")
+        check_window(count, self.max_new, self.window)
+        prompt = Prompt(ids, text, row, index, learned=learned)
+        return prompt if encoded is None else self._with_media(prompt, encoded, turns)
 
-    def _response(self, template: str, row: Row, place: str) -> str:
-        """Return the text of the response. Unfit for an empty one, and one that could not fit."""
-        answer = fill(template, row, place)
-        if is_empty(answer):
-            raise Unfit(place, "the response is empty")
-        if self.max_tokens is not None and len(answer) > self.max_tokens * self.widest:
-            raise Unfit(place, f"the response has {len(answer)} characters, above {self.max_tokens} tokens")
-        return answer
-
-    # -------------------------------------------------------------------------------------- rows of messages
+    def _with_media(self, prompt: Prompt, encoded: Encoded, turns: Sequence[Turn]) -> Prompt:
+        """Return the prompt with the fields about its media."""
+        assert self.chat.processing is not None
+        return replace(
+            prompt,
+            media=encoded.media,
+            media_names=encoded.names,
+            media_notes=encoded.notes,
+            sources=tuple(self.chat.processing.rooted(medium) for medium in media_of_turns(turns)),
+        )
 
     def _of_messages(self, row: Row, place: str, index: int) -> Prompt:
-        """The prompt of a conversation: its tokens up to the first learned one.
+        """Return the prompt of a conversation: its tokens up to the first learned one.
 
         All tokens of one to be answered. Its text is that of the last user's turn, or of the last turn where
         no user speaks.
         """
-        try:
-            talk = conversation(row, self.messages, self.system, media=True)
-            talk = talk._replace(turns=self.chat.placed(talk.turns, row, place))
-            self._check_size(talk)
-            ids, learned = self._ids(talk)
-            made = self._media_before(talk, learned)
-        except ValueError as error:
-            raise Unfit(place, str(error)) from None
+        talk = conversation(row, self.messages, self.system, media=True)
+        talk = talk._replace(turns=self.chat.placed(talk.turns, row, place))
+        self._check_size(talk)
+        learned: list[Lesson] = []
+        asked = talk.turns  # the turns before the first learned token
+        if self.loss_on is None:
+            ids = self.chat.prompt(talk)
+        else:
+            learned = self.chat.lessons(talk, self.loss_on)
+            for lesson in learned:
+                if self.max_tokens is not None and len(lesson.ids) > self.max_tokens:
+                    raise ValueError(
+                        f"the conversation has {len(lesson.ids)} tokens, above {self.max_tokens}"
+                    )
+            ids = learned[0].ids[: learned[0].mask.index(True)]
+            asked = talk.turns[: learned_turns(talk, self.loss_on)[0]]
+        encoded = None
+        if media_of_turns(talk.turns):
+            encoded = self.chat.encoded(asked, talk.tools, ask=True)
         if len(ids) > self.max_prompt:
             raise TooLong(f"{len(ids)} tokens")
         longest = max([len(ids), *(len(lesson.ids) for lesson in learned)])
-        check_window(place, longest, self.max_new, self.window)
-        asked = [turn for turn in talk.turns if turn["role"] == "user"] or talk.turns
-        text = text_of(asked[-1])
-        if made is None:
-            return Prompt(ids, text, row, index, talk.turns)
-        turns = shown_turns(talk.turns, made.names)
-        return Prompt(ids, text, row, index, turns, **self._media(made, talk.turns), learned=tuple(learned))
-
-    def _media_before(self, talk: Conversation, learned: Sequence[Lesson]) -> Encoded | None:
-        """The media of a conversation before its first learned token; None for one without any."""
-        if not media_of_turns(talk.turns):
-            return None
-        turns = talk.turns
-        if learned:
-            turns = turns[: learned_turns(talk, self.loss_on)[0]]
-        return self.chat.encoded(turns, talk.tools, ask=True)
+        check_window(longest, self.max_new, self.window)
+        said = [turn for turn in talk.turns if turn["role"] == "user"] or talk.turns
+        prompt = Prompt(ids, text_of(said[-1]), row, index, talk.turns)
+        if encoded is None:
+            return prompt
+        prompt = replace(prompt, messages=shown_turns(talk.turns, encoded.names), learned=tuple(learned))
+        return self._with_media(prompt, encoded, talk.turns)
 
     def _check_size(self, talk: Conversation) -> None:
-        """Raise TooLong or ValueError for a conversation that cannot fit.
+        """Refuse a conversation that cannot fit, which is then not tokenised.
 
-        It is then not tokenised. Turns of the assistant are not counted: a chat template may drop text of
-        theirs.
+        Turns of the assistant are not counted: a chat template may drop text of theirs.
         """
         size = sum(len(text_of(turn)) for turn in talk.turns if turn["role"] != "assistant")
-        if self.loss_on is None and size > self.max_prompt * self.widest:
+        if self.loss_on is None and size > self.max_prompt * self.chat.longest_token:
             raise TooLong(f"{size} characters")
-        if self.loss_on is not None and self.max_tokens is not None and size > self.max_tokens * self.widest:
-            raise ValueError(f"the conversation has {size} characters, above {self.max_tokens} tokens")
-
-    def _ids(self, talk: Conversation) -> tuple[list[int], list[Lesson]]:
-        """(the tokens to answer, no lessons), or (those before the first learned token, the lessons)."""
-        if self.loss_on is None:
-            return self.chat.prompt(talk), []
-        found = self.chat.lessons(talk, self.loss_on)
-        for lesson in found:
-            if self.max_tokens is not None and len(lesson.ids) > self.max_tokens:
-                raise ValueError(f"the conversation has {len(lesson.ids)} tokens, above {self.max_tokens}")
-        first = found[0]
-        return first.ids[: first.mask.index(True)], found
+        most = self.max_tokens
+        if self.loss_on is not None and most is not None and size > most * self.chat.longest_token:
+            raise ValueError(f"the conversation has {size} characters, above {most} tokens")
 
 
 # ---------- the sequences of a row to learn from

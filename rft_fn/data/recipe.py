@@ -1,84 +1,77 @@
-"""Make data sets of rows by a recipe, in worker processes if asked for; refuse rows that cannot be used."""
+"""Make data sets of rows by a recipe, in worker processes if asked for, and refuse unusable rows."""
 
 import hashlib
 import multiprocessing
 import warnings
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import date
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple
 
 import torch
 
 from rft_fn.data.chat import Chat
 from rft_fn.data.chat_template import fix_day, fixed_day
-from rft_fn.data.dataset import Dataset, ItemT, ItemT_co
-from rft_fn.data.masks import FirstFew, Lesson, TooLong, Unfit, unfit_line
+from rft_fn.data.dataset import Dataset, ItemT
+from rft_fn.data.masks import Lesson
 from rft_fn.data.medium import digest
 from rft_fn.data.messages import unread
-from rft_fn.data.rows import Endless, Place, Row, Table, place_of, row_at
+from rft_fn.data.rows import (
+    Endless,
+    FirstFew,
+    Place,
+    Row,
+    Table,
+    TooLong,
+    Unfit,
+    place_of,
+    row_at,
+    unfit_line,
+)
 
 __all__ = ["Recipe", "make_dataset"]
 
+_CHUNK = 8  # rows that a worker takes at a time
 
-class Recipe(Protocol[ItemT_co]):
-    """Makes items of rows, up to a length."""
 
-    what: ClassVar[str]  # a name for an item in errors: "prompt", "pair"
-    limit: ClassVar[str]  # the option that bounds its length
+@dataclass(frozen=True)
+class Recipe(Generic[ItemT]):
+    """How items are made of rows, up to a length."""
 
-    @property
-    def most(self) -> int:
-        """The value of that option [tokens]."""
-        ...
+    what: str  # a name for an item in errors: "prompt", "pair"
+    limit: str  # the option that bounds its length
+    most: int  # the value of that option [tokens]
+    chat: Chat
+    reads: Collection[str]  # the columns that items are made of
+    make: Callable[[Row, str, int], ItemT]
+    """(row, its place, index) -> the item; ValueError for an unusable row, TooLong above the limit."""
 
-    @property
-    def chat(self) -> Chat:
-        """The tokenizer and what is beside it."""
-        ...
-
-    @property
-    def reads(self) -> Collection[str]:
-        """The columns that items are made of."""
-        ...
-
-    def check(self) -> None:
-        """ValueError for options that no row could be used with.
-
-        Called before any row is read.
-        """
-        ...
-
-    def make(self, row: Row, place: str, index: int) -> ItemT_co:
-        """The item of a row.
-
-        Unfit, with the place, for an unusable row; TooLong above the limit.
-        """
-        ...
+    def item(self, row: Row, place: str, index: int) -> ItemT:
+        """Return the item of a row. Unfit, with the place, for an unusable row; TooLong above the limit."""
+        try:
+            return self.make(row, place, index)
+        except Unfit:
+            raise
+        except ValueError as error:
+            raise Unfit(place, str(error)) from None
 
 
 def make_dataset(
     rows: Table | Endless, recipe: Recipe[ItemT], name: str, *, workers: int = 0
 ) -> Dataset[ItemT]:
-    """The data set of the items that a recipe makes of rows.
+    """Make the data set of the items that a recipe makes of rows.
 
     Every row is made once now, the first one of endless rows; by `workers` processes, if there are any. Items
     above the recipe's limit are left out, with one warning; another one names the first media that were
     shrunk or resampled.
 
-    ValueError for options that the recipe refuses, for no rows, for rows that cannot be used (with their
-    count and the places of the first), and when all are too long. Endless rows raise it when they are drawn,
-    also for an item above the limit.
+    ValueError for no rows, for rows that cannot be used (with their count and the places of the first), and
+    when all are too long. Endless rows raise it when they are drawn, also for an item above the limit.
     """
-    recipe.check()
     if isinstance(rows, Endless):
         return _endless(rows, recipe, name)
-
-    def make(i: int) -> ItemT:
-        return recipe.make(*row_at(rows, i, name), i)
-
     if not len(rows):
         raise ValueError(f"data: expected at least one row, got none in {name!r}")
     kept = array("q")
@@ -86,20 +79,20 @@ def make_dataset(
     unfit = FirstFew()
     changed = FirstFew()
     content = hashlib.blake2b(digest_size=16)
-    seen = Seen(recipe.chat.tokenizer)
+    seen = _Seen(recipe.chat.tokenizer)
     marks = bytearray()
-    for i, found in enumerate(outcomes(rows, recipe, name, workers=workers)):
-        if isinstance(found, Unfit):
-            unfit.add((found.place, found.reason))
-        elif isinstance(found, TooLong):
-            long.add(f"{place_of(rows, i, name)} with {found}")
+    for i, built in enumerate(_built_rows(rows, recipe, name, workers)):
+        if isinstance(built, Unfit):
+            unfit.add((built.place, built.reason))
+        elif isinstance(built, TooLong):
+            long.add(f"{place_of(rows, i, name)} with {built}")
         else:
-            content.update(f"{i} {found.text}".encode())
-            for text in (found.row, found.text):
+            content.update(f"{i} {built.text}".encode())
+            for text in (built.row, built.text):
                 marks += hashlib.blake2b(text.encode(), digest_size=4).digest()
             kept.append(i)
-            seen.add(found, place_of(rows, i, name))
-            for note in found.notes:
+            seen.add(built, place_of(rows, i, name))
+            for note in built.notes:
                 changed.add(f"{place_of(rows, i, name)}: {note}")
 
     # unfit rows are an error of the data or of the options; long ones are expected
@@ -121,7 +114,7 @@ def make_dataset(
     return Dataset(
         name=name,
         size=len(kept),
-        prompt=lambda i: make(kept[i]),
+        prompt=lambda i: recipe.item(*row_at(rows, kept[i], name), kept[i]),
         digest=content.hexdigest(),
         marks=bytes(marks),
         place=lambda i: place_of(rows, kept[i], name),
@@ -129,103 +122,80 @@ def make_dataset(
 
 
 def _endless(rows: Endless, recipe: Recipe[ItemT], name: str) -> Dataset[ItemT]:
-    """The data set of rows without end.
+    """Make the data set of rows without end: nothing can be left out, so a long item is an error."""
 
-    Nothing can be left out, so a long item is an error.
-    """
-
-    def make(index: int) -> ItemT:
+    def item(index: int) -> ItemT:
         place = f"{rows.name}, {recipe.what} {index}"
         try:
-            return recipe.make(rows.row(index), place, index)
+            return recipe.item(rows.row(index), place, index)
         except TooLong as long:
             raise ValueError(
                 f"{recipe.limit}: {place} has {long}, above {recipe.most} tokens; raise it"
             ) from None
 
     # wrong options are an error now, not when the first item is drawn
-    seen = Seen(recipe.chat.tokenizer)
-    seen.add(made_of(make(0), recipe), f"{rows.name}, {recipe.what} 0")
+    seen = _Seen(recipe.chat.tokenizer)
+    seen.add(_built(item(0), recipe), f"{rows.name}, {recipe.what} 0")
     seen.warn()
-    return Dataset(name, None, make, seed=rows.seed)
+    return Dataset(name, None, item, seed=rows.seed)
 
 
-# ---------- the outcome of each row
+# ---------- what a data set keeps of its items
 
 
-_CHUNK = 8  # rows that a worker takes at a time
-
-
-class Made(NamedTuple):
-    """An item that was made."""
+class _Built(NamedTuple):
+    """What is kept of an item that was made."""
 
     text: str  # that has all of its content, for a digest
     row: str  # that has the content of its row
     notes: tuple[str, ...]  # how its media were changed
-    unread: Sequence[str] = ()  # columns of a known schema that are not read
-    tokens: int = 0
-    unknown: int = 0  # of them, those that stand for text that the tokenizer does not know
+    unread: Sequence[str]  # columns of a known schema that are not read
+    tokens: int
+    unknown: int  # of them, those for text that the tokenizer does not know
 
 
-Outcome = Made | Unfit | TooLong
+def _built(item: Any, recipe: Recipe) -> _Built:
+    """Return what is kept of an item."""
+    values = tuple(getattr(item, field.name) for field in fields(item))
+    row: Any = item.columns
+    lessons = [x for x in values if isinstance(x, Lesson)]
+    for x in values:
+        if isinstance(x, tuple) and not isinstance(x, Lesson):
+            lessons += [y for y in x if isinstance(y, Lesson)]
+    ids = [token for lesson in lessons for token in lesson.ids] if lessons else item.ids
 
-
-def outcomes(rows: Table, recipe: Any, name: str, *, workers: int = 0) -> Iterator[Outcome]:
-    """What becomes of each row, in order.
-
-    `workers` processes make the items, if there are any. They are started anew and get the recipe once.
-    """
-    if not workers:
-        for i in range(len(rows)):
-            yield _tried(recipe, rows, i, name)
-        return
-    how = {"initializer": _start, "initargs": (recipe, fixed_day())}
-    how["mp_context"] = multiprocessing.get_context("spawn")
-    workers = min(workers, -(-len(rows) // _CHUNK))  # more would have nothing to do
-    with ProcessPoolExecutor(workers, **how) as pool:
-        yield from pool.map(_in_worker, _read(rows, name), chunksize=_CHUNK)
-
-
-def _tried(recipe: Any, rows: Table, i: int, name: str) -> Outcome:
-    try:
-        return made_of(recipe.make(*row_at(rows, i, name), i), recipe)
-    except (Unfit, TooLong) as error:
-        return error
-
-
-def made_of(item: Any, recipe: Any) -> Made:
-    """Return what is kept of an item: its content for a digest, and what is said of it."""
-    unknown = _unknown_token(recipe.chat.tokenizer)
-    ids = list(_ids(item))
-    return _made(item)._replace(
+    # a token for unknown text counts as one unless it has another meaning too
+    tokenizer = recipe.chat.tokenizer
+    unknown = tokenizer.unk_token_id
+    if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
+        unknown = None
+    if getattr(item, "media", None) is not None or any(lesson.media is not None for lesson in lessons):
+        values = _plain(values)
+        row = _plain(row)
+    return _Built(
+        text=repr(values),
+        row=repr(row),
+        notes=getattr(item, "media_notes", ()),
         unread=unread(item.columns, recipe.reads),
         tokens=len(ids),
         unknown=sum(token == unknown for token in ids),
     )
 
 
-def _unknown_token(tokenizer: Any) -> int | None:
-    """Return the token for unknown text; None without one, and where it has another meaning too."""
-    token = tokenizer.unk_token_id
-    if token in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
-        return None
-    return token
+def _plain(x: Any) -> Any:
+    """Put digests in place of tensors and images, as their texts do not show their content."""
+    if isinstance(x, torch.Tensor):
+        return digest(x.numpy())
+    if hasattr(x, "convert") or isinstance(x, bytes):
+        return digest(x)
+    if isinstance(x, Mapping):
+        return {name: _plain(y) for name, y in sorted(x.items())}  # a cache has its own order
+    if isinstance(x, (list, tuple)) and not isinstance(next(iter(x), None), (int, bool)):
+        return [_plain(y) for y in x]
+    return x
 
 
-def _ids(item: Any) -> Iterator[int]:
-    """The tokens of an item: those of its sequences to learn, of a prompt without any its own."""
-    values = [getattr(item, field.name) for field in fields(item)]
-    found = [x for x in values if isinstance(x, Lesson)]
-    for x in values:
-        if isinstance(x, tuple) and not isinstance(x, Lesson):
-            found += [y for y in x if isinstance(y, Lesson)]
-    for lesson in found:
-        yield from lesson.ids
-    if not found:
-        yield from item.ids
-
-
-class Seen:
+class _Seen:
     """What is said once of all rows: columns that are not read, and the share of unknown text."""
 
     def __init__(self, tokenizer: Any):
@@ -235,13 +205,13 @@ class Seen:
         self._unknown = 0
         self._first = ""
 
-    def add(self, made: Made, place: str) -> None:
-        for name in made.unread:
+    def add(self, built: _Built, place: str) -> None:
+        for name in built.unread:
             self._unread.setdefault(name, FirstFew()).add(place)
-        if made.unknown and not self._unknown:
+        if built.unknown and not self._unknown:
             self._first = place
-        self._tokens += made.tokens
-        self._unknown += made.unknown
+        self._tokens += built.tokens
+        self._unknown += built.unknown
 
     def warn(self) -> None:
         """Warn of columns that are not read, and of unknown text."""
@@ -260,53 +230,29 @@ class Seen:
             )
 
 
-def _made(item: Any) -> Made:
-    values = tuple(getattr(item, field.name) for field in fields(item))
-    row: Any = item.columns
-    if getattr(item, "media", None) is not None or _have_media(values):
-        values = _plain(values)
-        row = _plain(row)
-    return Made(repr(values), repr(row), getattr(item, "media_notes", ()))
+# ---------- the rows of a file, in this process or in workers
 
-
-def _have_media(values: tuple[Any, ...]) -> bool:
-    """Whether one of the sequences among these values has tensors of media."""
-    for x in values:
-        if isinstance(x, Lesson) and x.media is not None:
-            return True
-        if isinstance(x, tuple) and not isinstance(x, Lesson) and _have_media(x):
-            return True
-    return False
-
-
-def _plain(x: Any) -> Any:
-    """x with digests in place of tensors and images, whose texts are not their content."""
-    if isinstance(x, torch.Tensor):
-        return digest(x.numpy())
-    if hasattr(x, "convert") or isinstance(x, bytes):
-        return digest(x)
-    if isinstance(x, Mapping):
-        return {name: _plain(y) for name, y in sorted(x.items())}  # a cache has its own order
-    if isinstance(x, (list, tuple)) and not isinstance(next(iter(x), None), (int, bool)):
-        return [_plain(y) for y in x]
-    return x
-
-
-# ------------------------------------------------------------------------------------------------- processes
 
 _recipe: Any = None  # of a worker
 
 
-def _start(recipe: Any, day: date | None) -> None:
-    """Keep the recipe and the day of the run in a worker, which computes on one thread."""
-    global _recipe
-    _recipe = recipe
-    fix_day(day)
-    torch.set_num_threads(1)
+def _built_rows(rows: Table, recipe: Recipe, name: str, workers: int) -> Iterator[_Built | Unfit | TooLong]:
+    """Build each row, in order. Workers are started anew, and get the recipe once."""
+    if not workers:
+        for given in _read(rows, name):
+            yield _outcome(recipe, given)
+        return
+    with ProcessPoolExecutor(
+        min(workers, -(-len(rows) // _CHUNK)),  # more would have nothing to do
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start,
+        initargs=(recipe, fixed_day()),
+    ) as pool:
+        yield from pool.map(_in_worker, _read(rows, name), chunksize=_CHUNK)
 
 
 def _read(rows: Table, name: str) -> Iterator[tuple[int, Row | Unfit, Place]]:
-    """(index, row, place) of each row; the error of one that cannot be read."""
+    """Yield (index, row, place) of each row, with the error of one that cannot be read in its place."""
     for i in range(len(rows)):
         try:
             yield i, *row_at(rows, i, name)
@@ -314,11 +260,23 @@ def _read(rows: Table, name: str) -> Iterator[tuple[int, Row | Unfit, Place]]:
             yield i, error, place_of(rows, i, name)
 
 
-def _in_worker(given: tuple[int, Row | Unfit, Place]) -> Outcome:
+def _outcome(recipe: Recipe, given: tuple[int, Row | Unfit, Place]) -> _Built | Unfit | TooLong:
     i, row, place = given
     if isinstance(row, Unfit):
         return row
     try:
-        return made_of(_recipe.make(row, place, i), _recipe)
+        return _built(recipe.item(row, place, i), recipe)
     except (Unfit, TooLong) as error:
         return error
+
+
+def _start(recipe: Recipe, day: date | None) -> None:
+    """Keep the recipe and the day of the run in a worker, which computes on one thread."""
+    global _recipe
+    _recipe = recipe
+    fix_day(day)
+    torch.set_num_threads(1)
+
+
+def _in_worker(given: tuple[int, Row | Unfit, Place]) -> _Built | Unfit | TooLong:
+    return _outcome(_recipe, given)

@@ -17,7 +17,8 @@ from rft_fn import check
 
 __all__ = [
     "Endless", "FirstFew", "Joined", "Listed", "Part", "Place", "Records", "Row", "Rows", "Table", "TooLong",
-    "Unfit", "check_window", "column_at", "decode", "place_of", "row_at", "unfit_line", "value_at",
+    "Unfit", "check_window", "column_at", "column_of", "decode", "place_of", "row_at", "unfit_line",
+    "value_at",
 ]  # fmt: skip
 
 
@@ -46,22 +47,21 @@ class TooLong(Exception):
     """
 
 
-def check_window(
-    place: str, count: int, max_new: int, window: int | None, *, limit: str = "max_prompt"
-) -> None:
-    """Unfit for a row of `count` tokens, and `max_new` after them, that the model's window does not hold.
+def check_window(count: int, max_new: int, window: int | None, *, limit: str = "max_prompt") -> None:
+    """Raise ValueError for `count` tokens, and `max_new` after them, that the model's window does not hold.
 
     None is no limit; `limit` is the option that leaves long rows out. Tokens of images, audio and videos are
     counted as they are widened.
     """
     if window is None or count + max_new <= window:
         return
-    size = f"{count} tokens, those of media among them"
-    remedy = f"shorten it, or lower {limit}"
     if max_new:
         size = f"{count} + {max_new} tokens with max_new, those of media among them"
         remedy = f"lower max_new, or {limit} to leave it out"
-    raise Unfit(place, f"the row has {size}, above the model's window of {window}; {remedy}")
+    else:
+        size = f"{count} tokens, those of media among them"
+        remedy = f"shorten it, or lower {limit}"
+    raise ValueError(f"the row has {size}, above the model's window of {window}; {remedy}")
 
 
 class FirstFew:
@@ -79,9 +79,7 @@ class FirstFew:
     def more(self) -> str:
         """The count of the others as the end of a line: "; and 4 more"."""
         hidden = self.count - len(self.shown)
-        if not hidden:
-            return ""
-        return f"; and {hidden} more"
+        return f"; and {hidden} more" if hidden else ""
 
 
 def unfit_line(unfit: FirstFew, total: int) -> str:
@@ -346,6 +344,13 @@ def value_at(row: Mapping[str, Any], path: str, default: Any = _RAISE) -> Any:
     if default is _RAISE:
         raise KeyError(path)
     return default
+
+
+def column_of(row: Row, column: str) -> Any:
+    """Return the cell of a column. ValueError, with the columns that there are, for a missing one."""
+    if column not in row:
+        raise ValueError(f"the row has no column {column!r}; it has {', '.join(map(repr, row))}")
+    return row[column]
 
 
 def column_at(

@@ -2,8 +2,7 @@
 
 import random
 import string
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 from rft_fn import rng
 from rft_fn.data import tasks
@@ -21,12 +20,8 @@ __all__ = [
 ]
 
 
-class Negative(Protocol):
-    """Makes texts that are mostly wrong answers, of one kind."""
-
-    def __call__(self, task: tasks.Task, row: tasks.TaskRow, random_: random.Random, /) -> str:
-        """A text of this kind. It may be empty or right: `wrong_answer` then draws again."""
-        ...
+Negative = Callable[[tasks.Task, tasks.TaskRow, random.Random], str]
+"""Makes texts that are mostly wrong answers, of one kind; one that is empty or right is drawn again."""
 
 
 def wrong_answer(
@@ -210,37 +205,24 @@ _MISTAKES = (_change, _lose, _repeat, _swap)
 # ---------- rows of built-in tasks with responses to learn from, right ones and wrong ones
 
 
-class Answer(Protocol):
-    """Makes the responses to one problem."""
-
-    def __call__(
-        self,
-        task: tasks.Task,
-        row: tasks.TaskRow,
-        random_: random.Random,
-        mixture: Mapping[str, float] | None,
-        /,
-    ) -> Row:
-        """The columns of a row beside those of the task. `mixture` is that of `wrong_answer`."""
-        ...
+Answer = Callable[[tasks.Task, tasks.TaskRow, random.Random, Mapping[str, float] | None], Row]
+"""(task, problem, random generator, mixture of `wrong_answer`) -> the columns of its responses."""
 
 
 def task_rows(
-    task: str, answer: Answer, *, purpose: str, level: int, seed: int, negatives: Sequence[str]
+    task: str, answer: Answer, purpose: str, level: int, seed: int, negatives: Sequence[str]
 ) -> Endless:
-    """The rows of a built-in task without end, with the terse question as `prompt` and those of `answer`.
+    """Make the endless rows of a built-in task, with the terse question as `prompt`, and its answers.
 
     All is drawn by (seed, purpose, task, level, index). `negatives` are the kinds of wrong answers, as
     `mixture_of` reads them; none is the usual mixture. ValueError for a task or a kind that does not exist.
     """
-    found = tasks.get_task(task)
-    mixture = None
-    if negatives:
-        mixture = mixture_of(negatives)
+    named = tasks.get_task(task)
+    mixture = mixture_of(negatives) if negatives else None
 
     def row(index: int) -> Row:
-        made = found.generate(seed, index, level)
+        problem = named.generate(seed, index, level)
         random_ = random.Random(rng.fold_in(seed, purpose, task, level, index))
-        return {**made, "prompt": made["short"], **answer(found, made, random_, mixture)}
+        return {**problem, "prompt": problem["short"], **answer(named, problem, random_, mixture)}
 
     return Endless(task, row, seed)
