@@ -90,7 +90,7 @@ class Chat:
         return max(map(len, self.tokenizer.get_vocab()))
 
     def prompt(self, talk: Conversation) -> list[int]:
-        """The ids of a conversation, ready for the assistant to speak.
+        """Return the ids of a conversation, ready for the assistant to speak.
 
         ValueError for a last turn that is neither a user's nor a tool's: a turn that the assistant has begun
         is not continued. The same for a conversation that the template refuses, or of which it would drop
@@ -107,7 +107,7 @@ class Chat:
         return self.ids(talk.turns, talk.tools, ask=True)
 
     def lessons(self, talk: Conversation, loss_on: str) -> list[Lesson]:
-        """The sequences in which turns of the assistant are learned.
+        """Return the sequences in which turns of the assistant are learned.
 
         Each turn is learned with the token that ends it. "all" learns those of the last column, "last" the
         last one. They share a sequence as long as the template renders a turn alike whatever follows it. A
@@ -201,7 +201,7 @@ class Chat:
         return text.partition(_MARK)[2]
 
     def ids(self, turns: Sequence[Mapping[str, Any]], tools: Any = None, *, ask: bool) -> list[int]:
-        """The ids of turns; with `ask` those of the assistant's header behind them.
+        """Return the ids of turns; with `ask` those of the assistant's header behind them.
 
         A system turn that the template refuses is put before the user's first text, with a warning.
         ValueError for a template that fails.
@@ -212,7 +212,7 @@ class Chat:
         return list(self._rendered(turns, tools, ask, return_dict=False))
 
     def encoded(self, turns: Sequence[Mapping[str, Any]], tools: Any = None, *, ask: bool) -> Encoded:
-        """The ids of turns with media, and the processor's tensors; errors as `ids`."""
+        """Return the ids of turns with media, and the processor's tensors; errors as `ids`."""
         assert self.processing is not None
         text = self._rendered(turns, tools, ask, tokenize=False)
         return self.processing.encode(text, media_of_turns(turns))
@@ -223,7 +223,7 @@ class Chat:
             self.processing.check_places(self._rendered(turns, tools, ask, tokenize=False), ())
 
     def _rendered(self, turns: Any, tools: Any, ask: bool, **how: Any) -> Any:
-        """The output of `apply_chat_template` with these options."""
+        """Return the output of `apply_chat_template` with these options."""
         how = {"tools": tools, "add_generation_prompt": ask, **how, **self.kwargs}
         if template := dated(self.tokenizer, tools):
             how["chat_template"] = template
@@ -246,7 +246,7 @@ class Chat:
         return out
 
     def _check_read(self, talk: Conversation) -> None:
-        """ValueError for parts of a row that the template would drop silently."""
+        """Raise ValueError for parts of a row that the template would drop silently."""
         template = self.tokenizer.get_chat_template(tools=talk.tools)
         if talk.tools and "tools" not in reads(template):
             raise ValueError(
@@ -259,7 +259,7 @@ class Chat:
                     raise ValueError(f"turn {i} has {key}, and the chat template does not read them")
 
     def _by_marks(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
-        """The sequence by the template's marks {% generation %}.
+        """Return the sequence by the template's marks {% generation %}.
 
         It is [] unless there is one pair of marks per turn, between whole tokens.
         """
@@ -290,7 +290,7 @@ class Chat:
         return [cut(ids, mask)]
 
     def _begins_in_prompt(self, talk: Conversation, i: int, ids: list[int], start: int) -> bool:
-        """Whether the first token of a turn overlaps the prompt before it.
+        """Return whether the first token of a turn overlaps the prompt before it.
 
         It does if it begins with the last characters of that prompt.
         """
@@ -301,7 +301,7 @@ class Chat:
         return bool(over) and self._text([ids[start]]).startswith(over)
 
     def _by_prefixes(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
-        """The sequences by the prompt before each turn."""
+        """Return the sequences by the prompt before each turn."""
         whole = self.ids(talk.turns, talk.tools, ask=False)
         mask = [False] * len(whole)  # of the turns that share the sequence of the whole conversation
         alone: list[Lesson] = []
@@ -327,14 +327,14 @@ class Chat:
         return alone
 
     def _with_media(self, lesson: Lesson, talk: Conversation, i: int) -> Lesson:
-        """A lesson that ends with turn i, with the media up to there."""
+        """Return a lesson that ends with turn i, with the media up to there."""
         turns = talk.turns[: i + 1]
         if self.processing is None or not media_of_turns(turns):
             return lesson
         return lesson._replace(media=self.encoded(turns, talk.tools, ask=False).media)
 
     def _asked(self, talk: Conversation, i: int, through: list[int]) -> tuple[int, list[int]]:
-        """(the start of turn i, the ids up to its end).
+        """Return (the start of turn i, the ids up to its end).
 
         The turn starts behind the prompt that asks for it. A token of `through` that crosses that border is
         cut there, as it was when the turn was sampled. ValueError for a turn whose rendering does not begin
@@ -360,7 +360,7 @@ class Chat:
         return len(asked), parted
 
     def _end(self, ids: Sequence[int], start: int, end: int) -> int | None:
-        """The end of turn [start, end), its special token included.
+        """Return the end of turn [start, end), its special token included.
 
         The token is the last one of the turn or follows it; None without one.
         """
@@ -373,7 +373,7 @@ class Chat:
         return None
 
     def _ended(self, ids: list[int], start: int) -> Lesson:
-        """The sequence of a turn, its trailing spaces replaced by the end of sequence."""
+        """Return the sequence of a turn, its trailing spaces replaced by the end of sequence."""
         last = self._filled(ids, start, len(ids))
         ids = [*ids[:last], self.tokenizer.eos_token_id]
         return Lesson(ids, span(len(ids), start, len(ids)))
@@ -393,12 +393,12 @@ class Chat:
 
 
 def _assistant_turns(turns: Sequence[Turn]) -> list[int]:
-    """The numbers of the assistant's turns, from 0."""
+    """Return the numbers of the assistant's turns, from 0."""
     return [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
 
 
 def learned_turns(talk: Conversation, loss_on: str | None) -> list[int]:
-    """The numbers of the turns that are learned. ValueError for none."""
+    """Return the numbers of the turns that are learned. ValueError for none."""
     spoken = [i for i in _assistant_turns(talk.turns) if i >= talk.start]
     if not spoken:
         raise ValueError("expected a turn of the assistant to learn, got none")
@@ -408,7 +408,7 @@ def learned_turns(talk: Conversation, loss_on: str | None) -> list[int]:
 
 
 def _without_system(turns: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-    """The turns with the system's text in front of the user's first.
+    """Return the turns with the system's text in front of the user's first.
 
     None unless they begin with both.
     """

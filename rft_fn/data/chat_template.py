@@ -36,7 +36,7 @@ def literals(pairs: Sequence[str]) -> dict[str, Any]:
 
 @cache
 def reads(template: str) -> frozenset[str]:
-    """The names of the variables that a template expects.
+    """Return the names of the variables that a template expects.
 
     It reads them before it sets them, and they are none of the library's own.
     """
@@ -57,7 +57,7 @@ def reads(template: str) -> frozenset[str]:
 
 
 def _uses(node: Any) -> Iterator[tuple[str, str]]:
-    """(name, "load" or "store") of each variable below a node, in order of execution."""
+    """Return (name, "load" or "store") of each variable below a node, in order of execution."""
     from jinja2 import nodes
 
     parts = list(node.iter_child_nodes())

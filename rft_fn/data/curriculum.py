@@ -42,7 +42,7 @@ def init(dataset: Dataset) -> Curriculum:
 
 
 def shares(state: Curriculum, dataset: Dataset, *, floor: float) -> Tensor:
-    """[K] f64: the share of each source in the next draw. They sum to 1."""
+    """Return [K] f64: the share of each source in the next draw. They sum to 1."""
     if not 0 < floor <= 0.25:
         raise ValueError(f"floor: expected above 0 and at most 0.25, the largest p (1 - p), got {floor}")
     assert dataset.mixture is not None
@@ -54,7 +54,7 @@ def shares(state: Curriculum, dataset: Dataset, *, floor: float) -> Tensor:
 def draw(
     state: Curriculum, dataset: Dataset, n: int, step: int, seed: int, *, floor: float
 ) -> tuple[list[Any], list[int], Curriculum]:
-    """(n prompts, a key for each, the state after them).
+    """Return (n prompts, a key for each, the state after them).
 
     Each of n places goes to the source that is owed most, the first of equal ones. A source hands out its
     rows in its own order, from where it stopped. It is a function of the arguments alone, the same on every
@@ -93,7 +93,7 @@ def draw(
 def observe(
     state: Curriculum, dataset: Dataset, prompts: Sequence[Any], reward: Tensor, *, window: int
 ) -> Curriculum:
-    """The state after the rewards [N, G] of prompts that were drawn together.
+    """Return the state after the rewards [N, G] of prompts that were drawn together.
 
     With m the mean of a source's rewards, clipped to [0, 1], over its c prompts:
 

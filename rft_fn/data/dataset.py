@@ -52,27 +52,24 @@ class Mixture:
         self._order, self._before, self._places = _pattern(self.weights)
 
     def source(self, place: int) -> tuple[int, int]:
-        """(k, j): a place holds row j drawn from source k, from 0."""
+        """Return (k, j): a place holds row j drawn from source k, from 0."""
         turn, at = divmod(place, self._period)
         k = self._order[at]
         return k, turn * self.weights[k] + self._before[at]
 
     def place(self, k: int, j: int) -> int:
-        """The place of row j drawn from source k: the inverse of `source`."""
+        """Return the place of row j drawn from source k: the inverse of `source`."""
         turn, at = divmod(j, self.weights[k])
         return turn * self._period + self._places[k][at]
 
     def counts(self, n: int) -> list[int]:
-        """How many of the first n places each source has."""
+        """Return how many of the first n places each source has."""
         turns, rest = divmod(n, self._period)
         last = self._order[:rest]
         return [turns * w + last.count(k) for k, w in enumerate(self.weights)]
 
     def first(self, n: int, sizes: Sequence[int | None]) -> list[int]:
-        """The first n places of rows that exist.
-
-        Source k has sizes[k] rows; None is without end.
-        """
+        """Return the first n places of rows that exist. Source k has sizes[k] rows; None is without end."""
         # no more places than there are rows in all
         count = n
         if None not in sizes:
@@ -91,7 +88,7 @@ class Mixture:
 
 @cache
 def _pattern(weights: tuple[int, ...]) -> tuple[array, array, tuple[array, ...]]:
-    """(source of each place, its earlier places in the period, places of each source).
+    """Return (source of each place, its earlier places in the period, places of each source).
 
     Row j of a source with share w belongs into the places floor(j / w) to ceil((j + 1) / w) - 1. Of the rows
     whose first place has come, the one with the earliest last place is next: that meets every last place, so
@@ -146,7 +143,7 @@ class Make(Protocol[ItemT_co]):
     """Makes one item of a data set."""
 
     def __call__(self, index: int, /) -> ItemT_co:
-        """The item at an index, the same at every call.
+        """Return the item at an index, the same at every call.
 
         The index is in [0, size), or any >= 0 where the size is None. ValueError for a row without end that
         cannot be used.
@@ -181,7 +178,7 @@ _STARTS = 1 << 39  # where the rows of a generator begin for one seed or another
 def draw(
     dataset: Dataset[ItemT], n: int, step: int, seed: int, *, round: int = 0, start: int | None = None
 ) -> tuple[list[ItemT], list[int]]:
-    """(n prompts, a key for each) of a step.
+    """Return (n prompts, a key for each) of a step.
 
     It is a function of the arguments alone. It draws the places `start` to `start + n` of an endless sequence
     of prompts: the rows of a generator in order, or the data set over and over, each pass in an order drawn
@@ -223,7 +220,7 @@ def draw(
 
 
 def take(dataset: Dataset[ItemT], n: int, seed: int) -> tuple[list[ItemT], list[int]]:
-    """(the first n prompts in order, a key for each), for evaluation.
+    """Return (the first n prompts in order, a key for each), for evaluation.
 
     All of a finite data set if it has fewer. Of a mixture the first of each part, by the shares until a part
     has no more. The first of a generator are those that `draw` begins with for that seed: other rows for
@@ -257,7 +254,7 @@ def _check_count(n: int) -> None:
 
 
 def _rows_at(dataset: Dataset, places: Sequence[int], seed: int, order: int, round: int) -> list[int]:
-    """The row at each of these places of the endless sequence.
+    """Return the row at each of these places of the endless sequence.
 
     `seed` chooses the rows of a generator, `order` the order of others.
     """
@@ -281,7 +278,7 @@ def _rows_at(dataset: Dataset, places: Sequence[int], seed: int, order: int, rou
 def _mixed_rows(
     dataset: Dataset, mixture: Mixture, places: Sequence[int], seed: int, order: int, round: int
 ) -> list[int]:
-    """The rows at these places of a mixture, each part in its own order."""
+    """Return the rows at these places of a mixture, each part in its own order."""
     found = [mixture.source(place) for place in places]
     rows = []
     for k, part in enumerate(dataset.parts):

@@ -24,7 +24,7 @@ _ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
 def image(content: Content, *, max_pixels: int = 0) -> tuple[Any, str]:
-    """(an image of PIL in RGB, a note on how it was changed, or "").
+    """Return (an image of PIL in RGB, a note on how it was changed, or "").
 
     An image of more than `max_pixels` is shrunk to as many; 0 is no limit. Grey of 16 and 32 bits and of
     floats in [0, 1] is brought to 8 bits; what is transparent is put on white. An array is [height, width],
@@ -44,7 +44,7 @@ def image(content: Content, *, max_pixels: int = 0) -> tuple[Any, str]:
 
 
 def _opened(content: Content, max_pixels: int) -> Any:
-    """The image in its own size."""
+    """Return the image in its own size."""
     from PIL import Image, ImageOps
 
     if isinstance(content, np.ndarray):
@@ -71,7 +71,7 @@ def _opened(content: Content, max_pixels: int) -> Any:
 
 
 def _in_rgb(found: Any, format_: str | None) -> Any:
-    """An image of PIL in RGB: grey of 8 bits, on white. ValueError for a mode with another meaning."""
+    """Return an image of PIL in RGB: grey of 8 bits, on white. ValueError for a mode with another meaning."""
     from PIL import Image
 
     if found.mode.startswith(("I", "F")):
@@ -113,7 +113,7 @@ def _of_wide(x: np.ndarray, mode: str, format_: str | None = None) -> np.ndarray
 
 
 def _draft(size: tuple[int, int], max_pixels: int) -> tuple[int, int]:
-    """The least size at which a large image may be decoded: above the limit, by at most 4 in area."""
+    """Return the least size at which a large image may be decoded: above the limit, by at most 4 in area."""
     if not max_pixels:
         return size
     scale = min(math.sqrt(max_pixels / (size[0] * size[1])), 1.0)
@@ -143,7 +143,7 @@ def _of_array(x: np.ndarray) -> Any:
 
 
 def video(content: Content, *, max_pixels: int = 0) -> tuple[list[Any], str]:
-    """(the frames of a video in RGB, a note on how they were changed, or "").
+    """Return (the frames of a video in RGB, a note on how they were changed, or "").
 
     A video is a list of images, or an array [frames, height, width, 3]. ValueError for a video file, which
     nothing here decodes, and for frames of different sizes.
@@ -171,7 +171,7 @@ _AT_ONCE = 1 << 20  # numbers of filters in memory
 
 
 def sound(content: Content, *, rate: int) -> tuple[np.ndarray, str]:
-    """(samples [n] f32 in [-1, 1], a note on how they were changed, or "").
+    """Return (samples [n] f32 in [-1, 1], a note on how they were changed, or "").
 
     Channels are averaged, and another sampling rate [Hz] than `rate` is resampled. WAV files of integers are
     read by Python itself, all others by the package soundfile. ValueError for anything that is no audio.
@@ -197,7 +197,7 @@ def sound(content: Content, *, rate: int) -> tuple[np.ndarray, str]:
 
 
 def _decoded(content: Content) -> tuple[np.ndarray, int]:
-    """(samples [n] or [n, channels], their rate [Hz])."""
+    """Return (samples [n] or [n, channels], their rate [Hz])."""
     if isinstance(content, tuple):
         return np.asarray(content[0], dtype=np.float32), content[1]
     if not isinstance(content, bytes):
@@ -211,7 +211,7 @@ def _decoded(content: Content) -> tuple[np.ndarray, int]:
 
 
 def _wave(content: bytes) -> tuple[np.ndarray, int]:
-    """The samples of a WAV file of 8, 16, 24 or 32 bits."""
+    """Return the samples of a WAV file of 8, 16, 24 or 32 bits."""
     with wave.open(io.BytesIO(content)) as file:
         width = file.getsampwidth()
         channels = file.getnchannels()
@@ -232,7 +232,7 @@ def _wave(content: bytes) -> tuple[np.ndarray, int]:
 
 
 def _by_soundfile(content: bytes, got: str) -> tuple[np.ndarray, int]:
-    """The samples of any audio file that the package soundfile reads."""
+    """Return the samples of any audio file that the package soundfile reads."""
     try:
         import soundfile  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -277,7 +277,7 @@ def resample(x: Tensor, rate: int, new: int) -> Tensor:
 
 
 def _filter(t: Tensor, cut: float) -> Tensor:
-    """The filter at times t [samples of x]."""
+    """Return the filter at times t [samples of x]."""
     t = t * cut
     return cut * torch.sinc(t) * torch.cos(math.pi * t / (2 * _ZEROS)).square() * (t.abs() < _ZEROS)
 

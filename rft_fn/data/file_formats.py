@@ -28,7 +28,7 @@ class Reader(Protocol):
     """Reads files of one format."""
 
     def __call__(self, paths: Sequence[Path], key: str | None, /) -> Table:
-        """The rows of files, one file after the other.
+        """Return the rows of files, one file after the other.
 
         `key` names the list of a json object. A text file may be larger than memory: its rows are read when
         they are asked for. ValueError, without the name of the source, for a file that cannot be read; Unfit
@@ -38,7 +38,7 @@ class Reader(Protocol):
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that names the format; "" for an unknown one.
+    """Return the suffix that names the format; "" for an unknown one.
 
     ".jsonl" of a.jsonl and of a.jsonl.gz.
     """
@@ -51,7 +51,7 @@ def suffix_of(path: Path) -> str:
 
 
 def read_files(paths: Sequence[Path], key: str | None = None) -> Table:
-    """The rows of files of one format, one file after the other.
+    """Return the rows of files of one format, one file after the other.
 
     `key` names the list of a json object. ValueError for files of several formats or of none, and for a file
     that its reader refuses.
@@ -71,17 +71,14 @@ def _refuse_key(paths: Sequence[Path], key: str | None) -> None:
 
 
 def _join(parts: Sequence[Rows]) -> Rows:
-    """The rows of several files as one."""
+    """Return the rows of several files as one."""
     if len(parts) == 1:
         return parts[0]
     return Joined(parts)
 
 
 def _open(path: Path) -> BinaryIO:
-    """A file that can be read at any position.
-
-    A packed one is unpacked into a temporary file.
-    """
+    """Return a file that can be read at any position. A packed one is unpacked into a temporary file."""
     if path.suffix != ".gz":
         return path.open("rb")
     whole = tempfile.TemporaryFile()  # noqa: SIM115, it stays open as long as its rows are read
@@ -133,7 +130,7 @@ def _parse_object(text: str, place: str) -> Row:
 
 
 def _json(path: Path, file: BinaryIO, key: str | None) -> Rows:
-    """The rows of a .json file.
+    """Return the rows of a .json file.
 
     They are a list of objects, one such list in an object, or one object per line.
     """
@@ -168,7 +165,7 @@ def _is_json(text: bytes) -> bool:
 
 
 def _objects(rows: Sequence[Any], name: str, folder: Path) -> Listed:
-    """A list of rows. Unfit for an element that is no object."""
+    """Return a list of rows. Unfit for an element that is no object."""
     found = Listed(rows, name, folder)
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
@@ -177,7 +174,7 @@ def _objects(rows: Sequence[Any], name: str, folder: Path) -> Listed:
 
 
 def _wrapped(path: Path, whole: dict[str, Any], key: str | None) -> Listed:
-    """The rows of the list in an object.
+    """Return the rows of the list in an object.
 
     It is the named or the only list. An object without lists is a row.
     """
@@ -195,7 +192,7 @@ def _wrapped(path: Path, whole: dict[str, Any], key: str | None) -> Listed:
 
 
 def _is_table(x: Any) -> bool:
-    """Whether a value is a list of objects, and not of a conversation's turns."""
+    """Return whether a value is a list of objects, and not of a conversation's turns."""
     if not isinstance(x, list) or not x or not all(isinstance(row, dict) for row in x):
         return False
     return "role" not in x[0] and "from" not in x[0]
@@ -206,7 +203,7 @@ def _is_table(x: Any) -> bool:
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """The csv module refuses fields above 131,072 characters unless it is told otherwise."""
+    """Return the csv module refuses fields above 131,072 characters unless it is told otherwise."""
     before = csv.field_size_limit(2**31 - 1)
     try:
         yield
@@ -225,10 +222,7 @@ def _cells(text: str) -> list[str]:
 
 
 def _csv(path: Path, file: BinaryIO) -> Records:
-    """Rows below a line of names.
-
-    Every value is text, as it stands there.
-    """
+    """Rows below a line of names. Every value is text, as it stands there."""
     starts = array("q")
     lines = array("q")
     at = 0
@@ -264,7 +258,7 @@ def _csv(path: Path, file: BinaryIO) -> Records:
 
 
 def _below_header(path: Path, file: BinaryIO, starts: array, lines: array) -> Records:
-    """The records but the first, with the columns that the first one names."""
+    """Return the records but the first, with the columns that the first one names."""
     file.seek(starts[0])
     names = _cells(decode(file.read(starts[1] - starts[0]), starts[0], f"{path}, line {lines[0]}"))
     if len(set(names)) < len(names):
@@ -294,7 +288,7 @@ def _read_parquet(paths: Sequence[Path], key: str | None) -> Table:
 
 
 def undecoded(table: Any) -> Any:
-    """A table of `datasets` whose columns of media give {"bytes", "path"}, as they are stored.
+    """Return a table of `datasets` whose columns of media give {"bytes", "path"}, as they are stored.
 
     Its own decoders want further packages for audio, and decode what is in the cache already.
     """
@@ -306,7 +300,7 @@ def undecoded(table: Any) -> Any:
 
 
 def _stored(feature: Any) -> Any:
-    """The feature of a column of media, without decoding; None for other columns."""
+    """Return the feature of a column of media, without decoding; None for other columns."""
     import datasets
 
     if isinstance(feature, (datasets.Image, datasets.Audio)):
@@ -319,10 +313,7 @@ def _stored(feature: Any) -> Any:
 
 
 def quiet_datasets() -> None:
-    """Silence the log and the progress bars of `datasets`.
-
-    All that it logs is raised too.
-    """
+    """Silence the log and the progress bars of `datasets`. All that it logs is raised too."""
     import datasets
 
     datasets.disable_progress_bars()

@@ -40,10 +40,7 @@ class FromRows(Protocol):
     def __call__(
         self, rows: Table, tokenizer: Any, *args: Any, name: str = "rows", **options: Any
     ) -> Dataset:
-        """One item for each row that fits; ValueError for unusable rows.
-
-        The error has their places.
-        """
+        """One item for each row that fits; ValueError for unusable rows. The error has their places."""
         ...
 
 
@@ -53,10 +50,7 @@ class FromTask(Protocol):
     def __call__(
         self, task: str, tokenizer: Any, *args: Any, level: int = 1, seed: int = 0, **options: Any
     ) -> Dataset:
-        """One item for each index, drawn by seed and level.
-
-        ValueError for an unknown task or level.
-        """
+        """One item for each index, drawn by seed and level. ValueError for an unknown task or level."""
         ...
 
 
@@ -81,7 +75,7 @@ class _Opened(NamedTuple):
     tables: Tables
 
     def split(self, want: str) -> str:
-        """The split to read when "train" or "test" is wanted."""
+        """Return the split to read when "train" or "test" is wanted."""
         return sources.chosen_split(self.tables, self.source, want)
 
     def identity(self, want: str) -> tuple:
@@ -92,7 +86,7 @@ class _Opened(NamedTuple):
 
 
 def _open(texts: str | Sequence[str]) -> list[_Opened]:
-    """The sources of one text or several. ValueError for none."""
+    """Return the sources of one text or several. ValueError for none."""
     if isinstance(texts, str):
         texts = [texts]
     found = [sources.parse(text) for text in texts]
@@ -116,7 +110,7 @@ def load(
     kind: Kind = PROMPTS,
     **options: Any,
 ) -> Dataset:
-    """The data set of one text or of several, each NAME[:PART][@SPLIT][=SHARE].
+    """Return the data set of one text or of several, each NAME[:PART][@SPLIT][=SHARE].
 
     "addition" or "addition:2" (a built-in task at a level), a file, files by a pattern, a folder, a hub name;
     `sources` has the rules. Several are drawn by their shares, see `mix`. `split` is that of sources which
@@ -137,7 +131,7 @@ def load_for_training(
     kind: Kind = PROMPTS,
     **options: Any,
 ) -> tuple[Dataset, Dataset]:
-    """(what is trained on, what is evaluated on).
+    """Return (what is trained on, what is evaluated on).
 
     Sources and options are those of `load`. Without `eval_data` each source is evaluated on some of its rows:
     a task on those of seed + 1, a data set on its split test (else validation), any other on `eval_share` of
@@ -184,7 +178,7 @@ def _whole(
 
 
 def _task(source: Source, tokenizer: Any, seed: int, kind: Kind, options: Mapping[str, Any]) -> Dataset:
-    """The data set of a built-in task, at the level in its text."""
+    """Return the data set of a built-in task, at the level in its text."""
     level = source.part or "1"
     if not (level.isascii() and level.isdigit()) or source.split is not None:
         raise ValueError(f"data: expected {source.name}:LEVEL with a number, got {source.text!r}")
@@ -195,7 +189,7 @@ def _task(source: Source, tokenizer: Any, seed: int, kind: Kind, options: Mappin
 def _divided(
     x: _Opened, tokenizer: Any, seed: int, share: float, kind: Kind, options: Mapping[str, Any]
 ) -> tuple[Dataset, Dataset]:
-    """(what is trained on, what is evaluated on) of one source."""
+    """Return (what is trained on, what is evaluated on) of one source."""
     if x.source.is_task:
         trained = _task(x.source, tokenizer, seed, kind, options)
         unseen = _task(x.source, tokenizer, seed + 1, kind, options)
@@ -224,7 +218,7 @@ def _divided(
 
 
 def held_out(count: int, share: float) -> tuple[array, array]:
-    """(the rows to train on, the rows to hold out).
+    """Return (the rows to train on, the rows to hold out).
 
     They are numbers below `count`, at least one in each. round(share count) rows are held out: those whose
     numbers have the lowest hashes. So runs of other seeds answer the same questions, and when a file grows
@@ -243,7 +237,7 @@ def held_out(count: int, share: float) -> tuple[array, array]:
 
 
 def mix(datasets: Sequence[Dataset[ItemT]], shares: Sequence[Fraction]) -> Dataset[ItemT]:
-    """The data sets as one, drawn by their shares; a single one unchanged.
+    """Return the data sets as one, drawn by their shares; a single one unchanged.
 
     Each part is passed over in its own order. A row has the name of its part in
     the column `source`, unless it has such a column; the parts need not have the same columns otherwise.
@@ -288,7 +282,7 @@ def decide_steps(
     usual: int,
     option: str = "epochs",
 ) -> int:
-    """The steps of a run, given or by epochs.
+    """Return the steps of a run, given or by epochs.
 
     `steps` if it is given; else as many as `epochs` passes over the rows take; else `usual`: ceil(epochs rows
     / batch); the rows of a mixture are those of all its parts together. `option` is the name of the epochs in

@@ -22,7 +22,7 @@ class Lesson(NamedTuple):
 
 
 def shared_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The number of elements that two sequences begin with in common."""
+    """Return the number of elements that two sequences begin with in common."""
     same = 0
     for x, y in zip(a, b):
         if x != y:
@@ -33,13 +33,13 @@ def shared_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 @lru_cache(8)
 def special_tokens(tokenizer: Any) -> frozenset[int]:
-    """The special tokens, those that were added later among them."""
+    """Return the special tokens, those that were added later among them."""
     added = tokenizer.added_tokens_decoder
     return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
 
 def runs(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """[start, end) of each run of ones."""
+    """Return [start, end) of each run of ones."""
     at = 0
     for one, group in groupby(mask):
         size = len(list(group))
@@ -49,12 +49,12 @@ def runs(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def span(size: int, start: int, end: int) -> list[bool]:
-    """[size] True in [start, end)."""
+    """Return [size] True in [start, end)."""
     return [start <= i < end for i in range(size)]
 
 
 def cut(ids: Sequence[int], mask: Sequence[bool]) -> Lesson:
-    """A lesson without the tokens behind the last learned one."""
+    """Return a lesson without the tokens behind the last learned one."""
     size = len(mask)
     while not mask[size - 1]:
         size -= 1

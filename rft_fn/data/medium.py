@@ -44,7 +44,7 @@ class Medium(NamedTuple):
 
 
 def columns_of(row: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The media in the columns of a row, by kind and in their order.
+    """Return the media in the columns of a row, by kind and in their order.
 
     `image` holds one, `images` a list, or JSON text of a list; empty cells hold none. ValueError for a row
     with both columns of a kind.
@@ -60,7 +60,7 @@ def columns_of(row: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _cells(kind: str, name: str, cell: Any) -> list[Any]:
-    """The media of one cell. ValueError for one that is no list where a list is due."""
+    """Return the media of one cell. ValueError for one that is no list where a list is due."""
     if isinstance(cell, str) and cell.lstrip().startswith("["):
         try:
             cell = check.parse_json(cell)
@@ -81,14 +81,14 @@ def _cells(kind: str, name: str, cell: Any) -> list[Any]:
 
 
 def _is_hole(cell: Any) -> bool:
-    """Whether a cell holds nothing."""
+    """Return whether a cell holds nothing."""
     if isinstance(cell, Mapping):
         return all(x is None for x in cell.values())
     return cell is None or (isinstance(cell, (str, list, tuple)) and not len(cell))
 
 
 def part_of(part: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A part of content as {"type": kind}, with its source under the kind if it has one.
+    """Return a part of content as {"type": kind}, with its source under the kind if it has one.
 
     These forms are read: {"type": "image"}, {"type": "image", "image": x} (or "url", "path", "base64"),
     {"type": "image_url", "image_url": {"url": x}} and {"type": "input_audio", "input_audio": {"data": x}}.
@@ -110,7 +110,7 @@ def part_of(part: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def media_of_turns(turns: Iterable[Mapping[str, Any]]) -> list[Medium]:
-    """The media in the contents of turns, in order."""
+    """Return the media in the contents of turns, in order."""
     found = []
     for turn in turns:
         if isinstance(turn["content"], str):
@@ -138,7 +138,7 @@ def _named(part: Mapping[str, Any], names: Any) -> dict[str, Any]:
 
 
 def label(source: Any) -> str:
-    """The name that a source has by itself: that of its file; "" without one."""
+    """Return the name that a source has by itself: that of its file; "" without one."""
     if isinstance(source, Path):
         return str(source)
     if isinstance(source, str):
@@ -212,14 +212,14 @@ def _refusal(kind: str, kinds: Collection[str]) -> str:
 
 
 def _media_parts(turn: Turn) -> list[dict[str, Any]]:
-    """The parts of a turn that are media."""
+    """Return the parts of a turn that are media."""
     if isinstance(turn["content"], str):
         return []
     return [part for part in turn["content"] if part["type"] in KINDS]
 
 
 def _parted(turn: Mapping[str, Any], kinds: Collection[str]) -> Turn:
-    """A copy of a turn; its content is a list of parts where it has places."""
+    """Return a copy of a turn; its content is a list of parts where it has places."""
     content = turn["content"]
     if isinstance(content, str):
         parts = _split(content, turn["role"], kinds)
@@ -263,7 +263,7 @@ def _put_first(turns: list[Turn], cells: Mapping[str, Sequence[Any]]) -> None:
 
 
 def for_template(turn: Mapping[str, Any], template: str) -> Mapping[str, Any]:
-    """A turn as a chat template reads it, with media as bare places.
+    """Return a turn as a chat template reads it, with media as bare places.
 
     Templates of processors mostly read lists of parts only, so that text becomes one.
     """
@@ -291,7 +291,7 @@ _MOST = 1 << 28  # bytes of a file or a URL
 
 
 def read(medium: Medium, *, urls: bool = False) -> Content:
-    """The content of a medium, not yet decoded.
+    """Return the content of a medium, not yet decoded.
 
     Relative paths begin from the folder of the medium, and all must stay inside of it. A URL is fetched only
     with `urls`. ValueError for a source that is none, for a path outside, and for a file that is missing,
@@ -321,7 +321,7 @@ def _read(source: Any, kind: str, folder: Path | None, urls: bool) -> Content:
 
 
 def _mapped(source: Mapping[str, Any], kind: str, folder: Path | None, urls: bool) -> Content:
-    """The content of an object, such as {"bytes", "path"} or {"array", "sampling_rate"}."""
+    """Return the content of an object, such as {"bytes", "path"} or {"array", "sampling_rate"}."""
     given = {name: x for name, x in source.items() if x is not None}
     if "bytes" in given:
         return _read(given["bytes"], kind, folder, urls)
@@ -356,7 +356,7 @@ def _array(x: Any) -> np.ndarray:
 
 
 def _bytes_named(text: str, folder: Path | None, urls: bool) -> bytes:
-    """The bytes that a text names: a data URI, a URL or a path."""
+    """Return the bytes that a text names: a data URI, a URL or a path."""
     if text.startswith("data:"):
         return _decoded(text.partition(",")[2])
     if text.startswith(("http://", "https://")):
@@ -377,7 +377,7 @@ def _decoded(text: Any) -> bytes:
 
 
 def _inside(text: str, folder: Path | None) -> Path:
-    """The path that a text names, without links. ValueError for one outside of the folder."""
+    """Return the path that a text names, without links. ValueError for one outside of the folder."""
     if folder is None:
         raise ValueError(f"{text} is a path, and the rows come from no folder: give --media-folder")
     if "\0" in text:
@@ -422,7 +422,7 @@ def _filled(found: bytes, what: str) -> bytes:
 
 
 def digest(content: Content) -> str:
-    """A hash of a content: equal bytes or numbers have equal ones."""
+    """Return a hash of a content: equal bytes or numbers have equal ones."""
     found = hashlib.blake2b(digest_size=16)
     _add(found, content)
     return found.hexdigest()
@@ -445,5 +445,5 @@ def _add(found: Any, content: Content) -> None:
 
 
 def name_of(medium: Medium, content: Content) -> str:
-    """A name for a medium: its file, URL or given name, else its kind and the begin of its digest."""
+    """Return a name for a medium: its file, URL or given name, else its kind and the begin of its digest."""
     return label(medium.source) or f"{medium.kind}-{digest(content)[:12]}"

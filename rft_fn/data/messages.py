@@ -54,7 +54,7 @@ class Conversation(NamedTuple):
 def conversation(
     row: Row, columns: Sequence[str], system: str | None = None, *, media: bool = False
 ) -> Conversation:
-    """The conversation of a row.
+    """Return the conversation of a row.
 
     Its turns are the messages of `columns`, one column after the other; its tools are in the column `tools`,
     and its system turn may be in the column `system`. `system` is the content of a system turn that is added
@@ -74,10 +74,7 @@ def conversation(
 
 
 def opened(turns: list[Turn], system: str | None) -> list[Turn]:
-    """Turns with `system` as their system turn, unless they have one.
-
-    Unchanged where `system` is None.
-    """
+    """Turns with `system` as their system turn, unless they have one. Unchanged where `system` is None."""
     if system is None or turns[0]["role"] in ("system", "developer"):
         return turns
     return [{"role": "system", "content": system}, *turns]
@@ -115,10 +112,7 @@ def unread(row: Row, read: Collection[str]) -> list[str]:
 
 
 def turns_of(row: Row, name: str, *, media: bool = False) -> list[Turn]:
-    """The messages of one column, a list or JSON text of one.
-
-    ValueError as `conversation`.
-    """
+    """Return the messages of one column, a list or JSON text of one. ValueError as `conversation`."""
     if name not in row:
         has = ", ".join(map(repr, row))
         raise ValueError(f"the row has no column {name!r}; it has {has}{advice(row)}")
@@ -143,7 +137,7 @@ def turns_of(row: Row, name: str, *, media: bool = False) -> list[Turn]:
 
 
 def tools_of(row: Row) -> list[Any] | None:
-    """The JSON schemas in the column `tools` of a row; None without any.
+    """Return the JSON schemas in the column `tools` of a row; None without any.
 
     The column is a list or JSON text of one. Holes that a table puts into them are left out. ValueError for
     text that is not JSON.
@@ -165,7 +159,7 @@ def tools_of(row: Row) -> list[Any] | None:
 
 
 def advice(row: Row) -> str:
-    """The options to use where columns of a row hold messages, else ""."""
+    """Return the options to use where columns of a row hold messages, else ""."""
     found = [name for name in row if are_messages(row[name])]
     if not found:
         return ""
@@ -180,13 +174,13 @@ def advice(row: Row) -> str:
 
 
 def are_messages(cell: Any) -> bool:
-    """Whether a cell is a list that begins with a message."""
+    """Return whether a cell is a list that begins with a message."""
     found = _listed(cell)
     return bool(found) and isinstance(found[0], Mapping) and not {"role", "from"}.isdisjoint(found[0])
 
 
 def _listed(cell: Any) -> list[Any] | None:
-    """A cell as a list, parsed if it is JSON text, else None."""
+    """Return a cell as a list, parsed if it is JSON text, else None."""
     if isinstance(cell, str):
         cell = _json(cell)
     if hasattr(cell, "tolist"):  # an array of a table
@@ -197,7 +191,7 @@ def _listed(cell: Any) -> list[Any] | None:
 
 
 def _json(text: str) -> Any:
-    """The value of JSON text; None for other text."""
+    """Return the value of JSON text; None for other text."""
     try:
         return check.parse_json(text)
     except ValueError:
@@ -253,7 +247,7 @@ def _content(content: Any, media: bool) -> str | list[Turn]:
 
 
 def _part(part: Any, media: bool) -> Turn:
-    """A part of content.
+    """Return a part of content.
 
     ValueError for one that the model would not be shown: an image would be dropped silently.
     """
@@ -274,7 +268,7 @@ def _part(part: Any, media: bool) -> Turn:
 
 
 def text_of(turn: Mapping[str, Any]) -> str:
-    """The text of a turn, with the mark "<image>" or the like for each medium."""
+    """Return the text of a turn, with the mark "<image>" or the like for each medium."""
     content = turn["content"]
     if isinstance(content, str):
         return content
@@ -282,10 +276,7 @@ def text_of(turn: Mapping[str, Any]) -> str:
 
 
 def _calls(cell: Any) -> list[Turn]:
-    """Calls of tools: a list, one alone, or JSON text of either.
-
-    ValueError for a call without a name.
-    """
+    """Calls of tools: a list, one alone, or JSON text of either. ValueError for a call without a name."""
     found = cell
     if isinstance(cell, str):
         found = _json(cell)
@@ -298,10 +289,7 @@ def _calls(cell: Any) -> list[Turn]:
 
 
 def _call(call: Any) -> Turn:
-    """One call in OpenAI's form.
-
-    Arguments that are JSON text of an object become that object.
-    """
+    """One call in OpenAI's form. Arguments that are JSON text of an object become that object."""
     if not isinstance(call, Mapping):
         raise ValueError(f"tool_calls: expected a call with name and arguments, got {call!r:.60}")
 
@@ -327,10 +315,7 @@ def _call(call: Any) -> Turn:
 
 
 def _solid(x: Any) -> Any:
-    """x without the keys that hold None.
-
-    A table gives every object the keys of all.
-    """
+    """x without the keys that hold None. A table gives every object the keys of all."""
     if isinstance(x, Mapping):
         return {name: _solid(y) for name, y in x.items() if y is not None}
     if isinstance(x, (list, tuple)):

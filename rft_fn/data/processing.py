@@ -48,7 +48,7 @@ class Cache:
         self._size = 0
 
     def get(self, key: str) -> Encoded | None:
-        """What was put under a key, or None."""
+        """Return what was put under a key, or None."""
         found = self._held.get(key)
         if found is not None:
             self._held.move_to_end(key)
@@ -139,7 +139,7 @@ class Processing:
         return int(self.processor.feature_extractor.sampling_rate)
 
     def mark(self, kind: str) -> str:
-        """The text that stands for one medium before its place is widened to its tokens."""
+        """Return the text that stands for one medium before its place is widened to its tokens."""
         found = self.marks(kind)
         if not found:
             raise ValueError(f"the processor {type(self.processor).__name__} has no token for {kind}s")
@@ -155,13 +155,13 @@ class Processing:
         return list(dict.fromkeys(text for text in found if isinstance(text, str)))
 
     def rooted(self, medium: Medium) -> Medium:
-        """A medium whose path begins where the limits say."""
+        """Return a medium whose path begins where the limits say."""
         if not self.limits.folder:
             return medium
         return medium._replace(folder=Path(self.limits.folder))
 
     def encode(self, text: str, media: Sequence[Medium]) -> Encoded:
-        """The tokens of a text with its media, the places widened, and the processor's tensors.
+        """Return the tokens of a text with its media, the places widened, and the processor's tensors.
 
         Text and media that were seen before come from the cache. ValueError for media that cannot be read or
         are too long for the model, for another number of places than of media, and for what the processor
@@ -195,7 +195,7 @@ class Processing:
             raise ValueError(f"{medium.kind}: {error}") from None
 
     def _decode(self, kind: str, name: str, content: Content) -> tuple[Any, str]:
-        """(what the processor takes, how it was changed)."""
+        """Return (what the processor takes, how it was changed)."""
         try:
             if kind == "image":
                 return image(content, max_pixels=self.limits.max_pixels)
@@ -208,7 +208,7 @@ class Processing:
             raise ValueError(f"{kind} {name}: {error}") from None
 
     def _check_seconds(self, count: int) -> None:
-        """ValueError for audio that the feature extractor would cut off silently."""
+        """Raise ValueError for audio that the feature extractor would cut off silently."""
         if getattr(self.processor, "in_chunks", False):
             return
         most = getattr(self.processor.feature_extractor, "n_samples", None)
@@ -235,7 +235,7 @@ class Processing:
                     )
 
     def _run(self, text: str, given: Mapping[str, list[Any]]) -> tuple[list[int], dict[str, torch.Tensor]]:
-        """(ids, tensors) by the processor."""
+        """Return (ids, tensors) by the processor."""
         how: dict[str, Any] = {"add_special_tokens": False}
         if "image" in given:
             how["images"] = given["image"]
@@ -265,7 +265,7 @@ _BEGIN = {
 
 
 def _kinds(processor: Any) -> frozenset[str]:
-    """The kinds of media that a processor reads."""
+    """Return the kinds of media that a processor reads."""
     found = set()
     if getattr(processor, "image_processor", None) is not None:
         found.add("image")

@@ -60,7 +60,7 @@ def from_rows(
     workers: int = 0,
     name: str = "rows",
 ) -> Dataset[Prompt]:
-    """A data set of rows.
+    """Return a data set of rows.
 
     `template` makes the question of a row's columns of text. With `messages` the prompt is the conversation
     in these columns, one after the other, by the tokenizer's chat template, which gets `chat_template_kwargs`
@@ -112,7 +112,7 @@ def from_rows(
 
 
 def from_task(task: str, tokenizer: Any, *, level: int = 1, seed: int = 0, **options: Any) -> Dataset[Prompt]:
-    """A built-in task as an endless data set.
+    """Return a built-in task as an endless data set.
 
     The options are those of `from_rows`. The template "{short}" is the terse form of a question. ValueError
     for a task, a level or a column that does not exist, and, when it is drawn, for a row that cannot be used
@@ -256,7 +256,7 @@ def lessons(
     loss_on: str = "all",
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Lesson]:
-    """The sequences of a prompt's row to learn from.
+    """Return the sequences of a prompt's row to learn from.
 
     The data set has to be loaded with the same options. Of text it is the prompt, then the filled-in
     `response` and its end, which are learned: a chat template makes the same ids of it as of a conversation,

@@ -41,10 +41,7 @@ class Unfit(ValueError):
 
 
 class TooLong(Exception):
-    """A prompt or a pair above its limit.
-
-    The text is its length, as "600 tokens".
-    """
+    """A prompt or a pair above its limit. The text is its length, as "600 tokens"."""
 
 
 def check_window(count: int, max_new: int, window: int | None, *, limit: str = "max_prompt") -> None:
@@ -77,13 +74,13 @@ class FirstFew:
             self.shown.append(x)
 
     def more(self) -> str:
-        """The count of the others as the end of a line: "; and 4 more"."""
+        """Return the count of the others as the end of a line: "; and 4 more"."""
         hidden = self.count - len(self.shown)
         return f"; and {hidden} more" if hidden else ""
 
 
 def unfit_line(unfit: FirstFew, total: int) -> str:
-    """The error for unfit rows: the first ones by reason, and their count."""
+    """Return the error for unfit rows: the first ones by reason, and their count."""
     reasons: dict[str, list[str]] = {}
     for place, reason in unfit.shown:
         reasons.setdefault(reason, []).append(place)
@@ -118,7 +115,7 @@ class GetRow(Protocol):
     """Makes a row of an endless source."""
 
     def __call__(self, index: int, /) -> Row:
-        """The row at an index >= 0, the same at every call."""
+        """Return the row at an index >= 0, the same at every call."""
         ...
 
 
@@ -146,11 +143,11 @@ class Rows(Sequence):
 
     @abstractmethod
     def place(self, i: int) -> Place:
-        """The place of row i: FILE, line N or NAME, row N."""
+        """Return the place of row i: FILE, line N or NAME, row N."""
 
 
 def place_of(rows: Table, i: int, name: str) -> Place:
-    """The place of row i, for an error.
+    """Return the place of row i, for an error.
 
     As the rows know it, else their name and its number, counted from 1; a name that is a file or a folder is
     where its paths begin.
@@ -178,7 +175,7 @@ def row_at(rows: Table, i: int, name: str) -> tuple[dict[str, Any], Place]:
 
 
 def _folder_of(name: str) -> Path | None:
-    """The folder that a name means: itself, or that of the file; None where neither is there."""
+    """Return the folder that a name means: itself, or that of the file; None where neither is there."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -191,7 +188,7 @@ class ParseRecord(Protocol):
     """Reads the text of one record."""
 
     def __call__(self, text: str, place: str, /) -> Row:
-        """The row of a record. Unfit, with the place, for a broken one."""
+        """Return the row of a record. Unfit, with the place, for a broken one."""
         ...
 
 
@@ -262,7 +259,7 @@ class Joined(Rows):
         return self._starts[-1]
 
     def _find(self, i: int) -> tuple[Rows, int]:
-        """(the file's rows, the number among them) of row i."""
+        """Return (the file's rows, the number among them) of row i."""
         i = range(len(self))[i]
         part = bisect.bisect_right(self._starts, i) - 1
         return self._parts[part], i - self._starts[part]
@@ -272,7 +269,7 @@ class Joined(Rows):
         return rows[at]
 
     def place(self, i: int) -> Place:
-        """The place of row i in its own file."""
+        """Return the place of row i in its own file."""
         rows, at = self._find(i)
         return rows.place(at)
 
@@ -292,21 +289,18 @@ class Part(Rows):
         return self._rows[self._index[i]]
 
     def place(self, i: int) -> Place:
-        """The place of the row among all."""
+        """Return the place of the row among all."""
         return place_of(self._rows, self._index[i], self._name)
 
 
 def _stamp(file: BinaryIO) -> tuple[int, int]:
-    """(size, time of the last change [ns]) of an open file."""
+    """Return (size, time of the last change [ns]) of an open file."""
     found = os.fstat(file.fileno())
     return found.st_size, found.st_mtime_ns
 
 
 def decode(text: bytes, start: int, place: str) -> str:
-    """The text of the bytes of a file from position `start` on.
-
-    Unfit for a byte that is not UTF-8.
-    """
+    """Return the text of the bytes of a file from position `start` on. Unfit for a byte that is not UTF-8."""
     try:
         return text.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -325,7 +319,7 @@ _RAISE = object()
 
 
 def value_at(row: Mapping[str, Any], path: str, default: Any = _RAISE) -> Any:
-    """The value of a row at a path such as "reward_model.ground_truth".
+    """Return the value of a row at a path such as "reward_model.ground_truth".
 
     A column whose own name has dots wins. Where there is nothing at the path: the default, or KeyError
     without one.

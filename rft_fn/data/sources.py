@@ -40,15 +40,12 @@ class Source(NamedTuple):
 
     @property
     def is_task(self) -> bool:
-        """Whether it is a built-in task.
-
-        A file of that name is given as ./NAME.
-        """
+        """Whether it is a built-in task. A file of that name is given as ./NAME."""
         return self.name in TASKS
 
 
 def parse(text: str) -> Source:
-    """The source that a text names.
+    """Return the source that a text names.
 
     ValueError for a share that is not above 0, and for a text without a name.
     """
@@ -61,7 +58,7 @@ def parse(text: str) -> Source:
 
 
 def _cut_share(text: str) -> tuple[str, Fraction]:
-    """(the text before "=SHARE", the share), or (all of the text, 1).
+    """Return (the text before "=SHARE", the share), or (all of the text, 1).
 
     The latter where the text ends in no number.
     """
@@ -78,10 +75,7 @@ def _cut_share(text: str) -> tuple[str, Fraction]:
 
 
 def _cut(text: str, mark: str) -> tuple[str, str | None]:
-    """(the text before the last `mark`, the text after it).
-
-    No cut inside a path.
-    """
+    """Return (the text before the last `mark`, the text after it). No cut inside a path."""
     head, found, tail = text.rpartition(mark)
     if not found or "/" in tail or Path(text).exists():
         return text, None
@@ -94,7 +88,7 @@ def _cut(text: str, mark: str) -> tuple[str, str | None]:
 
 
 def tables(source: Source) -> Tables:
-    """The rows of a source other than a task, by split.
+    """Return the rows of a source other than a task, by split.
 
     "" is the split of a source without any. ValueError, in one line, for a source that does not exist or
     cannot be read.
@@ -132,7 +126,7 @@ def _tables(source: Source) -> Tables:
 
 
 def _saved(folder: Path) -> Tables | None:
-    """The tables of a folder that `save_to_disk` wrote, else None."""
+    """Return the tables of a folder that `save_to_disk` wrote, else None."""
     import datasets
 
     if not (folder / "dataset_dict.json").is_file() and not (folder / "state.json").is_file():
@@ -144,12 +138,12 @@ def _saved(folder: Path) -> Tables | None:
 
 
 def _by_split(found: Mapping[Any, Table]) -> Tables:
-    """The tables of a DatasetDict, by plain names."""
+    """Return the tables of a DatasetDict, by plain names."""
     return {str(split): file_formats.undecoded(rows) for split, rows in found.items()}
 
 
 def _layout(folder: str, source: Source) -> Tables:
-    """The tables of a folder that is laid out as on the hub.
+    """Return the tables of a folder that is laid out as on the hub.
 
     Its configs are in README.md, its files named by split. Files of known formats are read by our readers,
     unless the config has options for the library's.
@@ -178,7 +172,7 @@ def _layout(folder: str, source: Source) -> Tables:
 
 
 def _on_hub(source: Source) -> Tables:
-    """The tables of a data set of the hub, or of its cached copy.
+    """Return the tables of a data set of the hub, or of its cached copy.
 
     Without a hub they are those of the copy that was fetched before.
     """
@@ -206,10 +200,7 @@ def _on_hub(source: Source) -> Tables:
 
 
 def _with_config(load: Callable[[], T], source: Source) -> T:
-    """load(), with a short error for a missing or unknown config.
-
-    The error lists the configs there are.
-    """
+    """load(), with a short error for a missing or unknown config. The error lists the configs there are."""
     try:
         return load()
     except ValueError as error:
@@ -229,7 +220,7 @@ def _with_config(load: Callable[[], T], source: Source) -> T:
 
 
 def training_split(found: Tables, source: Source) -> str:
-    """The split to train on.
+    """Return the split to train on.
 
     The one that the text names, else train, else the only one. ValueError where several could be meant.
     """
@@ -247,7 +238,7 @@ def training_split(found: Tables, source: Source) -> str:
 
 
 def evaluation_split(found: Tables, *, taken: str = "") -> str | None:
-    """The split to evaluate on: test, else validation, else None.
+    """Return the split to evaluate on: test, else validation, else None.
 
     It is another one than the one that is `taken`.
     """
@@ -258,10 +249,7 @@ def evaluation_split(found: Tables, *, taken: str = "") -> str | None:
 
 
 def _known(found: Tables, source: Source) -> str:
-    """The split that the text names.
-
-    ValueError, with the splits there are, for an unknown one.
-    """
+    """Return the split that the text names. ValueError, with the splits there are, for an unknown one."""
     if source.split not in found:
         has = ", ".join(name for name in found if name) or "no splits"
         raise ValueError(f"data: {source.text}: expected one of its splits, got {source.split}; it has {has}")
@@ -269,7 +257,7 @@ def _known(found: Tables, source: Source) -> str:
 
 
 def chosen_split(found: Tables, source: Source, split: str) -> str:
-    """The split to read when "train" or "test" is asked for.
+    """Return the split to read when "train" or "test" is asked for.
 
     "" for a source without splits. ValueError where no split fits, or several do.
     """
@@ -289,7 +277,7 @@ def chosen_split(found: Tables, source: Source, split: str) -> str:
 
 
 def read_rows(source: str, *, split: str = "train") -> Table:
-    """The rows of a source that is named as on a command line.
+    """Return the rows of a source that is named as on a command line.
 
     Files, a folder, or a data set of the hub. Values are those of the file: jsonl has JSON's types, csv has
     text, and no text becomes a date. Lines of jsonl and csv are read when they are asked for, and a broken

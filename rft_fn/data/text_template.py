@@ -20,10 +20,7 @@ _HINT = "name columns as {question}, and write {{ and }} for braces"
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a cell holds nothing: None, NaN or only spaces.
-
-    NaN is a hole in a column of numbers.
-    """
+    """Return whether a cell holds nothing: None, NaN or only spaces. NaN is a hole in a column of numbers."""
     return _is_hole(value) or (isinstance(value, str) and not value.strip())
 
 
@@ -48,7 +45,7 @@ class _Filler(string.Formatter):
         return value, first
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """The text of a value.
+        """Return the text of a value.
 
         Unfit for a list or an object: Python's way to write it is hardly meant.
         """
@@ -109,7 +106,7 @@ def render(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     processing: Processing | None = None,
 ) -> list[int]:
-    """The ids of a question as a chat's first turn, ready for the answer.
+    """Return the ids of a question as a chat's first turn, ready for the answer.
 
     They are made by the tokenizer's own template. The bare text where a tokenizer has no template. An empty
     `system` leaves out a default of the template's; one that the template refuses is put before the question.

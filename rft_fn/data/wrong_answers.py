@@ -30,7 +30,7 @@ def wrong_answer(
     random_: random.Random,
     mixture: Mapping[str, float] | None = None,
 ) -> str:
-    """An answer that is not right.
+    """Return an answer that is not right.
 
     `mixture` maps kinds of `NEGATIVES` to their shares. Without one half of the answers are guesses, the
     others the right one with one mistake. A preference teaches only by the responses that it shows: a policy
@@ -42,7 +42,7 @@ def wrong_answer(
 def right_or_wrong(
     task: tasks.Task, row: tasks.TaskRow, random_: random.Random, mixture: Mapping[str, float] | None
 ) -> str:
-    """The right answer, or with probability one half a `wrong_answer`."""
+    """Return the right answer, or with probability one half a `wrong_answer`."""
     if random_.random() < 0.5:
         return wrong_answer(task, row, random_, mixture)
     return row["answer"]
@@ -54,7 +54,7 @@ def wrong_answer_of_kind(
     random_: random.Random,
     mixture: Mapping[str, float] | None = None,
 ) -> tuple[str, str]:
-    """(a `wrong_answer`, the name of its kind)."""
+    """Return (a `wrong_answer`, the name of its kind)."""
     mixture = mixture or _USUAL
     while True:
         kind = _draw(mixture, random_)
@@ -64,7 +64,7 @@ def wrong_answer_of_kind(
 
 
 def mixture_of(texts: Sequence[str]) -> dict[str, float]:
-    """The mixture that texts name: NAME, or NAME=SHARE, with shares relative to each other.
+    """Return the mixture that texts name: NAME, or NAME=SHARE, with shares relative to each other.
 
     ValueError for no text, a name that does not exist or comes twice, and a share that is not above 0.
     """
@@ -87,7 +87,7 @@ def mixture_of(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _draw(mixture: Mapping[str, float], random_: random.Random) -> str:
-    """The kind that a number in [0, 1) falls on, by shares."""
+    """Return the kind that a number in [0, 1) falls on, by shares."""
     at = random_.random() * sum(mixture.values())
     found = ""
     for name, share in mixture.items():
@@ -102,18 +102,18 @@ def _draw(mixture: Mapping[str, float], random_: random.Random) -> str:
 
 
 def _guess(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
-    """A guess of the right form."""
+    """Return a guess of the right form."""
     return task.guess(random_, row)
 
 
 def _mistake(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
-    """The right answer with one mistake."""
+    """Return the right answer with one mistake."""
     mistake = random_.choice(_MISTAKES)
     return mistake(row["answer"], random_)
 
 
 def _ordered(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
-    """A wrong answer with its characters in ascending order.
+    """Return a wrong answer with its characters in ascending order.
 
     Half of these are guesses, the others have one character of the right answer replaced by one of its kind.
     """
@@ -128,7 +128,7 @@ def _ordered(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> st
 
 
 def _length(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
-    """The beginning of the right answer, or the right answer with more behind it."""
+    """Return the beginning of the right answer, or the right answer with more behind it."""
     answer = row["answer"]
     if len(answer) > 1 and random_.random() < 0.5:
         return answer[: random_.randrange(1, len(answer))]
@@ -145,7 +145,7 @@ def _noise(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
 
 
 def _cut(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
-    """The right answer with more behind it, or noise: a response that was cut off before its end."""
+    """Return the right answer with more behind it, or noise: a response that was cut off before its end."""
     if random_.random() < 0.5:
         return _noise(task, row, random_)
     more = [random_.choice(tasks.ALPHABET) for _ in range(random_.randint(1, 3))]
@@ -176,25 +176,25 @@ _USUAL = {"guess": 0.5, "mistake": 0.5}
 
 
 def _change(text: str, random_: random.Random) -> str:
-    """The text with one character replaced by another."""
+    """Return the text with one character replaced by another."""
     at = random_.randrange(len(text))
     return text[:at] + random_.choice(tasks.ALPHABET) + text[at + 1 :]
 
 
 def _lose(text: str, random_: random.Random) -> str:
-    """The text without one of its characters."""
+    """Return the text without one of its characters."""
     at = random_.randrange(len(text))
     return text[:at] + text[at + 1 :]
 
 
 def _repeat(text: str, random_: random.Random) -> str:
-    """The text with one of its characters doubled."""
+    """Return the text with one of its characters doubled."""
     at = random_.randrange(len(text))
     return text[: at + 1] + text[at:]
 
 
 def _swap(text: str, random_: random.Random) -> str:
-    """The text with two neighbouring characters swapped."""
+    """Return the text with two neighbouring characters swapped."""
     at = random_.randrange(len(text))
     return text[:at] + text[at : at + 2][::-1] + text[at + 2 :]
 

@@ -57,7 +57,7 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> Fraction:
-    """The exact value of an expression."""
+    """Return the exact value of an expression."""
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
         return Fraction(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
@@ -134,7 +134,7 @@ class _State(NamedTuple):
 
 
 def guess_number(level: int = 1) -> Environment:
-    """A number below 10**level, in as many tries as halving needs: 4 at level 1, 7 at level 2.
+    """Return a number below 10**level, in as many tries as halving needs: 4 at level 1, 7 at level 2.
 
     The reward is 1 on the turn that hits the number, else 0. A player who halves what is left always wins;
     one who draws different numbers at random wins with probability tries / 10**level. Anything but one number
@@ -302,7 +302,7 @@ def get_environment(spec: str) -> Environment:
 
 
 def _of_file(spec: str, source: str, name: str) -> Environment:
-    """The environment that a file defines."""
+    """Return the environment that a file defines."""
     found = getattr(convention.find(source, spec, kind="environment"), name or "environment", None)
     if inspect.isfunction(found):
         found = found()
@@ -315,7 +315,7 @@ def _of_file(spec: str, source: str, name: str) -> Environment:
 
 
 def prompts(env: Environment, tokenizer: Any, *, seed: int = 0, **options: Any) -> Dataset[Prompt]:
-    """The rows of an environment as an endless data set.
+    """Return the rows of an environment as an endless data set.
 
     The options are those of `data.from_rows`; the template "{short}" is the terse form of a question.
     ValueError for an environment without rows.
@@ -327,7 +327,7 @@ def prompts(env: Environment, tokenizer: Any, *, seed: int = 0, **options: Any) 
 
 
 def lessons(env: Environment, renderer: Renderer, seed: int, index: int) -> list[tuple[list[int], list[int]]]:
-    """(the tokens before a response, those of the response) for each turn of an episode.
+    """Return (the tokens before a response, those of the response) for each turn of an episode.
 
     The teacher plays it, on the row of these numbers. ValueError for an environment without rows or teacher.
     """
@@ -363,14 +363,14 @@ def lessons(env: Environment, renderer: Renderer, seed: int, index: int) -> list
 
 
 def _each(env: Environment, observed: Any) -> list[list[Turn]]:
-    """The messages that each seat observes."""
+    """Return the messages that each seat observes."""
     if env.seats == 1:
         return [as_messages(observed)]
     return [as_messages(x) for x in observed]
 
 
 def _awaited(result: Any) -> Any:
-    """The result of a call of an environment, awaited where it has to be."""
+    """Return the result of a call of an environment, awaited where it has to be."""
     if not inspect.isawaitable(result):
         return result
 

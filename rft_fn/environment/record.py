@@ -35,7 +35,7 @@ class Reset(Protocol):
     """Begins an episode."""
 
     def __call__(self, row: Row, key: int, /) -> Any:
-        """(state, observation) at the beginning, or an awaitable of these.
+        """Return (state, observation) at the beginning, or an awaitable of these.
 
         The observation is the prompt; None leaves it to the data set, whose prompt of this row is then the
         first thing that the policy reads. With several seats there is one for each. Everything random is
@@ -48,7 +48,7 @@ class Step(Protocol):
     """Moves an episode on by one response of the policy."""
 
     def __call__(self, state: Any, response: str, /) -> Any:
-        """A `Stepped`, or an awaitable of one; steps that can be awaited run at the same time.
+        """Return a `Stepped`, or an awaitable of one; steps that can be awaited run at the same time.
 
         `response` is the sampled text without special tokens. The state that was given stays as it is.
         """
@@ -59,7 +59,7 @@ class Seat(Protocol):
     """Tells whose turn it is."""
 
     def __call__(self, state: Any, /) -> int:
-        """The number of the seat that responds next."""
+        """Return the number of the seat that responds next."""
         ...
 
 
@@ -67,7 +67,7 @@ class Rows(Protocol):
     """Makes the rows of an environment that needs no data."""
 
     def __call__(self, seed: int, index: int, /) -> dict[str, str]:
-        """The row of these two numbers."""
+        """Return the row of these two numbers."""
         ...
 
 
@@ -75,7 +75,7 @@ class Teacher(Protocol):
     """Responds in the right form, so that a new model can be shown it."""
 
     def __call__(self, state: Any, key: int, /) -> str:
-        """A response, drawn from `key`; its content need not be right."""
+        """Return a response, drawn from `key`; its content need not be right."""
         ...
 
 
@@ -86,7 +86,7 @@ class Close(Protocol):
 
 
 def _first_seat(state: Any) -> int:
-    """The seat of an environment with one."""
+    """Return the seat of an environment with one."""
     return 0
 
 
@@ -115,7 +115,7 @@ class Environment(NamedTuple):
 
 
 def as_messages(observation: Observation) -> list[Turn]:
-    """The messages of an observation; a text is a user's. Halves of surrogate pairs become U+FFFD.
+    """Return the messages of an observation; a text is a user's. Halves of surrogate pairs become U+FFFD.
 
     ValueError for anything that is neither text nor messages.
     """
@@ -143,7 +143,7 @@ class Renderer(NamedTuple):
     chat_template_kwargs: Mapping[str, Any] = {}
 
     def opening(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """The ids of the messages that begin a conversation, ready for the policy to speak.
+        """Return the ids of the messages that begin a conversation, ready for the policy to speak.
 
         By the chat template, which gets `tools`; else the contents, one after the other.
         """
@@ -156,7 +156,7 @@ class Renderer(NamedTuple):
         return Chat(self.tokenizer, self.chat_template_kwargs).ids(turns, schemas, ask=True)
 
     def reply(self, response: Sequence[int], messages: Sequence[Turn]) -> list[int]:
-        """The ids of `messages` behind a sampled response, ready for the policy to speak again.
+        """Return the ids of `messages` behind a sampled response, ready for the policy to speak again.
 
         The chat template renders two conversations around a stand-in for the response, without and with the
         messages. The second has to continue the first: the rest is what follows, the end of the response's
@@ -189,7 +189,7 @@ class Renderer(NamedTuple):
         return self._encoded(text)
 
     def said(self, response: Sequence[int]) -> str:
-        """The text of a sampled response, without the special tokens that end it.
+        """Return the text of a sampled response, without the special tokens that end it.
 
         Others stay: some models write calls of tools in them.
         """

@@ -33,12 +33,12 @@ class ParseCalls(Protocol):
     """Finds the calls in a response."""
 
     def __call__(self, text: str, /) -> list[Call]:
-        """The calls in order; none for a response that calls nothing."""
+        """Return the calls in order; none for a response that calls nothing."""
         ...
 
 
 def call_parser(tokenizer: Any) -> ParseCalls:
-    """The parser of a tokenizer's chat template; `tagged_calls` where that writes no calls."""
+    """Return the parser of a tokenizer's chat template; `tagged_calls` where that writes no calls."""
     one = _rendered(tokenizer, 1)
     if _NAME not in one:
         return tagged_calls
@@ -85,7 +85,7 @@ class _Objects(NamedTuple):
         return found
 
     def _objects(self, text: str) -> list[Call]:
-        """The objects that a text begins with; at least one, which may be an error."""
+        """Return the objects that a text begins with; at least one, which may be an error."""
         found: list[Call] = []
         text = text.lstrip()
         at = 0
@@ -109,7 +109,7 @@ class _Objects(NamedTuple):
 
 
 def _checked(name: str, arguments: Any) -> Call:
-    """The call with arguments that are an object, or JSON text of one."""
+    """Return the call with arguments that are an object, or JSON text of one."""
     if isinstance(arguments, str):
         try:
             arguments = check.parse_json(arguments)
@@ -125,7 +125,7 @@ tagged_calls: ParseCalls = _Objects("<tool_call>", "name", "arguments")
 
 
 def _as_object(text: str) -> ParseCalls | None:
-    """The form of an object that holds name and arguments."""
+    """Return the form of an object that holds name and arguments."""
     for match in re.finditer(r"\{", text[: text.index(_NAME)]):
         try:
             value, _ = check.json_at(text, match.start())
@@ -163,7 +163,7 @@ class _NameAndObject(NamedTuple):
 
 
 def _as_name_and_object(text: str) -> ParseCalls | None:
-    """The form of a name with an object of arguments behind it."""
+    """Return the form of a name with an object of arguments behind it."""
     before, _, behind = text.partition(_NAME)
     at = behind.find("{")
     if at < 0 or not before.strip():
@@ -200,7 +200,7 @@ class _Pieces(NamedTuple):
         return found
 
     def _arguments(self, text: str, key: re.Pattern[str]) -> dict[str, str]:
-        """The arguments that have an end, each part of the text read once."""
+        """Return the arguments that have an end, each part of the text read once."""
         found: dict[str, str] = {}
         begin = key.search(text)
         while begin is not None:
@@ -213,7 +213,7 @@ class _Pieces(NamedTuple):
 
 
 def _as_pieces(one: str, two: str) -> ParseCalls | None:
-    """The form of a key and a value per argument, told by how a second argument is written."""
+    """Return the form of a key and a value per argument, told by how a second argument is written."""
     if not all(x in two for x in (*_KEYS, *_VALUES)):
         return None
     opening, _, behind = one.partition(_NAME)

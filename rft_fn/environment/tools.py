@@ -48,7 +48,7 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _schema(hint: Any, where: str) -> dict[str, Any]:
-    """The JSON schema of a type hint."""
+    """Return the JSON schema of a type hint."""
     origin = get_origin(hint)
     if origin is Literal:
         return {"type": _KINDS[type(get_args(hint)[0])], "enum": list(get_args(hint))}
@@ -68,7 +68,7 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
 
 
 def _fitted(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the signature wants them. ValueError, for the model, if they do not fit."""
+    """Return the arguments as the signature wants them. ValueError, for the model, if they do not fit."""
     schema = tool_schema(tool)["function"]["parameters"]
     known = schema["properties"]
     unknown = sorted(set(arguments) - set(known))
@@ -108,7 +108,7 @@ def _value(name: str, x: Any, schema: Mapping[str, Any]) -> Any:
 async def run_tool(
     tools: Mapping[str, Callable[..., Any]], call: Call, *, timeout: float, max_output: int
 ) -> str:
-    """The output of a call as text of at most `max_output` characters and a note of what was cut.
+    """Return the output of a call as text of at most `max_output` characters and a note of what was cut.
 
     Never raises for what a tool does: unknown names, arguments that do not fit, exceptions, and more than
     `timeout` seconds are texts that begin with "error: ", for the model to read. A plain function runs in a
@@ -136,7 +136,7 @@ class _TimeUp(Exception):
 
 
 def _as_text(result: Any) -> str:
-    """A result as the model reads it."""
+    """Return a result as the model reads it."""
     if isinstance(result, str):
         return result
     try:
@@ -149,7 +149,7 @@ _GATES: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 
 async def _within(tool: Callable[..., Any], arguments: Mapping[str, Any], seconds: float) -> str:
-    """The result of a tool as text, or _TimeUp."""
+    """Return the result of a tool as text, or _TimeUp."""
     loop = asyncio.get_running_loop()
     if inspect.iscoroutinefunction(tool):
         found = asyncio.wrap_future(_LOOP.start(_awaited(tool, arguments)))
@@ -176,7 +176,7 @@ async def _within(tool: Callable[..., Any], arguments: Mapping[str, Any], second
 
 
 async def _awaited(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """The result of an async tool as text."""
+    """Return the result of an async tool as text."""
     try:
         return _as_text(await tool(**arguments))
     except (asyncio.CancelledError, GeneratorExit):  # of the loop
@@ -255,7 +255,7 @@ class CallReward(Protocol):
     """The reward of a turn that calls tools."""
 
     def __call__(self, state: Tooled, calls: Sequence[Call], /) -> float:
-        """A number for these calls; `state` is that before them."""
+        """Return a number for these calls; `state` is that before them."""
         ...
 
 
@@ -275,7 +275,7 @@ def with_tools(
     role: str = "tool",
     reward: CallReward = _no_reward,
 ) -> Environment:
-    """The environment, in which a response that calls tools is answered with their outputs.
+    """Return the environment, in which a response that calls tools is answered with their outputs.
 
     Any other response goes to `env`. Calls of a response run together, each within `timeout` [s]; those above
     `max_calls` in one response are errors. `parse` finds them: `call_parser(tokenizer)` in the form of the

@@ -33,7 +33,7 @@ TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 
 
 def get_task(name: str) -> Task:
-    """The built-in task of that name. Raises ValueError, naming the tasks there are."""
+    """Return the built-in task of that name. Raises ValueError, naming the tasks there are."""
     if name not in TASKS:
         raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {name!r}")
     return TASKS[name]

@@ -24,7 +24,7 @@ _MOST = 5  # squares of one colour
 
 
 def _count_squares(seed: int, index: int, level: int) -> dict[str, str]:
-    """An image of 16 x 16 pixels, and how many squares of a colour are in it: 0 to 5.
+    """Return an image of 16 x 16 pixels, and how many squares of a colour are in it: 0 to 5.
 
     From level 2 on there are as many images as the level, and the question is which of them has the most;
     there is always one. The counts of other colours tell nothing.
@@ -109,7 +109,7 @@ _BEEP = 0.05  # seconds of a beep
 
 
 def _tone(seed: int, index: int, level: int) -> dict[str, str]:
-    """A tone of 0.4 s, and which of 6 pitches it has.
+    """Return a tone of 0.4 s, and which of 6 pitches it has.
 
     Pitch 1 is 300 Hz, and each next one 1.5 times that before.
 
@@ -148,7 +148,7 @@ def _tone(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _sine(random_: random.Random, seconds: float, hertz: float) -> np.ndarray:
-    """A tone in [-0.9, 0.9], detuned, of any phase and loudness."""
+    """Return a tone in [-0.9, 0.9], detuned, of any phase and loudness."""
     hertz *= random_.uniform(0.97, 1.03)
     phase = random_.uniform(0, 2 * np.pi)
     t = np.arange(round(seconds * _RATE)) / _RATE
@@ -156,7 +156,7 @@ def _sine(random_: random.Random, seconds: float, hertz: float) -> np.ndarray:
 
 
 def _wav(random_: random.Random, samples: np.ndarray, name: str) -> str:
-    """A WAV file of 16 bits as a data URI, with noise."""
+    """Return a WAV file of 16 bits as a data URI, with noise."""
     noise = np.random.default_rng(random_.getrandbits(64)).normal(0, 0.01, samples.shape)
     whole = np.clip(samples + noise, -1, 1)
     file = io.BytesIO()

@@ -33,10 +33,7 @@ class Generate(Protocol):
     """Makes the problems of a task."""
 
     def __call__(self, seed: int, index: int, level: int, /) -> dict[str, str]:
-        """The problem of these three numbers.
-
-        ValueError for a level outside of [1, 1000].
-        """
+        """Return the problem of these three numbers. ValueError for a level outside of [1, 1000]."""
         ...
 
 
@@ -44,7 +41,7 @@ class Verify(Protocol):
     """Scores an answer."""
 
     def __call__(self, text: str, row: TaskRow, /) -> float:
-        """A score in [0, 1], 1 for a right answer.
+        """Return a score in [0, 1], 1 for a right answer.
 
         It never raises, whatever the text is. As a reward, `row` has the columns of `generate` except those
         of the question: `question`, `short`, `level` and media.
@@ -56,7 +53,7 @@ class Chance(Protocol):
     """Tells how well guessing does."""
 
     def __call__(self, level: int, /) -> float:
-        """The expected score of `guess` at a level."""
+        """Return the expected score of `guess` at a level."""
         ...
 
 
@@ -64,7 +61,7 @@ class Guess(Protocol):
     """Answers without solving the problem."""
 
     def __call__(self, random_: random.Random, row: TaskRow, /) -> str:
-        """An answer of the right format, drawn from `random_`."""
+        """Return an answer of the right format, drawn from `random_`."""
         ...
 
 
@@ -79,10 +76,7 @@ class Task(NamedTuple):
 
 
 def row_random(name: str, seed: int, index: int, level: int) -> random.Random:
-    """The random generator of one row.
-
-    Raises ValueError for a level outside of [1, 1000].
-    """
+    """Return the random generator of one row. Raises ValueError for a level outside of [1, 1000]."""
     if not 1 <= level <= _HARDEST:
         raise ValueError(f"level: expected an integer in [1, {_HARDEST}], got {level}")
     return random.Random(rng.fold_in(seed, name, level, index))
@@ -102,7 +96,7 @@ def exact(text: str, row: TaskRow) -> float:
 
 
 def _addition(seed: int, index: int, level: int) -> dict[str, str]:
-    """The sum of two numbers, both uniform in [0, 10**level)."""
+    """Return the sum of two numbers, both uniform in [0, 10**level)."""
     random_ = row_random("addition", seed, index, level)
     a = random_.randrange(10**level)
     b = random_.randrange(10**level)
@@ -149,10 +143,7 @@ def _aligned(text: str, row: TaskRow) -> float:
 
 
 def _aligned_chance(symbols: str, level: int) -> float:
-    """0.5 / V + 0.5 V**-n, for n = level + 2.
-
-    The guesser draws n symbols, independent and uniform over V.
-    """
+    """0.5 / V + 0.5 V**-n, for n = level + 2. The guesser draws n symbols, independent and uniform over V."""
     return 0.5 / len(symbols) + 0.5 * float(len(symbols)) ** -(level + 2)
 
 
@@ -161,7 +152,7 @@ def _aligned_guess(symbols: str, random_: random.Random, row: TaskRow) -> str:
 
 
 def _reverse(seed: int, index: int, level: int) -> dict[str, str]:
-    """A string of level + 2 lower-case letters, to be written backwards.
+    """Return a string of level + 2 lower-case letters, to be written backwards.
 
     Partial credit: see `_aligned`.
     """
@@ -171,7 +162,7 @@ def _reverse(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _sort_digits(seed: int, index: int, level: int) -> dict[str, str]:
-    """A string of level + 2 digits, to be sorted in ascending order.
+    """Return a string of level + 2 digits, to be sorted in ascending order.
 
     Partial credit: see `_aligned`.
     """
@@ -188,7 +179,7 @@ def _sort_digits(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _aligned_task(name: str, generate: Generate, symbols: str) -> Task:
-    """A task whose answer is level + 2 symbols, scored by position."""
+    """Return a task whose answer is level + 2 symbols, scored by position."""
     chance = functools.partial(_aligned_chance, symbols)
     guess = functools.partial(_aligned_guess, symbols)
     return Task(name, generate, _aligned, chance, guess)
@@ -208,7 +199,7 @@ _COUNTDOWN_CREDIT = 0.1
 
 
 def _join(random_: random.Random, numbers: list[int]) -> tuple[str, Fraction] | None:
-    """A random parenthesised expression over all numbers, and its value.
+    """Return a random parenthesised expression over all numbers, and its value.
 
     It is None where it divides by zero.
     """
@@ -260,7 +251,7 @@ def _countdown(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _evaluate(node: ast.expr) -> tuple[Fraction, list[int]]:
-    """The exact value of an expression and the numbers in it.
+    """Return the exact value of an expression and the numbers in it.
 
     ValueError for all but + - * / on integers.
     """
@@ -299,7 +290,7 @@ def _countdown_verify(text: str, row: TaskRow) -> float:
 
 @functools.lru_cache
 def _countdown_chance(level: int) -> float:
-    """An estimate from 4,000 fixed problems.
+    """Return an estimate from 4,000 fixed problems.
 
     Its standard error is below 0.004; there is no closed form. The guesser writes the given numbers in a
     random order with random operators between them, without parentheses.
@@ -326,7 +317,7 @@ COUNTDOWN = Task("countdown", _countdown, _countdown_verify, _countdown_chance, 
 
 
 def _letter_count(seed: int, index: int, level: int) -> dict[str, str]:
-    """The count of a letter in a string of 2 level + 4 letters.
+    """Return the count of a letter in a string of 2 level + 4 letters.
 
     It is uniform in [0, level + 2]. The count is drawn first and the string is built around it, so that no
     constant answer does better than chance.
@@ -351,10 +342,7 @@ def _letter_count(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _letter_count_chance(level: int) -> float:
-    """1 / (level + 3): the guesser is uniform over the possible counts.
-
-    A constant count scores the same.
-    """
+    """1 / (level + 3): the guesser is uniform over the possible counts. A constant count scores the same."""
     return 1 / (level + 3)
 
 
