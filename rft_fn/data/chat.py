@@ -80,7 +80,7 @@ class Chat:
             self.processing.check_places(text, ())
 
     def placed(self, turns: list[Turn], row: Row, place: str) -> list[Turn]:
-        """Turns with the media of the row in their places; ValueError for media that do not fit."""
+        """Put the media of the row into their places in turns. ValueError for media that do not fit."""
         kinds = self.processing.kinds if self.processing is not None else frozenset()
         return placed(turns, row, kinds, getattr(place, "folder", None))
 
@@ -222,16 +222,20 @@ class Chat:
         if self.processing is not None:
             self.processing.check_places(self._rendered(turns, tools, ask, tokenize=False), ())
 
-    def _rendered(self, turns: Any, tools: Any, ask: bool, **how: Any) -> Any:
+    def _rendered(self, turns: Any, tools: Any, ask: bool, **options: Any) -> Any:
         """Return the output of `apply_chat_template` with these options."""
-        how = {"tools": tools, "add_generation_prompt": ask, **how, **self.kwargs}
         if template := dated(self.tokenizer, tools):
-            how["chat_template"] = template
-        apply = self.tokenizer.apply_chat_template
+            options["chat_template"] = template
         if self.processing is not None:
             turns = [for_template(turn, self.tokenizer.chat_template) for turn in turns]
+
+        def rendered(turns: list[Any]) -> Any:
+            return self.tokenizer.apply_chat_template(
+                turns, tools=tools, add_generation_prompt=ask, **options, **self.kwargs
+            )
+
         try:
-            return apply(list(turns), **how)
+            return rendered(list(turns))
         except Exception as error:  # a template is a program: it may raise anything
             merged = _without_system(turns)
             if merged is None:
@@ -239,7 +243,7 @@ class Chat:
 
         # the same without a system turn
         try:
-            out = apply(merged, **how)
+            out = rendered(merged)
         except Exception as error:
             raise _refusal(merged, error) from error
         _warn_of_merged_system(self.tokenizer.chat_template)
@@ -308,9 +312,7 @@ class Chat:
         shared = 0  # the last turn in the sequence that turns share
         for i in spoken:
             # the conversation up to the end of this turn, and where the turn begins in it
-            through = whole
-            if i < spoken[-1]:
-                through = self.ids(talk.turns[: i + 1], talk.tools, ask=False)
+            through = self.ids(talk.turns[: i + 1], talk.tools, ask=False) if i < spoken[-1] else whole
             start, through = self._asked(talk, i, through)
 
             # it shares a sequence if it ends with a special token and later turns leave it as it is
@@ -322,9 +324,7 @@ class Chat:
                 shared = i
             else:
                 alone.append(self._with_media(cut(through, span(len(through), start, end)), talk, i))
-        if any(mask):
-            return [self._with_media(cut(whole, mask), talk, shared), *alone]
-        return alone
+        return [self._with_media(cut(whole, mask), talk, shared), *alone] if any(mask) else alone
 
     def _with_media(self, lesson: Lesson, talk: Conversation, i: int) -> Lesson:
         """Return a lesson that ends with turn i, with the media up to there."""
@@ -368,9 +368,7 @@ class Chat:
         last = self._filled(ids, start, end)
         if last > start and ids[last - 1] in special:
             return last
-        if end < len(ids) and ids[end] in special:
-            return end + 1
-        return None
+        return end + 1 if end < len(ids) and ids[end] in special else None
 
     def _ended(self, ids: list[int], start: int) -> Lesson:
         """Return the sequence of a turn, its trailing spaces replaced by the end of sequence."""
@@ -379,7 +377,7 @@ class Chat:
         return Lesson(ids, span(len(ids), start, len(ids)))
 
     def _filled(self, ids: Sequence[int], start: int, end: int) -> int:
-        """`end` without the tokens of spaces before it."""
+        """Return `end` without the tokens of spaces before it."""
         special = special_tokens(self.tokenizer)
         while end > start:
             last = ids[end - 1]

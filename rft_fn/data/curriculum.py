@@ -33,7 +33,7 @@ class Curriculum:
 
 
 def init(dataset: Dataset) -> Curriculum:
-    """Half of the prompts solved in every source, nothing drawn. ValueError for a single source."""
+    """Begin with half of the prompts solved in every source. ValueError for a single source."""
     count = len(dataset.parts)
     if count < 2:
         raise ValueError(f"curriculum: expected two sources or more, got one, {dataset.name}")
@@ -82,12 +82,12 @@ def draw(
         rows, _ = draw_part(part, count[k], step, own, start=start)
         for nth, row in enumerate(rows, start):
             prompts.append(dataset.prompt(dataset.mixture.place(k, row.index)))
-            keys.append(
-                rng.fold_in(seed, "curriculum", k, nth)
-            )  # nth: a row that comes again is sampled anew
-
-    after = {"owed": torch.tensor(owed, dtype=torch.float64), "drawn": state.drawn + torch.tensor(count)}
-    return prompts, keys, tree.replace(state, **after)
+            # by nth, so that a row that comes again is sampled anew
+            keys.append(rng.fold_in(seed, "curriculum", k, nth))
+    after = tree.replace(
+        state, owed=torch.tensor(owed, dtype=torch.float64), drawn=state.drawn + torch.tensor(count)
+    )
+    return prompts, keys, after
 
 
 def observe(
@@ -121,7 +121,7 @@ def observe(
 
 
 def metrics(state: Curriculum, dataset: Dataset, *, floor: float) -> dict[str, float]:
-    """share/SOURCE of the next draw and success/SOURCE of those before, by the names of the sources."""
+    """Return share/SOURCE of the next draw and success/SOURCE of the draws before, of every source."""
     share = shares(state, dataset, floor=floor)
     found = {}
     for k, part in enumerate(dataset.parts):

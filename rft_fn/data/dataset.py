@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rft_fn import rng
 
-__all__ = ["Dataset", "Item", "ItemT", "Make", "Mixture", "draw", "first_row", "take"]
+__all__ = ["Dataset", "Item", "ItemT", "Mixture", "draw", "first_row", "take"]
 
 
 # ---------- the order in which several sources are drawn from, by their shares
@@ -71,10 +71,7 @@ class Mixture:
     def first(self, n: int, sizes: Sequence[int | None]) -> list[int]:
         """Return the first n places of rows that exist. Source k has sizes[k] rows; None is without end."""
         # no more places than there are rows in all
-        count = n
-        if None not in sizes:
-            count = min(n, sum(size or 0 for size in sizes))
-
+        count = n if None in sizes else min(n, sum(size or 0 for size in sizes))
         found: list[int] = []
         place = 0
         while len(found) < count:
@@ -102,10 +99,7 @@ def _pattern(weights: tuple[int, ...]) -> tuple[array, array, tuple[array, ...]]
     places = tuple(array("q") for _ in weights)
     for at in range(period):
         # the sources whose next row may stand here
-        ready = []
-        for k, w in enumerate(weights):
-            if drawn[k] < w and drawn[k] * period // w <= at:
-                ready.append(k)
+        ready = [k for k, w in enumerate(weights) if drawn[k] < w and drawn[k] * period // w <= at]
 
         # of them the one whose row has to stand here soonest: its last place, rounded up
         k = min(ready, key=lambda k: -(-(drawn[k] + 1) * period // weights[k]))
@@ -136,19 +130,6 @@ class Item(Protocol):
 
 
 ItemT = TypeVar("ItemT", bound=Item)
-ItemT_co = TypeVar("ItemT_co", bound=Item, covariant=True)
-
-
-class Make(Protocol[ItemT_co]):
-    """Makes one item of a data set."""
-
-    def __call__(self, index: int, /) -> ItemT_co:
-        """Return the item at an index, the same at every call.
-
-        The index is in [0, size), or any >= 0 where the size is None. ValueError for a row without end that
-        cannot be used.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -157,7 +138,11 @@ class Dataset(Generic[ItemT]):
 
     name: str
     size: int | None
-    prompt: Make[ItemT]
+    prompt: Callable[[int], ItemT]
+    """The item at an index in [0, size), or any >= 0 without a size: the same at every call.
+
+    ValueError for a row without end that cannot be used.
+    """
     digest: str = ""  # of all rows of a file, and of the items made of them
     parts: tuple["Dataset[ItemT]", ...] = ()  # the sources of a mixture
     mixture: Mixture | None = None  # which of the parts each place is drawn from
@@ -201,9 +186,7 @@ def draw(
     # the rows at these places; a later round has another order
     if start is None:
         start = step * n
-    order = seed
-    if round:
-        order = rng.fold_in(seed, "round", round)
+    order = rng.fold_in(seed, "round", round) if round else seed
     index = _rows_at(dataset, range(start, start + n), seed, order, round)
     prompts = [dataset.prompt(i) for i in index]
 
@@ -212,9 +195,7 @@ def draw(
     times = Counter()
     for i, p in zip(index, prompts):
         key = rng.fold_in(order, step, p.index)
-        if times[i]:
-            key = rng.fold_in(key, "again", times[i])
-        keys.append(key)
+        keys.append(rng.fold_in(key, "again", times[i]) if times[i] else key)
         times[i] += 1
     return prompts, keys
 
@@ -270,7 +251,8 @@ def _rows_at(dataset: Dataset, places: Sequence[int], seed: int, order: int, rou
     for place in places:
         epoch, at = divmod(place, dataset.size)
         if epoch not in orders:
-            orders[epoch] = _order(dataset.size, order, epoch)
+            shuffle = rng.generator(rng.fold_in(order, "order", epoch))
+            orders[epoch] = torch.randperm(dataset.size, generator=shuffle)
         rows.append(int(orders[epoch][at]))
     return rows
 
@@ -285,7 +267,3 @@ def _mixed_rows(
         mine = [j for source, j in found if source == k]
         rows.append(iter(_rows_at(part, mine, seed, rng.fold_in(order, "source", k), round)))
     return [mixture.place(k, next(rows[k])) for k, _ in found]
-
-
-def _order(size: int, seed: int, epoch: int) -> Tensor:
-    return torch.randperm(size, generator=rng.generator(rng.fold_in(seed, "order", epoch)))

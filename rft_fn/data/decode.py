@@ -91,7 +91,7 @@ def _in_rgb(found: Any, format_: str | None) -> Any:
 
 
 def _of_wide(x: np.ndarray, mode: str, format_: str | None = None) -> np.ndarray:
-    """Numbers as bytes: floats in [0, 1] times 255, the upper 8 bits of integers.
+    """Return numbers as bytes: floats in [0, 1] times 255, the upper 8 bits of integers.
 
     Pillow itself reads RGB of 16 bits so. `mode` names them in errors. PIL's mode I is grey of 16 bits in a
     PNG or PPM, else of as many as the numbers need; below 256 they may be of 8 bits, too, and are refused.
@@ -247,7 +247,7 @@ def _by_soundfile(content: bytes, got: str) -> tuple[np.ndarray, int]:
 
 
 def resample(x: Tensor, rate: int, new: int) -> Tensor:
-    """x [n] at `rate` as [ceil(n new / rate)] at `new` [Hz].
+    """Resample x [n] at `rate` to [ceil(n new / rate)] at `new` [Hz].
 
     y[m] = sum_n x[n] c sinc(c t) cos^2(pi c t / 32) over |c t| < 16, with t = n - m rate / new in samples of
     x, and c = 0.99 min(1, new / rate), which cuts off what the new rate cannot hold; x itself at equal rates.
@@ -283,7 +283,7 @@ def _filter(t: Tensor, cut: float) -> Tensor:
 
 
 def _resample_at_odd_rates(x: Tensor, rate: int, new: int, cut: float, reach: int) -> Tensor:
-    """`resample` where hardly an offset repeats: a filter for each output, some at once."""
+    """Resample where hardly an offset repeats: a filter for each output, some at once."""
     size = -(-len(x) * new // rate)
     width = min(2 * reach + 2, len(x))
     out = torch.empty(size, dtype=x.dtype)

@@ -11,10 +11,10 @@ import logging
 import shutil
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from rft_fn import check
 from rft_fn.data.rows import Joined, Listed, Records, Row, Rows, Table, Unfit, decode
@@ -24,17 +24,12 @@ __all__ = ["READERS", "quiet_datasets", "read_files", "suffix_of", "undecoded"]
 _BEFORE_BRACKET = b"\xef\xbb\xbf \t\r\n"  # a byte order mark and spaces may stand before the first bracket
 
 
-class Reader(Protocol):
-    """Reads files of one format."""
+Reader = Callable[[Sequence[Path], str | None], Table]
+"""(files of one format, the list of a json object) -> their rows, one file after the other.
 
-    def __call__(self, paths: Sequence[Path], key: str | None, /) -> Table:
-        """Return the rows of files, one file after the other.
-
-        `key` names the list of a json object. A text file may be larger than memory: its rows are read when
-        they are asked for. ValueError, without the name of the source, for a file that cannot be read; Unfit
-        for a row, with its place.
-        """
-        ...
+A text file may be larger than memory: its rows are read when they are asked for. ValueError, without the name
+of the source, for a file that cannot be read; Unfit for a row, with its place.
+"""
 
 
 def suffix_of(path: Path) -> str:
@@ -42,12 +37,8 @@ def suffix_of(path: Path) -> str:
 
     ".jsonl" of a.jsonl and of a.jsonl.gz.
     """
-    plain = path
-    if path.suffix == ".gz":
-        plain = path.with_suffix("")
-    if plain.suffix in READERS:
-        return plain.suffix
-    return ""
+    suffix = (path.with_suffix("") if path.suffix == ".gz" else path).suffix
+    return suffix if suffix in READERS else ""
 
 
 def read_files(paths: Sequence[Path], key: str | None = None) -> Table:
@@ -72,9 +63,7 @@ def _refuse_key(paths: Sequence[Path], key: str | None) -> None:
 
 def _join(parts: Sequence[Rows]) -> Rows:
     """Return the rows of several files as one."""
-    if len(parts) == 1:
-        return parts[0]
-    return Joined(parts)
+    return parts[0] if len(parts) == 1 else Joined(parts)
 
 
 def _open(path: Path) -> BinaryIO:
@@ -101,7 +90,7 @@ def _read_json(paths: Sequence[Path], key: str | None) -> Table:
 
 
 def _json_lines(path: Path, file: BinaryIO) -> Records:
-    """One object a line; blank lines are skipped."""
+    """Find the records of a file with one object a line; blank lines are skipped."""
     starts = array("q")
     lines = array("q")
     at = 0
@@ -183,9 +172,7 @@ def _wrapped(path: Path, whole: dict[str, Any], key: str | None) -> Listed:
         return Listed([whole], str(path), path.parent)
     if key is None and len(lists) > 1:
         raise ValueError(f"expected one list of rows, got {', '.join(lists)}; name one, as {path}:{lists[0]}")
-    chosen = key
-    if chosen is None:
-        chosen = lists[0]
+    chosen = lists[0] if key is None else key
     if not isinstance(whole.get(chosen), list):
         raise ValueError(f"expected a list {chosen!r}, got an object with {', '.join(map(repr, whole))}")
     return _objects(whole[chosen], f"{path}, {chosen}", path.parent)

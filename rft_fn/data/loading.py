@@ -7,10 +7,10 @@ import hashlib
 import math
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rft_fn import rng
 from rft_fn.data import sources
@@ -34,31 +34,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-class FromRows(Protocol):
-    """Makes a data set of rows."""
-
-    def __call__(
-        self, rows: Table, tokenizer: Any, *args: Any, name: str = "rows", **options: Any
-    ) -> Dataset:
-        """One item for each row that fits; ValueError for unusable rows. The error has their places."""
-        ...
-
-
-class FromTask(Protocol):
-    """Makes an endless data set of a built-in task."""
-
-    def __call__(
-        self, task: str, tokenizer: Any, *args: Any, level: int = 1, seed: int = 0, **options: Any
-    ) -> Dataset:
-        """One item for each index, drawn by seed and level. ValueError for an unknown task or level."""
-        ...
-
-
 class Kind(NamedTuple):
     """Which items are made of rows: `PROMPTS`, `PAIRS`, `LISTS`, `POINTS` or `STEPS`."""
 
-    from_rows: FromRows
-    from_task: FromTask
+    from_rows: Callable[..., Dataset]  # (rows, tokenizer, *, name, **options)
+    from_task: Callable[..., Dataset]  # (task, tokenizer, *, level, seed, **options)
 
 
 PROMPTS = Kind(from_rows, from_task)
@@ -79,26 +59,72 @@ class _Opened(NamedTuple):
         return sources.chosen_split(self.tables, self.source, want)
 
     def identity(self, want: str) -> tuple:
-        """Equal for two texts that name the same rows."""
+        """Return a key that is equal for two texts that name the same rows."""
         if self.source.is_task:
             return (self.source.text, want)
         return (os.path.realpath(self.source.name), self.source.part, self.split(want))
 
 
 def _open(texts: str | Sequence[str]) -> list[_Opened]:
-    """Return the sources of one text or several. ValueError for none."""
-    if isinstance(texts, str):
-        texts = [texts]
-    found = [sources.parse(text) for text in texts]
-    if not found:
+    """Open the sources of one text or several. ValueError for none."""
+    parsed = [sources.parse(text) for text in ([texts] if isinstance(texts, str) else texts)]
+    if not parsed:
         raise ValueError("data: expected at least one source, got none")
-    opened = []
-    for source in found:
-        tables = {}
-        if not source.is_task:
-            tables = sources.tables(source)
-        opened.append(_Opened(source, tables))
-    return opened
+    return [_Opened(source, {} if source.is_task else sources.tables(source)) for source in parsed]
+
+
+class _Items(NamedTuple):
+    """Which items are made of a source, and with which options."""
+
+    kind: Kind
+    tokenizer: Any
+    options: Mapping[str, Any]
+
+    def of_rows(self, rows: Table, name: str, note: str = "") -> Dataset:
+        return replace(self.kind.from_rows(rows, self.tokenizer, name=name, **self.options), note=note)
+
+    def of_task(self, source: Source, seed: int) -> Dataset:
+        """Return the data set of a built-in task, at the level in its text."""
+        level = source.part or "1"
+        if not (level.isascii() and level.isdigit()) or source.split is not None:
+            raise ValueError(f"data: expected {source.name}:LEVEL with a number, got {source.text!r}")
+        found = self.kind.from_task(source.name, self.tokenizer, level=int(level), seed=seed, **self.options)
+        return replace(found, note=f"{found.name} with seed {seed}")
+
+    def whole(self, x: _Opened, seed: int, split: str) -> Dataset:
+        """Return all rows of a source, or of its split."""
+        if x.source.is_task:
+            return self.of_task(x.source, seed)
+        text = x.source.text
+        name = x.split(split)
+        return self.of_rows(x.tables[name], text, f"split {name} of {text}" if name else text)
+
+    def divided(self, x: _Opened, seed: int, share: float) -> tuple[Dataset, Dataset]:
+        """Return (what is trained on, what is evaluated on) of one source."""
+        if x.source.is_task:
+            trained = self.of_task(x.source, seed)
+            unseen = self.of_task(x.source, seed + 1)
+            return trained, replace(unseen, seed=seed)  # taken with the run's seed, from its first row on
+
+        # the split that is meant for an evaluation, if there is one
+        name = x.source.text
+        split = sources.training_split(x.tables, x.source)
+        rows = x.tables[split]
+        test = sources.evaluation_split(x.tables, taken=split)
+        if test is not None:
+            trained = self.of_rows(rows, name)
+            return trained, self.of_rows(x.tables[test], name, f"split {test} of {name}")
+        if not share:
+            whole = self.of_rows(rows, name)
+            return whole, replace(whole, note=f"{name}, which is trained on too (eval_share is 0)")
+
+        # neither a test split nor a file for it: some of the rows are held out
+        kept, held = held_out(len(rows), share)
+        trained = self.of_rows(Part(rows, kept, name), name)
+        note = (
+            f"{len(held)} of the {len(rows)} rows of {name}, which are not trained on (eval_share {share:g})"
+        )
+        return trained, self.of_rows(Part(rows, held, name), name, note)
 
 
 def load(
@@ -118,7 +144,8 @@ def load(
     remedy, for anything that cannot be drawn from.
     """
     opened = _open(source)
-    return mix([_whole(x, tokenizer, seed, split, kind, options) for x in opened], _shares(opened))
+    items = _Items(kind, tokenizer, options)
+    return mix([items.whole(x, seed, split) for x in opened], _shares(opened))
 
 
 def load_for_training(
@@ -140,19 +167,18 @@ def load_for_training(
     as from `load`.
     """
     opened = _open(data)
+    items = _Items(kind, tokenizer, options)
     if not eval_data:
-        divided = [_divided(x, tokenizer, seed, eval_share, kind, options) for x in opened]
-        trained = [train for train, _ in divided]
-        unseen = [test for _, test in divided]
+        trained, unseen = zip(*(items.divided(x, seed, eval_share) for x in opened))
         return mix(trained, _shares(opened)), mix(unseen, _shares(opened))
 
     # given sources for the evaluation: all rows of `data` are trained on
-    trained = [_whole(x, tokenizer, seed, "train", kind, options) for x in opened]
+    trained = [items.whole(x, seed, "train") for x in opened]
     taken = {x.identity("train") for x in opened}
     others = _open(eval_data)
     unseen = []
     for x in others:
-        found = replace(_whole(x, tokenizer, seed + 1, "test", kind, options), seed=seed)
+        found = replace(items.whole(x, seed + 1, "test"), seed=seed)
         if x.identity("test") in taken:
             found = replace(found, note=f"{found.note}, which is trained on too")
         unseen.append(found)
@@ -161,60 +187,6 @@ def load_for_training(
 
 def _shares(opened: Sequence[_Opened]) -> list[Fraction]:
     return [x.source.share for x in opened]
-
-
-def _whole(
-    x: _Opened, tokenizer: Any, seed: int, split: str, kind: Kind, options: Mapping[str, Any]
-) -> Dataset:
-    """All rows of a source, or of its split."""
-    if x.source.is_task:
-        return _task(x.source, tokenizer, seed, kind, options)
-    text = x.source.text
-    name = x.split(split)
-    note = text
-    if name:
-        note = f"split {name} of {text}"
-    return replace(kind.from_rows(x.tables[name], tokenizer, name=text, **options), note=note)
-
-
-def _task(source: Source, tokenizer: Any, seed: int, kind: Kind, options: Mapping[str, Any]) -> Dataset:
-    """Return the data set of a built-in task, at the level in its text."""
-    level = source.part or "1"
-    if not (level.isascii() and level.isdigit()) or source.split is not None:
-        raise ValueError(f"data: expected {source.name}:LEVEL with a number, got {source.text!r}")
-    found = kind.from_task(source.name, tokenizer, level=int(level), seed=seed, **options)
-    return replace(found, note=f"{found.name} with seed {seed}")
-
-
-def _divided(
-    x: _Opened, tokenizer: Any, seed: int, share: float, kind: Kind, options: Mapping[str, Any]
-) -> tuple[Dataset, Dataset]:
-    """Return (what is trained on, what is evaluated on) of one source."""
-    if x.source.is_task:
-        trained = _task(x.source, tokenizer, seed, kind, options)
-        unseen = _task(x.source, tokenizer, seed + 1, kind, options)
-        return trained, replace(unseen, seed=seed)  # taken with the run's seed, from its first row on
-
-    # the split that is meant for an evaluation, if there is one
-    name = x.source.text
-    split = sources.training_split(x.tables, x.source)
-    rows = x.tables[split]
-    test = sources.evaluation_split(x.tables, taken=split)
-    if test is not None:
-        trained = kind.from_rows(rows, tokenizer, name=name, **options)
-        unseen = kind.from_rows(x.tables[test], tokenizer, name=name, **options)
-        return trained, replace(unseen, note=f"split {test} of {name}")
-
-    if not share:
-        whole = kind.from_rows(rows, tokenizer, name=name, **options)
-        return whole, replace(whole, note=f"{name}, which is trained on too (eval_share is 0)")
-
-    # neither a test split nor a file for it: some of the rows are held out
-    kept, held = held_out(len(rows), share)
-    trained = kind.from_rows(Part(rows, kept, name), tokenizer, name=name, **options)
-    unseen = kind.from_rows(Part(rows, held, name), tokenizer, name=name, **options)
-    note = f"{len(held)} of the {len(rows)} rows of {name}, which are not trained on (eval_share {share:g})"
-    return trained, replace(unseen, note=note)
 
 
 def held_out(count: int, share: float) -> tuple[array, array]:
@@ -253,18 +225,11 @@ def mix(datasets: Sequence[Dataset[ItemT]], shares: Sequence[Fraction]) -> Datas
         made = parts[k].prompt(j)
         return replace(made, index=i, columns={"source": parts[k].name, **made.columns})
 
-    # endless as soon as one part is
-    size: int | None = 0
-    for part in parts:
-        if size is None or part.size is None:
-            size = None
-        else:
-            size += part.size
-
+    sizes = [part.size for part in parts]
     content = repr((mixture.weights, [(part.name, part.digest) for part in parts]))
     return Dataset(
         name=" + ".join(part.name for part in parts),
-        size=size,
+        size=None if None in sizes else sum(size or 0 for size in sizes),  # endless as soon as one part is
         prompt=item,
         digest=hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
         parts=parts,
@@ -289,9 +254,7 @@ def decide_steps(
     errors. ValueError for epochs of rows that never end, and for more steps than 64 bits can count.
     """
     if epochs is None:
-        if steps is None:
-            return usual
-        return steps
+        return usual if steps is None else steps
     if dataset.size is None:
         endless = [part.name for part in dataset.parts or (dataset,) if part.size is None]
         raise ValueError(
@@ -309,24 +272,18 @@ def decide_steps(
 def plan(
     dataset: Dataset, steps: int, batch: int, unseen: Dataset | None = None, *, what: str = "prompts"
 ) -> str:
-    """One line about the data of a run.
+    """Return one line about the data of a run: the rows drawn from each source, and the evaluation's.
 
-    It has the rows drawn from each source, and those that the run is evaluated on. `batch` is prompts (or
-    `what`) per step, those of the first round where there are several.
+    `batch` is prompts (or `what`) per step, of the first round where there are several.
     """
     drawn = steps * batch
     parts = dataset.parts or (dataset,)
-    counts = [drawn]
-    if dataset.mixture is not None:
-        counts = dataset.mixture.counts(drawn)
-    shown = [f"{n} of {part.name} ({_passes(part.size, n)})" for part, n in zip(parts, counts)]
+    counts = dataset.mixture.counts(drawn) if dataset.mixture is not None else [drawn]
+    shown = []
+    for n, part in zip(counts, parts):
+        passes = "no end" if part.size is None else f"{part.size} rows, {n / part.size:.4g} passes"
+        shown.append(f"{n} of {part.name} ({passes})")
     line = f"data: {steps} steps of {batch} {what}, {', '.join(shown)}"
     if unseen is not None:
         line += f"; evaluation: {unseen.note}"
     return line
-
-
-def _passes(size: int | None, drawn: int) -> str:
-    if size is None:
-        return "no end"
-    return f"{size} rows, {drawn / size:.4g} passes"

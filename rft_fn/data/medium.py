@@ -101,12 +101,10 @@ def part_of(part: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = str(named).removeprefix("input_").removesuffix("_url")
     if kind not in KINDS:
         return None
-    source = given.get(kind, given.get(f"{kind}_url", given.get(f"input_{kind}")))
-    if source is None:
-        source = next((given[name] for name in _INNER if name in given), None)
-    if source is None:
-        return {"type": kind}
-    return {"type": kind, kind: source}
+    for name in (kind, f"{kind}_url", f"input_{kind}", *_INNER):
+        if name in given:
+            return {"type": kind, kind: given[name]}
+    return {"type": kind}
 
 
 def media_of_turns(turns: Iterable[Mapping[str, Any]]) -> list[Medium]:
@@ -120,21 +118,18 @@ def media_of_turns(turns: Iterable[Mapping[str, Any]]) -> list[Medium]:
 
 
 def shown_turns(turns: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Turns with the names of their media in place of these, for rewards and trajectories."""
+    """Return turns with the names of their media in place of these, for rewards and trajectories."""
     left = iter(names)
     shown = []
     for turn in turns:
         content = turn["content"]
         if not isinstance(content, str):
-            content = [_named(part, left) for part in content]
+            content = [
+                {**part, part["type"]: next(left, part["type"])} if part["type"] in KINDS else dict(part)
+                for part in content
+            ]
         shown.append({**turn, "content": content})
     return shown
-
-
-def _named(part: Mapping[str, Any], names: Any) -> dict[str, Any]:
-    if part["type"] not in KINDS:
-        return dict(part)
-    return {"type": part["type"], part["type"]: next(names, part["type"])}
 
 
 def label(source: Any) -> str:
@@ -149,9 +144,8 @@ def label(source: Any) -> str:
     if isinstance(source, Mapping):
         found = (label(source[name]) for name in ("path", "url", *KINDS) if isinstance(source.get(name), str))
         return next((name for name in found if name), "")
-    if isinstance(getattr(source, "filename", None), str):  # an image of PIL
-        return source.filename
-    return ""
+    filename = getattr(source, "filename", None)  # of an image of PIL
+    return filename if isinstance(filename, str) else ""
 
 
 # ---------- puts the media of a row where its text has places for them
@@ -166,7 +160,7 @@ marks = re.compile("<(image|video|audio)>")
 def placed(
     turns: Sequence[Mapping[str, Any]], row: Mapping[str, Any], kinds: Collection[str], folder: Path | None
 ) -> list[Turn]:
-    """Turns whose contents hold the media of a row, each in its place.
+    """Put the media of a row into the contents of turns, each in its place.
 
     A place is a mark "<image>" in the text of a turn that is not the assistant's, or a part {"type":
     "image"}. Places are filled from the columns in order, kind by kind; a part with a source needs none. A
@@ -205,9 +199,7 @@ def placed(
 
 def _refusal(kind: str, kinds: Collection[str]) -> str:
     *more, last = ["text", *(f"{known}s" for known in KINDS if known in kinds)]
-    reads = last
-    if more:
-        reads = f"{', '.join(more)} and {last}"
+    reads = f"{', '.join(more)} and {last}" if more else last
     return f"the row has {kind}s, and the model reads {reads} alone: take a model for {kind}s, or other rows"
 
 
@@ -236,7 +228,7 @@ def _parted(turn: Mapping[str, Any], kinds: Collection[str]) -> Turn:
 
 
 def _split(text: str, role: str, kinds: Collection[str]) -> list[dict[str, Any]]:
-    """Text as parts, cut at its marks."""
+    """Cut text at its marks into parts."""
     if role == "assistant":
         return [{"type": "text", "text": text}]
     parts: list[dict[str, Any]] = []
@@ -272,11 +264,7 @@ def for_template(turn: Mapping[str, Any], template: str) -> Mapping[str, Any]:
         if "'type'" not in template.replace('"', "'"):
             return turn
         return {**turn, "content": [{"type": "text", "text": content}]}
-    bare = []
-    for part in content:
-        if part["type"] in KINDS:
-            part = {"type": part["type"]}
-        bare.append(part)
+    bare = [{"type": part["type"]} if part["type"] in KINDS else part for part in content]
     return {**turn, "content": bare}
 
 

@@ -185,9 +185,7 @@ def _listed(cell: Any) -> list[Any] | None:
         cell = _json(cell)
     if hasattr(cell, "tolist"):  # an array of a table
         cell = cell.tolist()
-    if isinstance(cell, (list, tuple)):
-        return list(cell)
-    return None
+    return list(cell) if isinstance(cell, (list, tuple)) else None
 
 
 def _json(text: str) -> Any:
@@ -199,7 +197,7 @@ def _json(text: str) -> Any:
 
 
 def _turn(message: Any, media: bool) -> Turn:
-    """One message as a turn. ValueError for anything else."""
+    """Read one message as a turn. ValueError for anything else."""
     if not isinstance(message, Mapping):
         raise ValueError(f"expected a message with role and content, got {type(message).__name__}")
 
@@ -229,7 +227,7 @@ def _turn(message: Any, media: bool) -> Turn:
 
 
 def _content(content: Any, media: bool) -> str | list[Turn]:
-    """Content as text: itself, or its parts put together.
+    """Return content as text: itself, or its parts put together.
 
     With `media` in it a list of its parts. ValueError for parts of another kind.
     """
@@ -261,9 +259,7 @@ def _part(part: Any, media: bool) -> Turn:
         if found is not None and media:
             return found
         kind = part.get("type")
-    expected = "text"
-    if media:
-        expected = f"text, {', '.join(KINDS)}"
+    expected = f"text, {', '.join(KINDS)}" if media else "text"
     raise ValueError(f"content: expected parts of {expected}, got one of type {kind!r}")
 
 
@@ -277,9 +273,7 @@ def text_of(turn: Mapping[str, Any]) -> str:
 
 def _calls(cell: Any) -> list[Turn]:
     """Calls of tools: a list, one alone, or JSON text of either. ValueError for a call without a name."""
-    found = cell
-    if isinstance(cell, str):
-        found = _json(cell)
+    found = _json(cell) if isinstance(cell, str) else cell
     if isinstance(found, Mapping):
         found = [found]
     found = _listed(found)
@@ -296,7 +290,7 @@ def _call(call: Any) -> Turn:
     # OpenAI's {"function": {...}}, or name and arguments alone
     function = call.get("function")
     if not function:
-        function = {name: call.get(name) for name in ("name", "arguments")}
+        function = {"name": call.get("name"), "arguments": call.get("arguments")}
     if not isinstance(function, Mapping) or not function.get("name"):
         raise ValueError(f"tool_calls: expected a call with a name, got {call!r:.60}")
     arguments = _solid(function.get("arguments") or {})
@@ -305,13 +299,8 @@ def _call(call: Any) -> Turn:
         if isinstance(read, dict):
             arguments = read
 
-    turn = {}
-    for name, x in call.items():
-        if name not in ("name", "arguments") and x is not None:
-            turn[name] = x
-    turn["type"] = "function"
-    turn["function"] = {"name": function["name"], "arguments": arguments}
-    return turn
+    turn = {name: x for name, x in call.items() if name not in ("name", "arguments") and x is not None}
+    return {**turn, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _solid(x: Any) -> Any:

@@ -74,8 +74,8 @@ def pairs_from_rows(
 
     Every row is looked at now: the columns must be there and hold something, the responses must differ, and
     both, each with the prompt, must fit into a pack of `max_tokens`, and each into `window`, the most tokens
-    that the model reads. Pairs with more than `max_length` tokens
-    in prompt and response are left out, with one warning.
+    that the model reads. Pairs with more than `max_length` tokens in prompt and response are left out, with
+    one warning.
 
     ValueError for no rows, with the count and the places of the first rows that cannot be used, or when no
     pair fits.
@@ -91,7 +91,8 @@ def pairs_from_rows(
     )
     reading.check(
         (2, 3),
-        "the columns of prompt, chosen and rejected, or chosen and rejected where these begin with the prompt",
+        "the columns of prompt, chosen and rejected, or chosen and rejected where these begin with the "
+        "prompt",
     )
     make = partial(
         _pair,

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,9 +157,7 @@ class Processing:
 
     def rooted(self, medium: Medium) -> Medium:
         """Return a medium whose path begins where the limits say."""
-        if not self.limits.folder:
-            return medium
-        return medium._replace(folder=Path(self.limits.folder))
+        return medium._replace(folder=Path(self.limits.folder)) if self.limits.folder else medium
 
     def encode(self, text: str, media: Sequence[Medium]) -> Encoded:
         """Return the tokens of a text with its media, the places widened, and the processor's tensors.
@@ -236,15 +235,15 @@ class Processing:
 
     def _run(self, text: str, given: Mapping[str, list[Any]]) -> tuple[list[int], dict[str, torch.Tensor]]:
         """Return (ids, tensors) by the processor."""
-        how: dict[str, Any] = {"add_special_tokens": False}
+        process = partial(self.processor, text=[text], return_tensors="pt", add_special_tokens=False)
         if "image" in given:
-            how["images"] = given["image"]
+            process = partial(process, images=given["image"])
         if "video" in given:
-            how["videos"] = given["video"]
+            process = partial(process, videos=given["video"])
         if "audio" in given:
-            how |= {"audio": given["audio"], "sampling_rate": self.rate}
+            process = partial(process, audio=given["audio"], sampling_rate=self.rate)
         try:
-            out = dict(self.processor(text=[text], return_tensors="pt", **how))
+            out = dict(process())
         except Exception as error:  # processors raise anything
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ValueError(f"{type(self.processor).__name__} refuses the media: {lines[0]}") from error
@@ -257,29 +256,19 @@ class Processing:
         return ids, tensors
 
 
-_BEGIN = {
-    "image": "boi",
-    "video": "bov",
-    "audio": "boa",
-}  # what stands before the soft tokens, as Gemma has it
+_BEGIN = {"image": "boi", "video": "bov", "audio": "boa"}  # what Gemma has before the soft tokens
+_PARTS = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}
 
 
 def _kinds(processor: Any) -> frozenset[str]:
     """Return the kinds of media that a processor reads."""
-    found = set()
-    if getattr(processor, "image_processor", None) is not None:
-        found.add("image")
-    if getattr(processor, "video_processor", None) is not None:
-        found.add("video")
-    if getattr(processor, "feature_extractor", None) is not None:
-        found.add("audio")
-    return frozenset(found)
+    return frozenset(kind for kind, part in _PARTS.items() if getattr(processor, part, None) is not None)
 
 
 def _about(processor: Any, limits: MediaLimits) -> str:
-    """All that the outcome depends on but text and media: a text for the cache's keys."""
+    """Write down all that the outcome depends on but text and media, for the cache's keys."""
     parts = [type(processor).__name__, f"{limits.max_pixels}", _DECODING]
-    for name in ("image_processor", "video_processor", "feature_extractor"):
+    for name in _PARTS.values():
         part = getattr(processor, name, None)
         if part is not None:
             parts.append(json.dumps(part.to_dict(), sort_keys=True, default=str))

@@ -9,7 +9,7 @@ import itertools
 import os
 from abc import abstractmethod
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -45,7 +45,7 @@ class TooLong(Exception):
 
 
 def check_window(count: int, max_new: int, window: int | None, *, limit: str = "max_prompt") -> None:
-    """Raise ValueError for `count` tokens, and `max_new` after them, that the model's window does not hold.
+    """Raise ValueError unless the model's window holds `count` tokens and `max_new` after them.
 
     None is no limit; `limit` is the option that leaves long rows out. Tokens of images, audio and videos are
     counted as they are widened.
@@ -89,7 +89,7 @@ def unfit_line(unfit: FirstFew, total: int) -> str:
 
 
 def _join_places(places: list[str]) -> str:
-    """Several places as one text, such as "FILE, lines 1, 2"."""
+    """Join several places to one text, such as "FILE, lines 1, 2"."""
     heads, numbers = zip(*(place.rsplit(" ", 1) for place in places))
     if len(places) == 1 or len(set(heads)) > 1:
         return " and ".join(places)
@@ -111,19 +111,11 @@ class Table(Protocol):
     def __getitem__(self, i: int, /) -> Row: ...
 
 
-class GetRow(Protocol):
-    """Makes a row of an endless source."""
-
-    def __call__(self, index: int, /) -> Row:
-        """Return the row at an index >= 0, the same at every call."""
-        ...
-
-
 class Endless(NamedTuple):
     """Rows without end, such as those of a built-in task."""
 
     name: str  # of the source, in errors
-    row: GetRow
+    row: Callable[[int], Row]  # the row at an index >= 0, the same at every call
     seed: int = 0  # that they were made with
 
 
@@ -184,14 +176,6 @@ def _folder_of(name: str) -> Path | None:
     return None
 
 
-class ParseRecord(Protocol):
-    """Reads the text of one record."""
-
-    def __call__(self, text: str, place: str, /) -> Row:
-        """Return the row of a record. Unfit, with the place, for a broken one."""
-        ...
-
-
 class Records(Rows):
     """The records of a text file, which may be larger than memory.
 
@@ -199,10 +183,13 @@ class Records(Rows):
     that was changed meanwhile.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, starts: array, lines: array, parse: ParseRecord):
-        """Records from their positions.
+    def __init__(
+        self, path: Path, file: BinaryIO, starts: array, lines: array, parse: Callable[[str, str], Row]
+    ):
+        """Keep the positions of the records.
 
-        `starts` [records + 1] are positions in `file`, the last is the end; `lines` [records] from 1.
+        `starts` [records + 1] are positions in `file`, the last is the end; `lines` [records] from 1; `parse`
+        makes the row of (text, place), and raises Unfit for a broken record.
         """
         self._path = path
         self._file = file
@@ -225,7 +212,7 @@ class Records(Rows):
         return self._parse(decode(content, start, place), place)
 
     def place(self, i: int) -> Place:
-        """FILE, line N: the line where record i begins."""
+        """Return FILE, line N: the line where record i begins."""
         return Place(f"{self._path}, line {self._lines[i]}", self._path.parent)
 
 
@@ -244,7 +231,7 @@ class Listed(Rows):
         return self._rows[i]
 
     def place(self, i: int) -> Place:
-        """NAME, row N: counted from 1."""
+        """Return NAME, row N: counted from 1."""
         return Place(f"{self._name}, row {i + 1}", self._folder)
 
 
@@ -350,7 +337,7 @@ def column_of(row: Row, column: str) -> Any:
 def column_at(
     columns: Mapping[str, Sequence[Any]], path: str, count: int, default: Any = _RAISE
 ) -> list[Any]:
-    """`value_at` for each of `count` rows that are given as columns."""
+    """Return `value_at` for each of `count` rows that are given as columns."""
     heads = [name for name in columns if path == name or path.startswith(f"{name}.")]
     found = []
     for i in range(count):

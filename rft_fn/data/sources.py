@@ -79,9 +79,7 @@ def _cut(text: str, mark: str) -> tuple[str, str | None]:
     head, found, tail = text.rpartition(mark)
     if not found or "/" in tail or Path(text).exists():
         return text, None
-    if not tail:
-        return head, None
-    return head, tail
+    return head, tail or None
 
 
 # -------------------------------------------------------------------------------------------------- reading
@@ -208,9 +206,7 @@ def _with_config(load: Callable[[], T], source: Source) -> T:
         if listed is None:
             raise
         names = re.findall(r"'(.*?)'", listed[1])
-        got = "none"
-        if source.part is not None:
-            got = repr(source.part)
+        got = "none" if source.part is None else repr(source.part)
         raise ValueError(
             f"expected one of its configs {', '.join(names)}, as {source.name}:{names[0]}, got {got}"
         ) from None
@@ -265,9 +261,7 @@ def chosen_split(found: Tables, source: Source, split: str) -> str:
         return training_split(found, source)
     if split in found:
         return split
-    name = None
-    if split == "test":
-        name = evaluation_split(found)
+    name = evaluation_split(found) if split == "test" else None
     if name is None:
         raise ValueError(
             f"data: {source.text}: expected a split {split}, got {', '.join(found)}; name one, as "

@@ -50,15 +50,13 @@ class _Filler(string.Formatter):
         Unfit for a list or an object: Python's way to write it is hardly meant.
         """
         if isinstance(value, (Mapping, list, tuple)) or hasattr(value, "tolist"):
-            kind = "a list"
-            if isinstance(value, Mapping):
-                kind = "an object"
+            kind = "an object" if isinstance(value, Mapping) else "a list"
             raise Unfit("", f"column {self.at!r} holds {kind}, which no template prints")
         return super().format_field(value, format_spec)
 
 
 def fill(template: str, row: Row, source: str) -> str:
-    """`template` with the columns of a row in its {places}.
+    """Fill the {places} of `template` from the columns of a row.
 
     `source` is the row's place in errors. A list or an object is printed as Python writes it where a
     conversion asks for that: {numbers!s}. ValueError for one without a conversion, for a column that is

@@ -121,9 +121,7 @@ def _ordered(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> st
         return "".join(sorted(task.guess(random_, row)))
     answer = row["answer"]
     at = random_.randrange(len(answer))
-    same = string.digits
-    if not answer[at].isdigit():
-        same = string.ascii_lowercase
+    same = string.digits if answer[at].isdigit() else string.ascii_lowercase
     return "".join(sorted(answer[:at] + random_.choice(same) + answer[at + 1 :]))
 
 
@@ -137,7 +135,7 @@ def _length(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str
 
 
 def _noise(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
-    """Random characters, of any kind or of a few, up to twice as many as the answer has."""
+    """Draw random characters, of any kind or of a few, up to twice as many as the answer has."""
     symbols = random_.choice((tasks.ALPHABET, string.ascii_lowercase, string.digits))
     few = random_.sample(symbols, random_.choice((1, 2, len(symbols))))
     size = random_.randint(1, 2 * len(row["answer"]))

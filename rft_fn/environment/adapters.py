@@ -158,11 +158,7 @@ def _messages(state: dict[str, Any]) -> list[Turn]:
 
 
 async def _given(method: Callable[..., Any], state: dict[str, Any]) -> Any:
-    """The result of a method, called with the state, and with the messages before it if it names them."""
-    given: list[Any] = [state]
-    if "messages" in inspect.signature(method).parameters:
-        given = [_messages(state), state]
-    result = method(*given)
-    if inspect.isawaitable(result):
-        return await result
-    return result
+    """Call a method with the state, and with the messages before it if it names them."""
+    names_messages = "messages" in inspect.signature(method).parameters
+    result = method(_messages(state), state) if names_messages else method(state)
+    return await result if inspect.isawaitable(result) else result

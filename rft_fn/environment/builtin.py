@@ -51,9 +51,7 @@ def calculate(expression: str) -> str:
         value = _value(body)
     except (SyntaxError, RecursionError, MemoryError):  # the last two for deep nesting
         raise ValueError(f"expected an expression, got {expression!r}") from None
-    if value.denominator == 1:
-        return str(value.numerator)
-    return f"{float(value):.6g}"
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
 
 
 def _value(node: ast.expr) -> Fraction:
@@ -69,10 +67,11 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def calculator(level: int = 1) -> Environment:
-    """Two numbers of `level` digits to be added, subtracted or multiplied, and a calculator.
+    """Make an environment of two numbers to be added, subtracted or multiplied, and a calculator.
 
-    The first call earns 0.3 if it holds the right expression, the answer that ends the episode 0.7 if it is
-    right and a call came before it. Nothing is paid for parts: half an expression would be learned for them.
+    The numbers have `level` digits. The first call earns 0.3 if it holds the right expression, the answer
+    that ends the episode 0.7 if it is right and a call came before it. Nothing is paid for parts: half an
+    expression would be learned for them.
     """
 
     def rows(seed: int, index: int) -> dict[str, str]:
@@ -117,9 +116,7 @@ def _call_reward(state: Tooled, calls: Sequence[Call]) -> float:
 
 def _teacher(state: Tooled, key: int) -> str:
     """Call the calculator, then answer with its output."""
-    if state.outputs:
-        return state.outputs[-1]
-    return f"{_CALL}{state.inner['expression']}{_END}"
+    return state.outputs[-1] if state.outputs else f"{_CALL}{state.inner['expression']}{_END}"
 
 
 # ---------- guess a number
@@ -169,9 +166,7 @@ def _answer_guess(state: _State, response: str) -> Stepped:
         guess = int(text)
         if guess == state.number:
             return Stepped(state, "right", 1.0, True)
-        said = "lower"
-        if guess < state.number:
-            said = "higher"
+        said = "higher" if guess < state.number else "lower"
     return Stepped(state, f"{said}=", 0.0, state.tries == 0)
 
 
@@ -284,7 +279,7 @@ _LONGEST = 8  # turns of a lesson
 
 
 def get_environment(spec: str) -> Environment:
-    """The environment NAME, NAME:LEVEL, or FILE.py:NAME, an Environment or a function that makes one.
+    """Return the environment NAME, NAME:LEVEL, or FILE.py:NAME, which may be a function that makes it.
 
     ValueError for one that does not exist.
     """

@@ -1,6 +1,6 @@
 """The record of an environment, and the signatures of its functions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from rft_fn.check import writable
@@ -9,7 +9,7 @@ from rft_fn.data.masks import special_tokens
 from rft_fn.data.messages import Turn, opened
 from rft_fn.data.text_template import prompt_ids
 
-__all__ = ["Environment", "Observation", "Renderer", "Reset", "Row", "Rows", "Step", "Stepped", "as_messages"]
+__all__ = ["Environment", "Observation", "Renderer", "Reset", "Row", "Step", "Stepped", "as_messages"]
 
 
 # ---------- the record of an environment, and the signatures of its functions
@@ -55,45 +55,6 @@ class Step(Protocol):
         ...
 
 
-class Seat(Protocol):
-    """Tells whose turn it is."""
-
-    def __call__(self, state: Any, /) -> int:
-        """Return the number of the seat that responds next."""
-        ...
-
-
-class Rows(Protocol):
-    """Makes the rows of an environment that needs no data."""
-
-    def __call__(self, seed: int, index: int, /) -> dict[str, str]:
-        """Return the row of these two numbers."""
-        ...
-
-
-class Teacher(Protocol):
-    """Responds in the right form, so that a new model can be shown it."""
-
-    def __call__(self, state: Any, key: int, /) -> str:
-        """Return a response, drawn from `key`; its content need not be right."""
-        ...
-
-
-class Close(Protocol):
-    """Frees what the state of an episode holds."""
-
-    def __call__(self, state: Any, /) -> None: ...
-
-
-def _first_seat(state: Any) -> int:
-    """Return the seat of an environment with one."""
-    return 0
-
-
-def _nothing_to_close(state: Any) -> None:
-    """Close a state that holds nothing."""
-
-
 class Environment(NamedTuple):
     """Something that a policy acts in by text, as functions of an explicit state.
 
@@ -105,11 +66,12 @@ class Environment(NamedTuple):
     reset: Reset
     step: Step
     seats: int = 1
-    seat: Seat = _first_seat
+    seat: Callable[[Any], int] = lambda state: 0  # who responds next
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas, for the chat template
-    close: Close = _nothing_to_close
-    rows: Rows | None = None  # its own data, where it has any
-    teacher: Teacher | None = None
+    close: Callable[[Any], None] = lambda state: None  # frees what the state of an episode holds
+    rows: Callable[[int, int], dict[str, str]] | None = None  # (seed, index) -> a row, where it needs no data
+    teacher: Callable[[Any, int], str] | None = None
+    """(state, key) -> a response in the right form, to show a new model; its content need not be right."""
     tokens: tuple[str, ...] = ()  # texts that are one token each in a built-in model made for it
     warm_up: int = 20  # steps that such a model learns from the teacher, before reinforcement learning
 
@@ -150,9 +112,7 @@ class Renderer(NamedTuple):
         turns = opened([dict(message) for message in messages], self.system)
         if not self.tokenizer.chat_template:
             return prompt_ids(self.tokenizer, "".join(turn["content"] for turn in turns))
-        schemas = None
-        if tools:
-            schemas = [dict(tool) for tool in tools]
+        schemas = [dict(tool) for tool in tools] if tools else None
         return Chat(self.tokenizer, self.chat_template_kwargs).ids(turns, schemas, ask=True)
 
     def reply(self, response: Sequence[int], messages: Sequence[Turn]) -> list[int]:

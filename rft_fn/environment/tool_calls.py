@@ -7,8 +7,8 @@ calls, they are JSON objects in <tool_call> tags.
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from rft_fn import check
 from rft_fn.data.masks import shared_prefix
@@ -29,12 +29,8 @@ class Call(NamedTuple):
     error: str = ""
 
 
-class ParseCalls(Protocol):
-    """Finds the calls in a response."""
-
-    def __call__(self, text: str, /) -> list[Call]:
-        """Return the calls in order; none for a response that calls nothing."""
-        ...
+ParseCalls = Callable[[str], list[Call]]
+"""A response -> the calls in it, in order; none for a response that calls nothing."""
 
 
 def call_parser(tokenizer: Any) -> ParseCalls:
@@ -47,7 +43,7 @@ def call_parser(tokenizer: Any) -> ParseCalls:
 
 
 def _rendered(tokenizer: Any, count: int) -> str:
-    """A call with that many arguments, without what stands before any response; "" where that fails."""
+    """Render a call with that many arguments, without the text before any response; "" on failure."""
     if not tokenizer.chat_template:
         return ""
     arguments = dict(zip(_KEYS[:count], _VALUES))

@@ -7,7 +7,7 @@ import json
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
 from rft_fn.check import error_text, parse_json
@@ -28,7 +28,7 @@ _KINDS |= {list: "array", tuple: "array", dict: "object"}
 
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a tool in OpenAI's form, from its signature and the first line of its docstring.
+    """Return the JSON schema of a tool in OpenAI's form, by its signature and its docstring's first line.
 
     ValueError for an argument without a type hint, or with a hint that JSON has no type for.
     """
@@ -80,7 +80,7 @@ def _fitted(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str,
 
 
 def _value(name: str, x: Any, schema: Mapping[str, Any]) -> Any:
-    """One argument; text is read as JSON where another type is wanted."""
+    """Return one argument; text is read as JSON where another type is wanted."""
     kind = schema.get("type")
     if isinstance(x, str) and kind not in ("string", None):
         try:
@@ -251,19 +251,6 @@ class Tooled(NamedTuple):
     outputs: tuple[str, ...]  # of all calls so far
 
 
-class CallReward(Protocol):
-    """The reward of a turn that calls tools."""
-
-    def __call__(self, state: Tooled, calls: Sequence[Call], /) -> float:
-        """Return a number for these calls; `state` is that before them."""
-        ...
-
-
-def _no_reward(state: Tooled, calls: Sequence[Call], /) -> float:
-    """Nothing for calls: the answer alone counts."""
-    return 0.0
-
-
 def with_tools(
     env: Environment,
     tools: Sequence[Callable[..., Any]],
@@ -273,14 +260,15 @@ def with_tools(
     max_output: int = 2000,
     max_calls: int = 8,
     role: str = "tool",
-    reward: CallReward = _no_reward,
+    reward: Callable[[Tooled, Sequence[Call]], float] = lambda state, calls: 0.0,
 ) -> Environment:
     """Return the environment, in which a response that calls tools is answered with their outputs.
 
     Any other response goes to `env`. Calls of a response run together, each within `timeout` [s]; those above
     `max_calls` in one response are errors. `parse` finds them: `call_parser(tokenizer)` in the form of the
     model's chat template. Each output is a message of `role`, for templates without tools "user". The turn
-    earns `reward(state, calls)`. ValueError for tools without type hints, or two of one name.
+    earns `reward(state, calls)`, of the state before them. ValueError for tools without type hints, or two of
+    one name.
     """
     schemas = [tool_schema(tool) for tool in tools]
     named = dict(zip([schema["function"]["name"] for schema in schemas], tools))

@@ -1,4 +1,4 @@
-"""Counting the squares of a colour in an image."""
+"""Tasks with media: counting squares in an image, hearing a pitch or counting beeps."""
 
 import base64
 import io
@@ -58,7 +58,7 @@ def _count_squares(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _image(random_: random.Random, colour: str, count: int, name: str) -> str:
-    """A PNG as a data URI: `count` squares of a colour, and up to 5 of each other one in the cells left."""
+    """Return a PNG as a data URI: `count` squares of a colour, and up to 5 of each other colour."""
     from PIL import Image
 
     cells = random_.sample(range(_SIDE * _SIDE), _SIDE * _SIDE)
@@ -78,14 +78,12 @@ def _image(random_: random.Random, colour: str, count: int, name: str) -> str:
 
 
 def _chance(level: int) -> float:
-    """1 / 6 by a guess of the count; 1 / level of the image."""
+    """Return 1 / 6 for a guess of the count, 1 / level for one of the image."""
     return 1 / _answers(level)
 
 
 def _answers(level: int) -> int:
-    if level == 1:
-        return _MOST + 1
-    return level
+    return _MOST + 1 if level == 1 else level
 
 
 def _guess(random_: random.Random, row: TaskRow) -> str:
@@ -169,17 +167,13 @@ def _wav(random_: random.Random, samples: np.ndarray, name: str) -> str:
 
 
 def _tone_chance(level: int) -> float:
-    """1 / 6 by a guess of the pitch; 1 / (level + 3) of the number of beeps."""
-    if level == 1:
-        return 1 / _PITCHES
-    return 1 / (level + 3)
+    """Return 1 / 6 for a guess of the pitch, 1 / (level + 3) for one of the number of beeps."""
+    return 1 / _PITCHES if level == 1 else 1 / (level + 3)
 
 
 def _tone_guess(random_: random.Random, row: TaskRow) -> str:
     level = int(row["level"])
-    if level == 1:
-        return str(random_.randint(1, _PITCHES))
-    return str(random_.randint(0, level + 2))
+    return str(random_.randint(1, _PITCHES) if level == 1 else random_.randint(0, level + 2))
 
 
 TONE = Task("tone", _tone, exact, _tone_chance, _tone_guess)

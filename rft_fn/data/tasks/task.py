@@ -6,9 +6,9 @@ import operator
 import random
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from rft_fn import rng
 
@@ -29,50 +29,22 @@ TaskRow = Mapping[str, str]
 """A problem: `question`, `short`, `answer`, `level`, and whatever else the verifier reads."""
 
 
-class Generate(Protocol):
-    """Makes the problems of a task."""
-
-    def __call__(self, seed: int, index: int, level: int, /) -> dict[str, str]:
-        """Return the problem of these three numbers. ValueError for a level outside of [1, 1000]."""
-        ...
-
-
-class Verify(Protocol):
-    """Scores an answer."""
-
-    def __call__(self, text: str, row: TaskRow, /) -> float:
-        """Return a score in [0, 1], 1 for a right answer.
-
-        It never raises, whatever the text is. As a reward, `row` has the columns of `generate` except those
-        of the question: `question`, `short`, `level` and media.
-        """
-        ...
-
-
-class Chance(Protocol):
-    """Tells how well guessing does."""
-
-    def __call__(self, level: int, /) -> float:
-        """Return the expected score of `guess` at a level."""
-        ...
-
-
-class Guess(Protocol):
-    """Answers without solving the problem."""
-
-    def __call__(self, random_: random.Random, row: TaskRow, /) -> str:
-        """Return an answer of the right format, drawn from `random_`."""
-        ...
+Generate = Callable[[int, int, int], dict[str, str]]
+"""(seed, index, level) -> the problem of these numbers; ValueError for a level outside of [1, 1000]."""
 
 
 class Task(NamedTuple):
-    """One family of problems, as plain functions."""
+    """One family of problems, as plain functions.
+
+    `verify` never raises, whatever the text is. As a reward it gets the columns of `generate` except those of
+    the question: `question`, `short`, `level` and media.
+    """
 
     name: str
     generate: Generate
-    verify: Verify
-    chance: Chance
-    guess: Guess
+    verify: Callable[[str, TaskRow], float]  # (text, row) -> a score in [0, 1], 1 for a right answer
+    chance: Callable[[int], float]  # level -> the expected score of `guess`
+    guess: Callable[[random.Random, TaskRow], str]  # an answer of the right format, drawn
 
 
 def row_random(name: str, seed: int, index: int, level: int) -> random.Random:
@@ -83,12 +55,12 @@ def row_random(name: str, seed: int, index: int, level: int) -> random.Random:
 
 
 def random_word(random_: random.Random, symbols: str, length: int) -> str:
-    """`length` symbols, independent and uniform."""
+    """Draw `length` symbols, independent and uniform."""
     return "".join(random_.choice(symbols) for _ in range(length))
 
 
 def exact(text: str, row: TaskRow) -> float:
-    """1 if the answer is the row's, character by character; else 0."""
+    """Return 1 if the answer is the row's, character by character; else 0."""
     return float(text.strip() == row["answer"])
 
 
@@ -109,7 +81,7 @@ def _addition(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _addition_chance(level: int) -> float:
-    """1 / (2 10**level - 1), by a guesser uniform over the possible sums.
+    """Return 1 / (2 10**level - 1), by a guesser uniform over the possible sums.
 
     The best constant answer, 10**level - 1, scores 10**-level: a curve that stops there ignores the question.
     """
@@ -127,7 +99,7 @@ ADDITION = Task("addition", _addition, exact, _addition_chance, _addition_guess)
 
 
 def _aligned(text: str, row: TaskRow) -> float:
-    """1 if exact, else half the share of right positions, in [0, 0.5].
+    """Return 1 if exact, else half the share of right positions, in [0, 0.5].
 
     A position is right if it holds the right character. The share is of the longer of the two strings, so
     that neither padding nor truncation pays. Partial credit gives the samples of a group different scores
@@ -217,7 +189,7 @@ def _join(random_: random.Random, numbers: list[int]) -> tuple[str, Fraction] | 
 
 
 def _countdown(seed: int, index: int, level: int) -> dict[str, str]:
-    """Numbers, and a target that + - * / reach from them.
+    """Return numbers, and a target that + - * / reach from them.
 
     There are level + 2 numbers. The numbers are in [1, 25], the target is whole and in [1, 100]. The target
     is the value of a random expression, so every problem has a solution; `answer` holds that one.
@@ -265,7 +237,7 @@ def _evaluate(node: ast.expr) -> tuple[Fraction, list[int]]:
 
 
 def _countdown_verify(text: str, row: TaskRow) -> float:
-    """1 for a right expression, 0.1 for a legal one; else 0.
+    """Return 1 for a right expression, 0.1 for a legal one; else 0.
 
     A right expression makes the target.  A legal expression uses each number exactly once. The credit for a
     legal expression is what TinyZero (github.com/Jiayi-Pan/TinyZero) gives for the format. The expression is
@@ -283,9 +255,7 @@ def _countdown_verify(text: str, row: TaskRow) -> float:
 
     if sorted(used) != sorted(map(int, row["numbers"].split(","))):
         return 0.0
-    if value == int(row["target"]):
-        return 1.0
-    return _COUNTDOWN_CREDIT
+    return 1.0 if value == int(row["target"]) else _COUNTDOWN_CREDIT
 
 
 @functools.lru_cache
