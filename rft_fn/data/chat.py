@@ -37,7 +37,7 @@ class Chat:
     def check(self, *, messages: Sequence[str] = ()) -> None:
         """Raise ValueError for options that do not fit the chat template.
 
-        Messages need a chat template, and a value has to be one that it reads. `messages` are the columns
+        Messages need a chat template, and a value must be one that it reads. `messages` are the columns
         that the template shall render. The names that it gets anyway, such as "messages" and "tools", are
         refused too.
         """
@@ -66,7 +66,7 @@ class Chat:
                 )
 
     def reads(self, messages: Sequence[str]) -> set[str]:
-        """Return the columns that conversations in these columns are made of; none: those beside a text."""
+        """Return the columns that conversations in these columns are made of; of text without any."""
         read = set(messages)
         if messages:
             read |= {"system", "tools"}
@@ -93,8 +93,7 @@ class Chat:
         """Return the ids of a conversation, ready for the assistant to speak.
 
         ValueError for a last turn that is neither a user's nor a tool's: a turn that the assistant has begun
-        is not continued. The same for a conversation that the template refuses, or of which it would drop
-        something silently.
+        is not continued. The same for a conversation that the template refuses, or would silently shorten.
         """
         role = talk.turns[-1]["role"]
         if role not in ("user", "tool"):
@@ -109,15 +108,15 @@ class Chat:
     def lessons(self, talk: Conversation, loss_on: str) -> list[Lesson]:
         """Return the sequences in which turns of the assistant are learned.
 
-        Each turn is learned with the token that ends it. "all" learns those of the last column, "last" the
-        last one. They share a sequence as long as the template renders a turn alike whatever follows it. A
-        turn that it changes later (earlier thoughts are dropped), or that it ends with no special token, has
-        a sequence up to its end.
+        Each turn is learned with the token that ends it. "all" learns the turns of the last column, "last"
+        the last one. They share a sequence as long as the template renders a turn alike whatever follows it.
+        A turn that it changes later (earlier thoughts are dropped), or that it ends with no special token,
+        has a sequence up to its end.
 
         The marks {% generation %} tell which tokens are a turn's, where the template has them around whole
         turns; else they are the tokens after the prompt that asks for the turn.
 
-        ValueError names a turn whose rendering does not begin with that prompt.
+        ValueError names a turn that is not rendered with that prompt before it.
         """
         spoken = learned_turns(talk, loss_on)
         if spoken[0] == 0:
@@ -127,7 +126,7 @@ class Chat:
             if not (text_of(turn).strip() or turn.get("tool_calls") or turn.get("reasoning_content")):
                 raise ValueError(f"turn {i + 1}: the response is empty")
 
-        # nothing behind the last learned turn is read
+        # nothing after the last learned turn is read
         talk = talk._replace(turns=talk.turns[: spoken[-1] + 1])
         self._check_read(talk)
         if self.processing is not None and media_of_turns(talk.turns):
@@ -139,9 +138,9 @@ class Chat:
     ) -> Lesson:
         """Return the lesson of a response of text to a prompt with these turns, ids and media.
 
-        A chat template makes the same ids of it as of a conversation. Where it would show the response behind
+        A chat template makes the same ids of it as of a conversation. Where it would show the response after
         another prompt than the one that asks for it (some ask for a thought, and show none), the response
-        stays as it is: see `verbatim`.
+        is not rendered: see `verbatim`.
         """
         if self.tokenizer.chat_template:
             talk = Conversation([*turns, {"role": "assistant", "content": text}], len(turns), None)
@@ -159,7 +158,7 @@ class Chat:
         *,
         end: Sequence[int] | None = None,
     ) -> Lesson:
-        """Return a prompt's ids, those of a response as it is and its end, of which the latter are learned.
+        """Return the lesson of a prompt's ids with a response, unchanged, and its end.
 
         The end is that of an assistant's turn, unless another one is given.
         """
@@ -169,7 +168,7 @@ class Chat:
         return Lesson([*ids, *answer], [False] * len(ids) + [True] * len(answer), media)
 
     def turn_end(self) -> list[int]:
-        """Return the ids that the template writes behind an assistant's text, up to a special token.
+        """Return the ids that the template writes after an assistant's text, up to a special token.
 
         The end of sequence where there is no such token, or no template.
         """
@@ -188,10 +187,7 @@ class Chat:
         return usual
 
     def behind_response(self, turns: Sequence[Turn], *, ask: bool) -> str:
-        """Return what the template writes behind a response that these turns follow.
-
-        ValueError for a template that fails, or that does not show the response once.
-        """
+        """Return what the template writes after a response and with these turns. ValueError if it fails."""
         text = self._rendered([*_EXCHANGE, *turns], None, ask, tokenize=False)
         count = text.count(_MARK)
         if count != 1:
@@ -201,7 +197,7 @@ class Chat:
         return text.partition(_MARK)[2]
 
     def ids(self, turns: Sequence[Mapping[str, Any]], tools: Any = None, *, ask: bool) -> list[int]:
-        """Return the ids of turns; with `ask` those of the assistant's header behind them.
+        """Return the ids of turns; with `ask` the assistant's header follows.
 
         A system turn that the template refuses is put before the user's first text, with a warning.
         ValueError for a template that fails.
@@ -218,7 +214,7 @@ class Chat:
         return self.processing.encode(text, media_of_turns(turns))
 
     def _check_places(self, turns: Sequence[Mapping[str, Any]], tools: Any, ask: bool) -> None:
-        """Raise ValueError for turns without media whose text has the place of one."""
+        """Raise ValueError for turns without media that have the place of a medium in their text."""
         if self.processing is not None:
             self.processing.check_places(self._rendered(turns, tools, ask, tokenize=False), ())
 
@@ -263,10 +259,7 @@ class Chat:
                     raise ValueError(f"turn {i} has {key}, and the chat template does not read them")
 
     def _by_marks(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
-        """Return the sequence by the template's marks {% generation %}.
-
-        It is [] unless there is one pair of marks per turn, between whole tokens.
-        """
+        """Return the sequence by the marks {% generation %}, [] unless each turn has one pair of marks."""
         template = self.tokenizer.get_chat_template(tools=talk.tools)
         if not self.tokenizer.is_fast or not MARK.search(template):
             return []
@@ -280,7 +273,7 @@ class Chat:
         if len(spans) != len(speakers):
             return []
 
-        # every turn has to end with a special token and to begin where its prompt ends
+        # every turn must end with a special token and begin where its prompt ends
         mask = [False] * len(ids)
         for i, (start, end) in zip(speakers, spans):
             end = self._end(ids, start, end)
@@ -294,10 +287,7 @@ class Chat:
         return [cut(ids, mask)]
 
     def _begins_in_prompt(self, talk: Conversation, i: int, ids: list[int], start: int) -> bool:
-        """Return whether the first token of a turn overlaps the prompt before it.
-
-        It does if it begins with the last characters of that prompt.
-        """
+        """Return whether a turn's first token begins with the last characters of the prompt before it."""
         asked = self.ids(talk.turns[:i], talk.tools, ask=True)
         if asked[:start] != ids[:start]:
             return False
@@ -315,7 +305,7 @@ class Chat:
             through = self.ids(talk.turns[: i + 1], talk.tools, ask=False) if i < spoken[-1] else whole
             start, through = self._asked(talk, i, through)
 
-            # it shares a sequence if it ends with a special token and later turns leave it as it is
+            # it shares a sequence if it ends with a special token and later turns do not change it
             end = self._end(through, start, len(through))
             if end is None:
                 alone.append(self._with_media(self._ended(through, start), talk, i))
@@ -336,7 +326,7 @@ class Chat:
     def _asked(self, talk: Conversation, i: int, through: list[int]) -> tuple[int, list[int]]:
         """Return (the start of turn i, the ids up to its end).
 
-        The turn starts behind the prompt that asks for it. A token of `through` that crosses that border is
+        The turn starts after the prompt that asks for it. A token of `through` that crosses that border is
         cut there, as it was when the turn was sampled. ValueError for a turn whose rendering does not begin
         with the prompt.
         """
@@ -360,10 +350,7 @@ class Chat:
         return len(asked), parted
 
     def _end(self, ids: Sequence[int], start: int, end: int) -> int | None:
-        """Return the end of turn [start, end), its special token included.
-
-        The token is the last one of the turn or follows it; None without one.
-        """
+        """Return the end of turn [start, end) with the special token that ends it; None without one."""
         special = special_tokens(self.tokenizer)
         last = self._filled(ids, start, end)
         if last > start and ids[last - 1] in special:
@@ -406,10 +393,7 @@ def learned_turns(talk: Conversation, loss_on: str | None) -> list[int]:
 
 
 def _without_system(turns: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-    """Return the turns with the system's text in front of the user's first.
-
-    None unless they begin with both.
-    """
+    """Put the system's text before the user's first; None unless turns begin with both."""
     roles = [turn["role"] for turn in turns[:2]]
     if roles != ["system", "user"]:
         return None

@@ -36,10 +36,7 @@ def literals(pairs: Sequence[str]) -> dict[str, Any]:
 
 @cache
 def reads(template: str) -> frozenset[str]:
-    """Return the names of the variables that a template expects.
-
-    It reads them before it sets them, and they are none of the library's own.
-    """
+    """Return the names of the variables that a template reads before it sets them."""
     from jinja2 import Environment, meta
 
     env = Environment(extensions=["jinja2.ext.loopcontrols"])

@@ -57,8 +57,8 @@ def draw(
     """Return (n prompts, a key for each, the state after them).
 
     Each of n places goes to the source that is owed most, the first of equal ones. A source hands out its
-    rows in its own order, from where it stopped. It is a function of the arguments alone, the same on every
-    rank. ValueError unless n >= 1 and step >= 0.
+    rows in its own order, from where it stopped. It depends on nothing but the arguments, and is the same on
+    every rank. ValueError unless n >= 1 and step >= 0.
     """
     if n < 1:
         raise ValueError(f"prompts: expected to take at least 1, got {n}")

@@ -98,10 +98,10 @@ def _pattern(weights: tuple[int, ...]) -> tuple[array, array, tuple[array, ...]]
     before = array("q")
     places = tuple(array("q") for _ in weights)
     for at in range(period):
-        # the sources whose next row may stand here
+        # the sources with a next row that may come here
         ready = [k for k, w in enumerate(weights) if drawn[k] < w and drawn[k] * period // w <= at]
 
-        # of them the one whose row has to stand here soonest: its last place, rounded up
+        # of them the one with the earliest last place, rounded up
         k = min(ready, key=lambda k: -(-(drawn[k] + 1) * period // weights[k]))
         order.append(k)
         before.append(drawn[k])
@@ -149,7 +149,7 @@ class Dataset(Generic[ItemT]):
     seed: int = 0  # with which the rows of a generator are drawn from the first on
     note: str = ""  # which rows of its source these are, for the line that describes a run
     marks: bytes = field(default=b"", repr=False)  # of each item of a file 4 bytes of its row, 4 of all of it
-    place: Callable[[int], str] | None = None  # where the row of an item of a file stands
+    place: Callable[[int], str] | None = None  # where the row of an item is in its file
 
 
 # ---------- the items of a step, as a pure function of the step
@@ -165,12 +165,12 @@ def draw(
 ) -> tuple[list[ItemT], list[int]]:
     """Return (n prompts, a key for each) of a step.
 
-    It is a function of the arguments alone. It draws the places `start` to `start + n` of an endless sequence
+    It depends on nothing but the arguments. It draws the places `start` to `start + n` of an endless sequence
     of prompts: the rows of a generator in order, or the data set over and over, each pass in an order drawn
     from (seed, pass). The rows of a generator begin with its first for the seed that it was loaded with, and
     for any other seed at a row drawn from that, so that two seeds draw other rows. `start` is step * n unless
     it is given. So with the same n at every step each pass draws each row once, and a generator none twice. A
-    caller whose n changes from step to step keeps the number of prompts drawn before in its state, and gives
+    caller that changes n from step to step keeps the number of prompts drawn before in its state, and gives
     that as `start`: otherwise rows repeat, and others are skipped.
 
     The key of a prompt is fold_in(seed, step, index): a prompt that comes again is sampled anew, in a later
@@ -235,10 +235,7 @@ def _check_count(n: int) -> None:
 
 
 def _rows_at(dataset: Dataset, places: Sequence[int], seed: int, order: int, round: int) -> list[int]:
-    """Return the row at each of these places of the endless sequence.
-
-    `seed` chooses the rows of a generator, `order` the order of others.
-    """
+    """Return the row at each place. `seed` chooses the rows of a generator, `order` those of others."""
     if dataset.mixture is not None:
         return _mixed_rows(dataset, dataset.mixture, places, seed, order, round)
     if dataset.size is None:

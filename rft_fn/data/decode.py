@@ -19,7 +19,7 @@ __all__ = ["image", "resample", "sound", "video"]
 
 
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-_COLOURS = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV")  # modes of 8 bits, whose white Pillow knows
+_COLOURS = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV")  # modes of 8 bits: Pillow knows their white
 _ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
@@ -263,7 +263,7 @@ def resample(x: Tensor, rate: int, new: int) -> Tensor:
     if phases * (2 * reach + step) > _AT_ONCE:
         return _resample_at_odd_rates(x, rate, new, cut, reach)
 
-    # one filter for each offset between an output and the inputs beside it
+    # one filter for each offset between an output and the inputs near it
     at = torch.arange(-reach, reach + step, dtype=torch.float64)
     filters = _filter(at - torch.arange(phases, dtype=torch.float64)[:, None] * step / phases, cut).to(
         x.dtype
@@ -287,10 +287,10 @@ def _resample_at_odd_rates(x: Tensor, rate: int, new: int, cut: float, reach: in
     size = -(-len(x) * new // rate)
     width = min(2 * reach + 2, len(x))
     out = torch.empty(size, dtype=x.dtype)
-    beside = torch.arange(width)
+    offsets = torch.arange(width)
     for chunk in torch.arange(size).split(max(_AT_ONCE // width, 1)):
         near = chunk * rate // new  # the sample of x before each output
-        at = (near - reach).clamp(0, len(x) - width)[:, None] + beside
+        at = (near - reach).clamp(0, len(x) - width)[:, None] + offsets
         filters = _filter(at - near[:, None] - (chunk * rate % new).double()[:, None] / new, cut)
         out[chunk] = (filters.to(x.dtype) * x[at]).sum(-1)
     return out

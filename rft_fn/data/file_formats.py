@@ -21,7 +21,7 @@ from rft_fn.data.rows import Joined, Listed, Records, Row, Rows, Table, Unfit, d
 
 __all__ = ["READERS", "quiet_datasets", "read_files", "suffix_of", "undecoded"]
 
-_BEFORE_BRACKET = b"\xef\xbb\xbf \t\r\n"  # a byte order mark and spaces may stand before the first bracket
+_BEFORE_BRACKET = b"\xef\xbb\xbf \t\r\n"  # a byte order mark and spaces may come before the first bracket
 
 
 Reader = Callable[[Sequence[Path], str | None], Table]
@@ -33,10 +33,7 @@ of the source, for a file that cannot be read; Unfit for a row, with its place.
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix that names the format; "" for an unknown one.
-
-    ".jsonl" of a.jsonl and of a.jsonl.gz.
-    """
+    """Return the suffix that names the format, ".jsonl" of a.jsonl.gz; "" for an unknown one."""
     suffix = (path.with_suffix("") if path.suffix == ".gz" else path).suffix
     return suffix if suffix in READERS else ""
 
@@ -119,10 +116,7 @@ def _parse_object(text: str, place: str) -> Row:
 
 
 def _json(path: Path, file: BinaryIO, key: str | None) -> Rows:
-    """Return the rows of a .json file.
-
-    They are a list of objects, one such list in an object, or one object per line.
-    """
+    """Read a list of objects, an object with one such list, or one object per line."""
     # the first two lines that are not blank tell which of the three it is
     lines = (line.lstrip(_BEFORE_BRACKET) for line in file if line.strip(_BEFORE_BRACKET))
     first = next(lines, b"")
@@ -163,10 +157,7 @@ def _objects(rows: Sequence[Any], name: str, folder: Path) -> Listed:
 
 
 def _wrapped(path: Path, whole: dict[str, Any], key: str | None) -> Listed:
-    """Return the rows of the list in an object.
-
-    It is the named or the only list. An object without lists is a row.
-    """
+    """Return the rows of the named or the only list in an object; an object without lists is a row."""
     lists = [name for name, x in whole.items() if _is_table(x)]
     if key is None and not lists:
         return Listed([whole], str(path), path.parent)
@@ -209,7 +200,7 @@ def _cells(text: str) -> list[str]:
 
 
 def _csv(path: Path, file: BinaryIO) -> Records:
-    """Rows below a line of names. Every value is text, as it stands there."""
+    """Find the rows below a line of names; every value is text, unchanged."""
     starts = array("q")
     lines = array("q")
     at = 0
@@ -222,7 +213,7 @@ def _csv(path: Path, file: BinaryIO) -> Records:
             number += 1
             yield line.decode("latin-1")  # commas, quotes and ends of lines are the same bytes in UTF-8
 
-    # the csv module finds the records, of which only the places are kept
+    # the csv module finds the records, and only their places are kept
     with _long_fields():
         reader = csv.reader(feed(), strict=True)
         while True:

@@ -34,7 +34,7 @@ _LONGEST = 5  # responses, at most, in a list of a built-in task
 
 @dataclass(frozen=True)
 class Ranked:
-    """A prompt with each of its responses, and their ranks."""
+    """A prompt with several responses, and their ranks."""
 
     responses: tuple[Lesson, ...]
     ranks: tuple[int, ...]  # of each response: 0 is the best, and equally good ones have the same
@@ -58,8 +58,8 @@ def lists_from_rows(
     The column `completions` holds two or more responses of text to the prompt that `template` makes. Their
     ranks are in the column `ranks`, the lowest is the best; where a row has none they come from `scores`, the
     highest is the best. Equal numbers are ties. With `messages` (prompt, completions) the prompt is a
-    conversation, and each response a list of messages. The other options are those of `pairs_from_rows`; all
-    responses of a list have to fit into a pack of `max_tokens` together.
+    conversation, and each response a list of messages. The other options are options of `pairs_from_rows`;
+    all responses of a list fit into a pack of `max_tokens` together.
 
     ValueError for rows that cannot be used, as from `pairs_from_rows`: also for a number of ranks other than
     that of the responses, for two responses that are the same, and for a list in which all are equally good.
@@ -172,9 +172,9 @@ def points_from_rows(
     """Make the data set of the points of rows.
 
     `completion` makes the response to the prompt that `template` makes. `labels` are the columns of numbers,
-    one for each head; with `shares` each has to be in [0, 1], and true is 1. With `messages` the columns of
+    one for each head; with `shares` each must be in [0, 1], and true is 1. With `messages` the columns of
     that name hold conversations: (prompt, completion), or one that ends with the response. The other options,
-    and the errors, are those of `pairs_from_rows`.
+    and the errors, are as in `pairs_from_rows`.
     """
     read = reading(tokenizer, **options)
     if not labels:
@@ -257,7 +257,7 @@ NEW_LINE = "\n"
 
 @dataclass(frozen=True)
 class Steps:
-    """A prompt with a response of several steps, and whether each of them is good."""
+    """A prompt with a response of several steps, and which of them are good."""
 
     response: Lesson
     ends: tuple[int, ...]  # the position of the last token of each step
@@ -281,9 +281,9 @@ def steps_from_rows(
     """Make the data set of the steps of rows, in TRL's form of stepwise supervision.
 
     The column `completions` holds the texts of the steps, `labels` a boolean or a number for each; with
-    `shares` it has to be in [0, 1], and true is 1. The prompt is the text that `template` makes. Each step is
+    `shares` it must be in [0, 1], and true is 1. The prompt is the text that `template` makes. Each step is
     encoded by itself, with `separator` after it (None is a new line), and ends at the last token of that; the
-    last step ends with the end of the turn in its place. The other options, and the errors, are those of
+    last step ends with the end of the turn in its place. The other options, and the errors, are as in
     `pairs_from_rows`, without `messages`.
     """
     read = reading(tokenizer, **options)

@@ -140,7 +140,7 @@ def load(
 
     "addition" or "addition:2" (a built-in task at a level), a file, files by a pattern, a folder, a hub name;
     `sources` has the rules. Several are drawn by their shares, see `mix`. `split` is that of sources which
-    have splits and whose text names none; the other options are those of `from_rows`. ValueError, with the
+    have splits and a text that names none; the other options are options of `from_rows`. ValueError, with the
     remedy, for anything that cannot be drawn from.
     """
     opened = _open(source)
@@ -160,11 +160,11 @@ def load_for_training(
 ) -> tuple[Dataset, Dataset]:
     """Return (what is trained on, what is evaluated on).
 
-    Sources and options are those of `load`. Without `eval_data` each source is evaluated on some of its rows:
-    a task on those of seed + 1, a data set on its split test (else validation), any other on `eval_share` of
+    Sources and options are as in `load`. Without `eval_data` each source is evaluated on some of its rows: a
+    task on the rows of seed + 1, a data set on its split test (else validation), any other on `eval_share` of
     its rows, which are then not trained on. The second data set's `note` names its rows, and tells whether
-    they are trained on too: those of an `eval_data` that is also in `data`, and at `eval_share` 0. ValueError
-    as from `load`.
+    they are trained on too: an `eval_data` that is also in `data`, and at `eval_share` 0. ValueError as from
+    `load`.
     """
     opened = _open(data)
     items = _Items(kind, tokenizer, options)
@@ -250,7 +250,7 @@ def decide_steps(
     """Return the steps of a run, given or by epochs.
 
     `steps` if it is given; else as many as `epochs` passes over the rows take; else `usual`: ceil(epochs rows
-    / batch); the rows of a mixture are those of all its parts together. `option` is the name of the epochs in
+    / batch); a mixture has the rows of all its parts. `option` is the name of the epochs in
     errors. ValueError for epochs of rows that never end, and for more steps than 64 bits can count.
     """
     if epochs is None:

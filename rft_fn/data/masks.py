@@ -54,7 +54,7 @@ def span(size: int, start: int, end: int) -> list[bool]:
 
 
 def cut(ids: Sequence[int], mask: Sequence[bool]) -> Lesson:
-    """Return a lesson without the tokens behind the last learned one."""
+    """Cut off the tokens after the last learned one."""
     size = len(mask)
     while not mask[size - 1]:
         size -= 1

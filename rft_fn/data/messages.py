@@ -1,7 +1,7 @@
 """The message schemas: conversations in the columns of a row.
 
-Those of OpenAI, TRL and sharegpt are read. All of them become turns {"role", "content", ...} with text as
-content, calls of tools as `{"type": "function", "function": {"name", "arguments"}}`, and no key that holds
+The schemas of OpenAI, TRL and sharegpt are read. All of them become turns {"role", "content", ...} with text
+as content, calls of tools as `{"type": "function", "function": {"name", "arguments"}}`, and no key that holds
 None. Content with images, audio or videos is a list of parts. A new schema is read by `_turn`; its names of
 roles are rows of `_ROLES`.
 """
@@ -37,8 +37,8 @@ _ROLES = {
     "function_response": "tool",
     "ipython": "tool",
 }
-_BESIDE = ("system", "system_prompt", "tools", "functions", "chat_template_kwargs", "history")
-"""Columns of known schemas that stand beside a conversation or a question, and belong to what is asked."""
+_ASKED = ("system", "system_prompt", "tools", "functions", "chat_template_kwargs", "history")
+"""Columns of known schemas that belong to what is asked, next to a conversation or a question."""
 
 _USUAL = ("prompt", "messages", "conversations", "completion")  # the order in which they are suggested
 
@@ -100,7 +100,7 @@ def system_of(row: Row, turns: Sequence[Turn], system: str | None) -> str | None
 
 def unread(row: Row, read: Collection[str]) -> list[str]:
     """Return the columns of a row that its schema means to be asked, and that are not among those `read`."""
-    known = [*_BESIDE, *KINDS, *(f"{kind}s" for kind in KINDS)]
+    known = [*_ASKED, *KINDS, *(f"{kind}s" for kind in KINDS)]
     if "instruction" in row:  # alpaca and dolly
         known += ["input", "context"]
     found = []
@@ -227,10 +227,7 @@ def _turn(message: Any, media: bool) -> Turn:
 
 
 def _content(content: Any, media: bool) -> str | list[Turn]:
-    """Return content as text: itself, or its parts put together.
-
-    With `media` in it a list of its parts. ValueError for parts of another kind.
-    """
+    """Return content as text, its parts joined; with media a list of parts. ValueError for other parts."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -245,10 +242,7 @@ def _content(content: Any, media: bool) -> str | list[Turn]:
 
 
 def _part(part: Any, media: bool) -> Turn:
-    """Return a part of content.
-
-    ValueError for one that the model would not be shown: an image would be dropped silently.
-    """
+    """Return a part of content. ValueError for one that the model would silently not be shown."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind: Any = type(part).__name__
@@ -272,7 +266,7 @@ def text_of(turn: Mapping[str, Any]) -> str:
 
 
 def _calls(cell: Any) -> list[Turn]:
-    """Calls of tools: a list, one alone, or JSON text of either. ValueError for a call without a name."""
+    """Read one call of tools, a list, or JSON text of either. ValueError for a call without a name."""
     found = _json(cell) if isinstance(cell, str) else cell
     if isinstance(found, Mapping):
         found = [found]
@@ -287,7 +281,7 @@ def _call(call: Any) -> Turn:
     if not isinstance(call, Mapping):
         raise ValueError(f"tool_calls: expected a call with name and arguments, got {call!r:.60}")
 
-    # OpenAI's {"function": {...}}, or name and arguments alone
+    # OpenAI's {"function": {...}}, or only name and arguments
     function = call.get("function")
     if not function:
         function = {"name": call.get("name"), "arguments": call.get("arguments")}

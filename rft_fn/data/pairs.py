@@ -63,7 +63,7 @@ def pairs_from_rows(
     `template`, `chosen` and `rejected` make their texts of a row's columns. With an empty template chosen and
     rejected are whole texts, and the prompt is the words that both begin with. With `messages` the columns of
     that name hold conversations: (prompt, chosen, rejected), or (chosen, rejected) where both begin with the
-    turns of the prompt; the response is the assistant's turns behind them, by the tokenizer's chat template,
+    turns of the prompt; the response is the assistant's turns after them, by the tokenizer's chat template,
     which gets `chat_template_kwargs` and the row's `tools`.
 
     `margin` names a column of numbers, by which the chosen response is better at least; rows without it have
@@ -119,8 +119,8 @@ def pairs_from_task(
 ) -> Dataset[Pair]:
     """Make an endless data set of pairs of a built-in task.
 
-    The options are those of `pairs_from_rows`. Its rows have the columns of the task, and `prompt`, the terse
-    form of the question, `chosen`, the right answer, and `rejected`, a `wrong_answer` drawn by seed and
+    The options are options of `pairs_from_rows`. Its rows have the columns of the task, and `prompt`, the
+    terse form of the question, `chosen`, the right answer, and `rejected`, a `wrong_answer` drawn by seed and
     index, of the kind in `negative`. `negatives` are these kinds, each NAME or NAME=SHARE of
     `wrong_answers.NEGATIVES`: without them those that a policy is likely to emit, `wrong_answers.COVERING`
     for all that it may.

@@ -115,14 +115,11 @@ class MediaLimits(NamedTuple):
     max_pixels: int = 1 << 20  # larger images are shrunk; 0 is no limit
     folder: str = ""  # relative paths begin here, and stay inside; empty: where the rows are
     urls: bool = False  # whether URLs are fetched
-    cache: str = ""  # a folder of processed media; empty: in memory alone
+    cache: str = ""  # a folder of processed media; empty: only in memory
 
 
 class Processing:
-    """A processor with limits and a cache.
-
-    `processor` is one of transformers, or of `model.load_processor`.
-    """
+    """A processor of transformers, or of `model.load_processor`, with limits and a cache."""
 
     def __init__(self, processor: Any, limits: MediaLimits = MediaLimits()):  # noqa: B008, it is frozen
         self.processor = processor
@@ -131,7 +128,7 @@ class Processing:
         self.kinds = _kinds(processor)
         self._cache = Cache(limits.cache)
         self._about = _about(processor, limits)
-        if not self.tokenizer.chat_template:  # older folders hold it beside the processor
+        if not self.tokenizer.chat_template:  # older folders hold it with the processor
             self.tokenizer.chat_template = getattr(processor, "chat_template", None)
 
     @property
@@ -156,7 +153,7 @@ class Processing:
         return list(dict.fromkeys(text for text in found if isinstance(text, str)))
 
     def rooted(self, medium: Medium) -> Medium:
-        """Return a medium whose path begins where the limits say."""
+        """Return a medium with the folder of the limits."""
         return medium._replace(folder=Path(self.limits.folder)) if self.limits.folder else medium
 
     def encode(self, text: str, media: Sequence[Medium]) -> Encoded:

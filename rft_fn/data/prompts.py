@@ -72,14 +72,13 @@ def from_rows(
     its messages; `docs/data.md` has the forms. Without it they are an error. `workers` processes make the
     prompts of rows with media, and leave them in the cache of `processing`.
 
-    Every row is looked at now, so that none stops a run later: the columns of the template and those of
-    `columns` must be there and hold something (`reward.columns(score)` are those that a reward reads), those
-    of `values` hold, as text, one of the values there (`reward.label_values(score)` are the labels that have
-    a reward);
-    `response`, a template, must fill in, and prompt, response and its end fit into `max_tokens`. Prompts
-    longer than `max_prompt` tokens are left out, with one warning; one that is not, and does not fit into
-    `window`, the most tokens that the model reads, with its response or `max_new` tokens is an error. Of rows
-    of a file only their places are kept in memory.
+    Every row is looked at now, so that none stops a run later: the columns of the template and of `columns`
+    must be there and hold something (`reward.columns(score)` are those that a reward reads), those of
+    `values` hold, as text, one of the values there (`reward.label_values(score)` are the labels that have a
+    reward); `response`, a template, must fill in, and prompt, response and its end fit into `max_tokens`.
+    Prompts longer than `max_prompt` tokens are left out, with one warning; one that is not, and does not fit
+    into `window`, the most tokens that the model reads, with its response or `max_new` tokens is an error. Of
+    rows of a file only their places are kept in memory.
 
     ValueError for no rows, with the count and the places of the first rows that cannot be used, when no
     prompt fits, and for keywords that the chat template does not read.
@@ -114,7 +113,7 @@ def from_rows(
 def from_task(task: str, tokenizer: Any, *, level: int = 1, seed: int = 0, **options: Any) -> Dataset[Prompt]:
     """Return a built-in task as an endless data set.
 
-    The options are those of `from_rows`. The template "{short}" is the terse form of a question. ValueError
+    The options are options of `from_rows`. The template "{short}" is the terse form of a question. ValueError
     for a task, a level or a column that does not exist, and, when it is drawn, for a row that cannot be used
     or a prompt longer than `max_prompt` tokens.
     """
@@ -258,10 +257,10 @@ def lessons(
 ) -> list[Lesson]:
     """Return the sequences of a prompt's row to learn from.
 
-    The data set has to be loaded with the same options. Of text it is the prompt, then the filled-in
+    The data set must be loaded with the same options. Of text it is the prompt, then the filled-in
     `response` and its end, which are learned: a chat template makes the same ids of it as of a conversation,
     without one the end of sequence ends it. Of a conversation it is turns of the assistant: see
-    `Chat.lessons`. Each has the media that stand before its end. ValueError for a row that cannot be used.
+    `Chat.lessons`. Each has the media before its end. ValueError for a row that cannot be used.
     """
     if prompt.learned:
         return list(prompt.learned)
@@ -270,7 +269,7 @@ def lessons(
         text = fill(response, prompt.columns, f"row {prompt.index + 1}")
         return [chat.verbatim(prompt.ids, text, prompt.media)]
 
-    # the learned turns are those of the last column; the ones before it are context
+    # the turns of the last column are learned; the ones before it are context
     turns = [dict(turn) for turn in prompt.messages]
     last = turns_of(prompt.columns, messages[-1])
     talk = Conversation(turns, len(turns) - len(last), tools_of(prompt.columns))

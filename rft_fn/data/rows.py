@@ -112,7 +112,7 @@ class Table(Protocol):
 
 
 class Endless(NamedTuple):
-    """Rows without end, such as those of a built-in task."""
+    """Rows without end, such as the rows of a built-in task."""
 
     name: str  # of the source, in errors
     row: Callable[[int], Row]  # the row at an index >= 0, the same at every call
@@ -308,7 +308,7 @@ _RAISE = object()
 def value_at(row: Mapping[str, Any], path: str, default: Any = _RAISE) -> Any:
     """Return the value of a row at a path such as "reward_model.ground_truth".
 
-    A column whose own name has dots wins. Where there is nothing at the path: the default, or KeyError
+    A column with dots in its own name wins. Where there is nothing at the path: the default, or KeyError
     without one.
     """
     if path in row:
@@ -337,7 +337,7 @@ def column_of(row: Row, column: str) -> Any:
 def column_at(
     columns: Mapping[str, Sequence[Any]], path: str, count: int, default: Any = _RAISE
 ) -> list[Any]:
-    """Return `value_at` for each of `count` rows that are given as columns."""
+    """Return `value_at` for all of `count` rows that are given as columns."""
     heads = [name for name in columns if path == name or path.startswith(f"{name}.")]
     found = []
     for i in range(count):

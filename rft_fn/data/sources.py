@@ -3,7 +3,7 @@
 They are built-in tasks, files, folders, and data sets of the hub: NAME[:PART][@SPLIT][=SHARE]
 
 NAME is a built-in task, or else a file, a pattern of files or a folder that is here, or else a name of the
-hub (`owner/name`, or `name` alone). PART is the level of a task, the config of a data set, or the list of a
+hub (`owner/name`, or only `name`). PART is the level of a task, the config of a data set, or the list of a
 json file that has several. Whatever exists here under the whole text is that.
 """
 
@@ -26,7 +26,7 @@ _TESTS = ("test", "validation")  # the splits that an evaluation may use, in thi
 T = TypeVar("T")
 
 Tables = Mapping[str, Table]
-"""The rows of a source by split; those of a source without splits are under ""."""
+"""The rows of a source by split; without splits they are under ""."""
 
 
 class Source(NamedTuple):
@@ -45,10 +45,7 @@ class Source(NamedTuple):
 
 
 def parse(text: str) -> Source:
-    """Return the source that a text names.
-
-    ValueError for a share that is not above 0, and for a text without a name.
-    """
+    """Parse the text of a source. ValueError for a share that is not above 0, and for no name."""
     whole, share = _cut_share(text)
     name, split = _cut(whole, "@")
     name, part = _cut(name, ":")
@@ -58,10 +55,7 @@ def parse(text: str) -> Source:
 
 
 def _cut_share(text: str) -> tuple[str, Fraction]:
-    """Return (the text before "=SHARE", the share), or (all of the text, 1).
-
-    The latter where the text ends in no number.
-    """
+    """Return (the text before "=SHARE", the share); (all of the text, 1) where it ends in no number."""
     head, mark, tail = text.rpartition("=")
     if not mark or Path(text).exists():
         return text, Fraction(1)
@@ -170,10 +164,7 @@ def _layout(folder: str, source: Source) -> Tables:
 
 
 def _on_hub(source: Source) -> Tables:
-    """Return the tables of a data set of the hub, or of its cached copy.
-
-    Without a hub they are those of the copy that was fetched before.
-    """
+    """Return the tables of a data set of the hub, or of its cached copy where there is no hub."""
     import datasets
     import datasets.config
 
@@ -216,10 +207,7 @@ def _with_config(load: Callable[[], T], source: Source) -> T:
 
 
 def training_split(found: Tables, source: Source) -> str:
-    """Return the split to train on.
-
-    The one that the text names, else train, else the only one. ValueError where several could be meant.
-    """
+    """Return the split to train on: the named one, train, or the only one. ValueError for several."""
     if source.split is not None:
         return _known(found, source)
     for name in ("", "train"):
@@ -234,10 +222,7 @@ def training_split(found: Tables, source: Source) -> str:
 
 
 def evaluation_split(found: Tables, *, taken: str = "") -> str | None:
-    """Return the split to evaluate on: test, else validation, else None.
-
-    It is another one than the one that is `taken`.
-    """
+    """Return the split to evaluate on, other than `taken`: test, else validation, else None."""
     for name in _TESTS:
         if name in found and name != taken:
             return name
@@ -253,10 +238,7 @@ def _known(found: Tables, source: Source) -> str:
 
 
 def chosen_split(found: Tables, source: Source, split: str) -> str:
-    """Return the split to read when "train" or "test" is asked for.
-
-    "" for a source without splits. ValueError where no split fits, or several do.
-    """
+    """Return the split to read for "train" or "test". ValueError where no split fits, or several do."""
     if split == "train" or source.split is not None or "" in found:
         return training_split(found, source)
     if split in found:
@@ -273,10 +255,10 @@ def chosen_split(found: Tables, source: Source, split: str) -> str:
 def read_rows(source: str, *, split: str = "train") -> Table:
     """Return the rows of a source that is named as on a command line.
 
-    Files, a folder, or a data set of the hub. Values are those of the file: jsonl has JSON's types, csv has
-    text, and no text becomes a date. Lines of jsonl and csv are read when they are asked for, and a broken
-    one raises ValueError with its number then. Of a source with splits it reads `split`, unless the text
-    names another.
+    Files, a folder, or a data set of the hub. Values have the types of the file: jsonl has JSON's types, csv
+    has text, and no text becomes a date. Lines of jsonl and csv are read when they are asked for, and a
+    broken one raises ValueError with its number then. Of a source with splits it reads `split`, unless the
+    text names another.
 
     ValueError for a file that does not exist, cannot be read or has no rows.
     """

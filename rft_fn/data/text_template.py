@@ -45,10 +45,7 @@ class _Filler(string.Formatter):
         return value, first
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """Return the text of a value.
-
-        Unfit for a list or an object: Python's way to write it is hardly meant.
-        """
+        """Return the text of a value. Unfit for a list or an object, as Python's form is hardly meant."""
         if isinstance(value, (Mapping, list, tuple)) or hasattr(value, "tolist"):
             kind = "an object" if isinstance(value, Mapping) else "a list"
             raise Unfit("", f"column {self.at!r} holds {kind}, which no template prints")
@@ -66,7 +63,7 @@ def fill(template: str, row: Row, source: str) -> str:
     try:
         text = filler.vformat(template, (), row)
     except Unfit as error:
-        # the row alone does not tell whether the template or the option is wrong: advise on both
+        # the row does not tell whether the template or the option is wrong: advise on both
         reason = error.reason
         if reason.startswith("the row"):
             reason += advice(row) or f" (template {template!r}: {_HINT})"
@@ -122,7 +119,7 @@ def render(
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a prompt that no chat template renders, with the tokenizer's own beginning.
 
-    Some tokenizers put their end of sequence behind every text. It is left out, as nothing is to be said
+    Some tokenizers put their end of sequence after every text. It is left out, as nothing is to be said
     after it.
     """
     ids = list(tokenizer.encode(text))

@@ -113,10 +113,7 @@ def _mistake(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> st
 
 
 def _ordered(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
-    """Return a wrong answer with its characters in ascending order.
-
-    Half of these are guesses, the others have one character of the right answer replaced by one of its kind.
-    """
+    """Return a guess, or the right answer with one character replaced, sorted in ascending order."""
     if random_.random() < 0.5:
         return "".join(sorted(task.guess(random_, row)))
     answer = row["answer"]
@@ -126,7 +123,7 @@ def _ordered(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> st
 
 
 def _length(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
-    """Return the beginning of the right answer, or the right answer with more behind it."""
+    """Return the beginning of the right answer, or the right answer and more."""
     answer = row["answer"]
     if len(answer) > 1 and random_.random() < 0.5:
         return answer[: random_.randrange(1, len(answer))]
@@ -143,7 +140,7 @@ def _noise(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
 
 
 def _cut(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
-    """Return the right answer with more behind it, or noise: a response that was cut off before its end."""
+    """Return the right answer and more, or noise: a response that was cut off before its end."""
     if random_.random() < 0.5:
         return _noise(task, row, random_)
     more = [random_.choice(tasks.ALPHABET) for _ in range(random_.randint(1, 3))]
@@ -158,13 +155,13 @@ NEGATIVES: dict[str, Negative] = {
     "noise": _noise,
     "cut": _cut,
 }
-"""The kinds of wrong answers, by name. Pairs have no end of sequence behind one that is cut off."""
+"""The kinds of wrong answers, by name. In pairs one that is cut off has no end of sequence."""
 
 COVERING = ("guess=2", "mistake=4", "ordered=10", "length=1", "noise=1", "cut=0.5")
 """A mixture that resembles whatever a policy may emit.
 
 Letters, digits that are sorted but wrong, wrong lengths, and responses that are cut off before their end. The
-share of the ordered ones is the largest: they are what a policy ends at whose reward model is weak on them.
+share of the ordered ones is the largest: a policy ends at them if its reward model is weak there.
 """
 
 _USUAL = {"guess": 0.5, "mistake": 0.5}

@@ -11,7 +11,7 @@ from rft_fn.reward.adapters.verifiers import score_conversation
 __all__ = ["gymnasium", "verifiers"]
 
 
-# ---------- gymnasium's environments whose observations and actions can be texts
+# ---------- gymnasium's environments, with texts as observations and actions
 
 
 class _Stage:
@@ -23,7 +23,7 @@ class _Stage:
 
 
 class _State(NamedTuple):
-    """The object as it is after `steps` steps, of which it forgets the earlier ones."""
+    """The object after `steps` steps; it forgets the earlier ones."""
 
     stage: _Stage
     steps: int
@@ -94,7 +94,7 @@ def verifiers(env: Any, *, name: str = "verifiers") -> Environment:
 
     A row has the columns of its data set: prompt (text or messages), answer, info, task. Of the object only
     `setup_state`, `env_response`, `is_completed`, `system_prompt` and `rubric` are used, in the signatures of
-    either time: with messages and state, or with the state alone. It gets messages, while tokens stay as they
+    either time: with messages and state, or only with the state. It gets messages, while tokens stay as they
     were sampled. Its rubric scores an episode at its end, as `reward.adapters.verifiers` does; functions of
     whole groups are refused by ValueError. Version 0.4 has other classes, `verifiers.v1`, and is not read.
 

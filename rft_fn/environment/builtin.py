@@ -312,7 +312,7 @@ def _of_file(spec: str, source: str, name: str) -> Environment:
 def prompts(env: Environment, tokenizer: Any, *, seed: int = 0, **options: Any) -> Dataset[Prompt]:
     """Return the rows of an environment as an endless data set.
 
-    The options are those of `data.from_rows`; the template "{short}" is the terse form of a question.
+    The options are options of `data.from_rows`; the template "{short}" is the terse form of a question.
     ValueError for an environment without rows.
     """
     if env.rows is None:
@@ -322,7 +322,7 @@ def prompts(env: Environment, tokenizer: Any, *, seed: int = 0, **options: Any) 
 
 
 def lessons(env: Environment, renderer: Renderer, seed: int, index: int) -> list[tuple[list[int], list[int]]]:
-    """Return (the tokens before a response, those of the response) for each turn of an episode.
+    """Return (tokens before a response, tokens of the response) for each turn of an episode.
 
     The teacher plays it, on the row of these numbers. ValueError for an environment without rows or teacher.
     """
@@ -365,7 +365,7 @@ def _each(env: Environment, observed: Any) -> list[list[Turn]]:
 
 
 def _awaited(result: Any) -> Any:
-    """Return the result of a call of an environment, awaited where it has to be."""
+    """Return the result of a call of an environment, awaited if need be."""
     if not inspect.isawaitable(result):
         return result
 

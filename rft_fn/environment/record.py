@@ -16,7 +16,7 @@ __all__ = ["Environment", "Observation", "Renderer", "Reset", "Row", "Step", "St
 
 
 Row = Mapping[str, Any]
-"""The columns of one row of data, of which an episode is made."""
+"""The columns of one row of data, which an episode is made of."""
 
 Observation = str | Sequence[Turn] | None
 """A text that the policy reads, or messages {"role", "content"}; None or "" for nothing."""
@@ -37,7 +37,7 @@ class Reset(Protocol):
     def __call__(self, row: Row, key: int, /) -> Any:
         """Return (state, observation) at the beginning, or an awaitable of these.
 
-        The observation is the prompt; None leaves it to the data set, whose prompt of this row is then the
+        The observation is the prompt; None leaves it to the data set: its prompt of this row is then the
         first thing that the policy reads. With several seats there is one for each. Everything random is
         drawn from `key`, which all samples of a prompt share.
         """
@@ -50,7 +50,7 @@ class Step(Protocol):
     def __call__(self, state: Any, response: str, /) -> Any:
         """Return a `Stepped`, or an awaitable of one; steps that can be awaited run at the same time.
 
-        `response` is the sampled text without special tokens. The state that was given stays as it is.
+        `response` is the sampled text without special tokens. The given state does not change.
         """
         ...
 
@@ -58,7 +58,7 @@ class Step(Protocol):
 class Environment(NamedTuple):
     """Something that a policy acts in by text, as functions of an explicit state.
 
-    With `seats` > 1 the policy plays all of them, each with tokens of its own: observations and rewards are
+    With `seats` > 1 the policy plays all of them, each with its own tokens: observations and rewards are
     sequences with one entry per seat.
     """
 
@@ -94,7 +94,7 @@ def as_messages(observation: Observation) -> list[Turn]:
     return [{**message, "content": writable(message["content"])} for message in observation]
 
 
-# ---------- observations as tokens, put behind tokens that were sampled and stay as they are
+# ---------- observations as tokens, after sampled tokens that do not change
 
 
 class Renderer(NamedTuple):
@@ -116,11 +116,11 @@ class Renderer(NamedTuple):
         return Chat(self.tokenizer, self.chat_template_kwargs).ids(turns, schemas, ask=True)
 
     def reply(self, response: Sequence[int], messages: Sequence[Turn]) -> list[int]:
-        """Return the ids of `messages` behind a sampled response, ready for the policy to speak again.
+        """Return the ids of `messages` after a sampled response, ready for the policy to speak again.
 
         The chat template renders two conversations around a stand-in for the response, without and with the
-        messages. The second has to continue the first: the rest is what follows, the end of the response's
-        turn included, of which the token that was sampled already is left out. So whatever the template would
+        messages. The second must continue the first: the rest is what follows, with the end of the response's
+        turn, but without the token that was sampled already. So whatever the template would
         do to the response itself does not matter. Without a template, the contents.
 
         ValueError for a template that refuses the messages, leaves them out, or changes what stood before.
@@ -149,10 +149,7 @@ class Renderer(NamedTuple):
         return self._encoded(text)
 
     def said(self, response: Sequence[int]) -> str:
-        """Return the text of a sampled response, without the special tokens that end it.
-
-        Others stay: some models write calls of tools in them.
-        """
+        """Return a sampled response as text, without the special tokens at its end; others stay."""
         end = len(response)
         special = self._special()
         while end and response[end - 1] in special:

@@ -1,7 +1,7 @@
 """Calls of tools in a response, found in the form that the model's own chat template writes them in.
 
 The form is found by rendering one call of a stand-in: an object with the name and the arguments, a name with
-an object of arguments behind it, or a name with one piece of text per argument. Where the template writes no
+an object of arguments after it, or a name with one piece of text per argument. Where the template writes no
 calls, they are JSON objects in <tool_call> tags.
 """
 
@@ -63,7 +63,7 @@ def _rendered(tokenizer: Any, count: int) -> str:
 
 
 class _Objects(NamedTuple):
-    """Calls as JSON objects behind an opening text."""
+    """Calls as JSON objects after an opening text."""
 
     opening: str
     name: str  # the key of the name
@@ -136,11 +136,11 @@ def _as_object(text: str) -> ParseCalls | None:
     return None
 
 
-# ---------- a name, and an object of arguments behind it
+# ---------- a name, and an object of arguments after it
 
 
 class _NameAndObject(NamedTuple):
-    """Calls as a name between two texts, with a JSON object behind."""
+    """Calls as a name between two texts, followed by a JSON object."""
 
     opening: str
     between: str
@@ -159,30 +159,30 @@ class _NameAndObject(NamedTuple):
 
 
 def _as_name_and_object(text: str) -> ParseCalls | None:
-    """Return the form of a name with an object of arguments behind it."""
-    before, _, behind = text.partition(_NAME)
-    at = behind.find("{")
+    """Return the form of a name followed by an object of arguments."""
+    before, _, after = text.partition(_NAME)
+    at = after.find("{")
     if at < 0 or not before.strip():
         return None
     try:
-        value, _ = check.json_at(behind, at)
+        value, _ = check.json_at(after, at)
     except ValueError:
         return None
     if value != {_KEYS[0]: _VALUES[0]}:
         return None
-    return _NameAndObject(before.strip(), behind[:at].strip())
+    return _NameAndObject(before.strip(), after[:at].strip())
 
 
 # ---------- a name, and a piece of text for each argument
 
 
 class _Pieces(NamedTuple):
-    """Calls as a name behind an opening text, and each argument as a key and a value between texts."""
+    """Calls as a name after an opening text, and each argument as a key and a value between texts."""
 
     opening: str
     head: str  # before a key
     middle: str  # between a key and its value
-    tail: str  # behind a value
+    tail: str  # after a value
 
     def __call__(self, text: str, /) -> list[Call]:
         key = re.compile(re.escape(self.head) + r"\s*([^\s<>=\"']+?)\s*" + re.escape(self.middle) + r"\n?")
@@ -201,7 +201,7 @@ class _Pieces(NamedTuple):
         begin = key.search(text)
         while begin is not None:
             end = text.find(self.tail, begin.end())
-            if end < 0:  # so has no argument behind this one
+            if end < 0:  # so has no later argument
                 break
             found[begin[1]] = text[begin.end() : end].removesuffix("\n")
             begin = key.search(text, end + len(self.tail))
@@ -212,12 +212,12 @@ def _as_pieces(one: str, two: str) -> ParseCalls | None:
     """Return the form of a key and a value per argument, told by how a second argument is written."""
     if not all(x in two for x in (*_KEYS, *_VALUES)):
         return None
-    opening, _, behind = one.partition(_NAME)
-    first = behind.partition(_KEYS[0])[0]
+    opening, _, after = one.partition(_NAME)
+    first = after.partition(_KEYS[0])[0]
     middle = two[two.index(_KEYS[0]) + len(_KEYS[0]) : two.index(_VALUES[0])]
     between = two[two.index(_VALUES[0]) + len(_VALUES[0]) : two.index(_KEYS[1])]
 
-    # the end of one argument and the head of the next; the head stands before the first one too
+    # the end of one argument and the head of the next; the head comes before the first one too
     size = 0
     while size < min(len(first), len(between)) and first[-1 - size] == between[-1 - size]:
         size += 1

@@ -112,8 +112,8 @@ async def run_tool(
 
     Never raises for what a tool does: unknown names, arguments that do not fit, exceptions, and more than
     `timeout` seconds are texts that begin with "error: ", for the model to read. A plain function runs in a
-    thread of its own, async ones share an event loop in another. At the limit a thread that runs Python code
-    is interrupted, and one that waits is left behind.
+    thread of their own, async ones share an event loop in another. At the limit a thread that runs Python
+    code is interrupted, and one that waits is abandoned.
     """
     try:
         if call.error:

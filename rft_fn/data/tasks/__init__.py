@@ -6,7 +6,7 @@ nothing scores `chance(level)`, one that learned everything scores 1. A new task
 of `_ALL`.
 
 A row is a dict of strings: `question` for a chat model; `short` for a tiny character-level model, over
-`ALPHABET` alone and ending in "="; `answer`, one correct answer over `ALPHABET`; `level`; and whatever else
+only `ALPHABET`, ending in "="; `answer`, one correct answer over `ALPHABET`; `level`; and whatever else
 the verifier reads. Images and audio are data URIs in the columns `image`, `images` and `audio`.
 
 Verifiers are strict on content and ignore the whitespace around an answer. They see the answer and the row,

@@ -97,12 +97,12 @@ COUNT_SQUARES = Task("count_squares", _count_squares, exact, _chance, _guess)
 # ---------- hearing the pitch of a tone, or counting beeps
 
 
-_RATE = 16_000  # samples per second, those of Whisper's features
+_RATE = 16_000  # samples per second, as Whisper's features have
 _PITCHES = 6
 _LOWEST = 300.0  # Hz
 _STEP = 1.5  # ratio of neighbouring pitches
 _SECONDS = 0.4  # of a tone
-_SLOT = 0.08  # seconds of a beep and the silence behind it
+_SLOT = 0.08  # seconds of a beep and the silence after it
 _BEEP = 0.05  # seconds of a beep
 
 
@@ -127,7 +127,7 @@ def _tone(seed: int, index: int, level: int) -> dict[str, str]:
             "level": "1",
         }
 
-    # beeps in some of the slots, with silence behind each
+    # beeps in some of the slots, with silence after each
     count = random_.randint(0, level + 2)
     slots = random_.sample(range(level + 4), count)
     samples = np.zeros(round((level + 4) * _SLOT * _RATE))

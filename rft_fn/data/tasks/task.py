@@ -36,8 +36,8 @@ Generate = Callable[[int, int, int], dict[str, str]]
 class Task(NamedTuple):
     """One family of problems, as plain functions.
 
-    `verify` never raises, whatever the text is. As a reward it gets the columns of `generate` except those of
-    the question: `question`, `short`, `level` and media.
+    `verify` never raises, whatever the text is. As a reward it gets the columns of `generate` without the
+    question: no `question`, `short`, `level` or media.
     """
 
     name: str
@@ -124,20 +124,14 @@ def _aligned_guess(symbols: str, random_: random.Random, row: TaskRow) -> str:
 
 
 def _reverse(seed: int, index: int, level: int) -> dict[str, str]:
-    """Return a string of level + 2 lower-case letters, to be written backwards.
-
-    Partial credit: see `_aligned`.
-    """
+    """Return level + 2 letters, to be written backwards; partial credit as of `_aligned`."""
     word = random_word(row_random("reverse", seed, index, level), string.ascii_lowercase, level + 2)
     question = f'Write the string "{word}" backwards, character by character.'
     return {"question": question, "short": f"reverse:{word}=", "answer": word[::-1], "level": str(level)}
 
 
 def _sort_digits(seed: int, index: int, level: int) -> dict[str, str]:
-    """Return a string of level + 2 digits, to be sorted in ascending order.
-
-    Partial credit: see `_aligned`.
-    """
+    """Return level + 2 digits, to be sorted in ascending order; partial credit as of `_aligned`."""
     digits = random_word(row_random("sort_digits", seed, index, level), string.digits, level + 2)
     question = (
         f"Sort the digits of {digits} in ascending order. Keep repeated digits and write no separators."
@@ -151,7 +145,7 @@ def _sort_digits(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _aligned_task(name: str, generate: Generate, symbols: str) -> Task:
-    """Return a task whose answer is level + 2 symbols, scored by position."""
+    """Make a task with level + 2 symbols as its answer, scored by position."""
     chance = functools.partial(_aligned_chance, symbols)
     guess = functools.partial(_aligned_guess, symbols)
     return Task(name, generate, _aligned, chance, guess)
@@ -171,10 +165,7 @@ _COUNTDOWN_CREDIT = 0.1
 
 
 def _join(random_: random.Random, numbers: list[int]) -> tuple[str, Fraction] | None:
-    """Return a random parenthesised expression over all numbers, and its value.
-
-    It is None where it divides by zero.
-    """
+    """Return a random expression over all numbers and its value; None where it divides by zero."""
     pool = [(str(n), Fraction(n)) for n in numbers]
     while len(pool) > 1:
         # two of the expressions so far become one
@@ -223,10 +214,7 @@ def _countdown(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _evaluate(node: ast.expr) -> tuple[Fraction, list[int]]:
-    """Return the exact value of an expression and the numbers in it.
-
-    ValueError for all but + - * / on integers.
-    """
+    """Return the exact value of an expression of + - * / on integers, and its numbers. Else ValueError."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value), [node.value]
     if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
