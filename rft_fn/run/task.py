@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from rft_fn import collect, data, engine, model, reward, reward_shaping
-from rft_fn.data.steps import NEW_LINE
+from rft_fn.data.labelled import NEW_LINE
 from rft_fn.engine import EngineDead
 from rft_fn.engine.lifetime import deferred
 from rft_fn.memory import Sampler
