@@ -8,7 +8,7 @@ import torch
 from ref import rounding
 from torch import Tensor, nn
 
-from rft_fn.model import tiny
+from rft_fn.environment import tiny_models
 from rft_fn.packing import supervised
 from rft_fn.types import Experience, Rollout
 
@@ -27,7 +27,7 @@ __all__ = [
 
 @cache
 def tokenizer() -> Any:
-    return tiny.new_tokenizer()
+    return tiny_models.new_tokenizer()
 
 
 def llama(seed: int = 0, *, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import rft_fn as rft
-from rft_fn.model import tiny
+from rft_fn.environment import tiny_models
 
 BATCH = 64  # questions of a step
 LR = 3e-3
@@ -18,12 +18,12 @@ TAUGHT = {"moe": 20, "teacher": 250, "small": 20}  # steps on right answers; 20 
 def _module(kind: str, vocab: int) -> Any:
     """A new module with random weights."""
     if kind == "teacher":
-        return tiny.new_model(vocab, 0)
+        return tiny_models.new_model(vocab, 0)
 
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     ids = {"vocab_size": vocab, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
-    ids |= {"max_position_embeddings": tiny.WINDOW, "tie_word_embeddings": True}
+    ids |= {"max_position_embeddings": tiny_models.WINDOW, "tie_word_embeddings": True}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if kind == "small":  # a tenth of the teacher's weights
@@ -31,7 +31,7 @@ def _module(kind: str, vocab: int) -> Any:
             return LlamaForCausalLM(LlamaConfig(**narrow, **ids, num_attention_heads=4))
         experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
         return Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(**tiny.SIZE, **ids, **experts, num_key_value_heads=4, head_dim=32)
+            Qwen3MoeConfig(**tiny_models.SIZE, **ids, **experts, num_key_value_heads=4, head_dim=32)
         )
 
 
@@ -42,13 +42,13 @@ def folder_of(name: str) -> str:
         return rft.model.resolve(name)
     out = FOLDER / f"{name}_{TAUGHT[name]}"
     if not (out / "config.json").exists():
-        _teach(_module(name, len(tiny.new_tokenizer())), TAUGHT[name], out)
+        _teach(_module(name, len(tiny_models.new_tokenizer())), TAUGHT[name], out)
     return str(out)
 
 
 def _teach(module: Any, steps: int, out: Path) -> None:
     """Supervised learning of right answers to sort_digits, then save model and tokenizer."""
-    tokenizer = tiny.new_tokenizer()
+    tokenizer = tiny_models.new_tokenizer()
     st = rft.strategy.get_strategy()
     rate = rft.optim.warmup_cosine(LR, steps // 2, steps)
     apply, state = st.init(module, rft.optim.adamw(rate))

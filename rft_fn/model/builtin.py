@@ -8,13 +8,13 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rft_fn import hub
-from rft_fn.model import tiny
 from rft_fn.model.save import save
 
 __all__ = ["cache_dir", "resolve", "smollm2"]
@@ -107,8 +107,10 @@ def resolve(name: str) -> str:
     # The built-in names.
     if name == "smollm2-135m":
         return str(smollm2())
-    if name.split(":")[0] in ("tiny", *tiny.FORMS):
-        return str(_built(tiny.cache_name(name), lambda out: tiny.build(out, name)))
+    if name.split(":")[0] in ("tiny", "tiny-vl", "tiny-audio"):
+        from rft_fn.environment import tiny_models  # they are trained on its tasks, above this room
+
+        return str(_built(tiny_models.cache_name(name), partial(tiny_models.build, name=name)))
 
     # A folder, or at least a name that could be on the hub.
     if Path(name).exists():

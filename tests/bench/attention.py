@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from rft_fn import model, packing
-from rft_fn.model import attention, tiny
+from rft_fn.environment import tiny_models
+from rft_fn.model import attention
 
 BUDGET, ROUNDS = 1024, 7
 LENGTHS = {"8-16": (8, 17), "40-120": (40, 121), "150-500": (150, 501)}
@@ -23,7 +24,7 @@ LENGTHS = {"8-16": (8, 17), "40-120": (40, 121), "150-500": (150, 501)}
 
 def tiny_model() -> nn.Module:
     """The shape of the embedded default."""
-    return tiny.new_model(60, 0)
+    return tiny_models.new_model(60, 0)
 
 
 def smollm2(layers: int = 4) -> nn.Module:

@@ -18,7 +18,8 @@ import rft_fn as rft
 from rft_fn import packing, sync
 from rft_fn.data.prompts import Prompt
 from rft_fn.engine import EngineConfig, get_engine
-from rft_fn.model import attention, tiny
+from rft_fn.environment import tiny_models
+from rft_fn.model import attention
 from rft_fn.strategy import StrategyConfig, get_strategy
 from rft_fn.types import Experience, Packed, TokenOut, TrainState
 
@@ -280,7 +281,7 @@ def sampled(setting: Setting, shape: dict[str, Any], kind: str, batch: int) -> d
     lm = module_of(setting, shape)
     st = get_strategy()
     _, state = st.init(lm, rft.optim.adamw(1e-6))
-    tokenizer = tiny.new_tokenizer()
+    tokenizer = tiny_models.new_tokenizer()
     config = EngineConfig(type=kind, batch=batch)
     with tempfile.TemporaryDirectory() as folder:
         source: Any = copy.deepcopy(lm)

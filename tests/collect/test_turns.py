@@ -15,6 +15,7 @@ from spoken import END, Spoken, words
 import rft_fn as rft
 from rft_fn import collect, data, rng, tree
 from rft_fn.environment import Environment, Renderer, Stepped
+from rft_fn.environment.tiny_models import new_tokenizer
 from rft_fn.strategy import StrategyConfig, get_strategy
 from rft_fn.types import Sampling
 
@@ -147,7 +148,7 @@ def test_rows_that_are_done_leave_the_batch_and_every_round_is_one_call():
 
 def test_sampled_tokens_are_never_rendered_again():
     """A tokenizer with a token for "12" would encode the text of the tokens 1 and 2 as that one."""
-    tok = rft.model.tiny.new_tokenizer(["12"])
+    tok = new_tokenizer(["12"])
     one, two = tok.encode("1 2".replace(" ", "+"))[0::2]
     assert tok.encode("12") == [len(tok) - 1] and tok.decode([one, two]) == "12"
     env = Environment("echo", lambda row, key: (0, None), lambda s, text: (s + 1, f"{text}=", 0.0, s == 1))

@@ -15,26 +15,26 @@ from test_probe import quiet
 
 import rft_fn as rft
 from rft_fn import data, model
-from rft_fn.model import tiny, tiny_audio, tiny_vl
+from rft_fn.environment.tiny_models import AUDIO, VISION, new_tokenizer
 from rft_fn.model.patches import PatchProcessor
 from rft_fn.types import Media
 
 
 def tokenizer_of(form):
-    tokenizer = tiny.new_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(form.TOKENS)})
-    tokenizer.chat_template = form.TEMPLATE
+    tokenizer = new_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(form.tokens)})
+    tokenizer.chat_template = form.template
     return tokenizer
 
 
 @pytest.fixture(scope="module")
 def sees():
-    return tiny_vl.new_processor(tokenizer_of(tiny_vl))
+    return VISION.new_processor(tokenizer_of(VISION))
 
 
 @pytest.fixture(scope="module")
 def hears():
-    return tiny_audio.new_processor(tokenizer_of(tiny_audio))
+    return AUDIO.new_processor(tokenizer_of(AUDIO))
 
 
 def picture(folder, name, colour=(255, 0, 0), size=(16, 16)):
@@ -90,7 +90,7 @@ def test_rows_with_two_images_one_or_none_stand_in_one_file(tmp_path, sees):
 
 
 def tokenizer_base():
-    return len(tiny.new_tokenizer())
+    return len(new_tokenizer())
 
 
 def test_messages_with_parts_are_prompts_and_lessons_with_the_media_before_their_end(tmp_path, sees):
@@ -176,18 +176,18 @@ def test_patches_of_a_video_are_those_of_its_frames(sees):
 
 
 def test_processors_come_back_from_their_folder(tmp_path, sees, hears):
-    for name, processor, form in (("vl", sees, tiny_vl), ("audio", hears, tiny_audio)):
+    for name, processor, form in (("vl", sees, VISION), ("audio", hears, AUDIO)):
         folder = tmp_path / name
         rft.model.save(folder, form.new_model(processor.tokenizer), processor)
         found = model.load_processor(folder)
         assert type(found) is type(processor)
         assert found.tokenizer.get_vocab() == processor.tokenizer.get_vocab()
-        assert model.load_tokenizer(folder).chat_template == form.TEMPLATE
+        assert model.load_tokenizer(folder).chat_template == form.template
     assert model.load_processor("tiny") is None
 
 
 def test_a_folder_with_towers_and_no_processor_is_refused(tmp_path, sees):
-    rft.model.save(tmp_path / "vl", tiny_vl.new_model(sees.tokenizer), sees.tokenizer)
+    rft.model.save(tmp_path / "vl", VISION.new_model(sees.tokenizer), sees.tokenizer)
     with pytest.raises(ValueError, match=r"has vision_config, but no processor for what it sees or hears"):
         model.load_processor(tmp_path / "vl")
 
@@ -225,7 +225,7 @@ def idefics3(tokenizer):
 def test_processors_of_transformers_count_as_their_models_do(tmp_path, make):
     """Saved with a small model of the family, loaded, and two images of a prompt read by that model."""
     names = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-    tokenizer = tiny.new_tokenizer()
+    tokenizer = new_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": names})
     tokenizer.chat_template = places_of("<image>")
     family = {llava: FAMILIES["Llava"], idefics3: FAMILIES["Idefics3"]}[make]

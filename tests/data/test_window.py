@@ -9,7 +9,7 @@ from test_processing import hears, sees  # noqa: F401, fixtures
 
 import rft_fn as rft
 from rft_fn import data, model
-from rft_fn.model import tiny
+from rft_fn.environment.tiny_models import new_tokenizer
 
 TALK = [{"role": "user", "content": "12="}, {"role": "assistant", "content": "345"}]
 MORE = [*TALK, {"role": "user", "content": "67="}, {"role": "assistant", "content": "8"}]
@@ -22,7 +22,7 @@ def write(folder, *rows):
 
 
 def load(file, **how):
-    return data.load(file, tiny.new_tokenizer(), **how)
+    return data.load(file, new_tokenizer(), **how)
 
 
 # what it is, the options, the row, its tokens, and how many of them max_new is

@@ -19,7 +19,7 @@ import rft_fn as rft
 from rft_fn import data, engine, rng
 from rft_fn.engine import requests
 from rft_fn.engine.requests import Stop
-from rft_fn.model.tiny import new_tokenizer
+from rft_fn.environment.tiny_models import new_tokenizer
 from rft_fn.rollout import concat, extend, prefixes, take
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17], [18, 19]]

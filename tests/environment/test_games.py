@@ -15,10 +15,10 @@ from hypothesis import strategies as hs
 from kuhn import best_payoff, expected_payoff, exploitability, hands, nash, situations
 from spoken import Spoken
 
-import rft_fn as rft
 from rft_fn import collect, data, rng
 from rft_fn.environment import ENVIRONMENTS, Renderer, get_environment, lessons, prompts
 from rft_fn.environment.builtin import calculate, calculator, guess_number
+from rft_fn.environment.tiny_models import new_tokenizer
 from rft_fn.strategy import get_strategy
 from rft_fn.types import Sampling
 
@@ -311,7 +311,7 @@ def test_a_policy_plays_both_seats_with_the_payoff_of_its_strategy():
 def test_a_lesson_is_an_episode_as_play_would_sample_it(name):
     """The turns of a lesson, put together, are a conversation of `play` whose engine says the same."""
     env = get_environment(name)
-    tok = rft.model.tiny.new_tokenizer(env.tokens)
+    tok = new_tokenizer(env.tokens)
     renderer = Renderer(tok)
     found = lessons(env, renderer, 5, 2)
     replies = dict((tuple(asked), said) for asked, said in found)

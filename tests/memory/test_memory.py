@@ -13,9 +13,9 @@ from places import allocated
 
 import rft_fn as rft
 from rft_fn import memory, optim, packing, tree
+from rft_fn.environment import tiny_models
 from rft_fn.memory.trace import nbytes
 from rft_fn.model import apply_lora_configuration, load_reward
-from rft_fn.model import tiny as embedded
 from rft_fn.strategy import StrategyConfig, estimate, get_strategy
 from rft_kernels import products
 
@@ -34,7 +34,7 @@ def qwen2(**changes):
 
 def module(name, *, checkpointing=False, dtype=torch.float32):
     made = {
-        "default": lambda: embedded.new_model(48, 0),
+        "default": lambda: tiny_models.new_model(48, 0),
         "llama": lambda: tiny.llama(vocab_size=2000),
         "qwen2": qwen2,
         "lora": lambda: apply_lora_configuration(qwen2(), 4, 8),

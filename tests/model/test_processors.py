@@ -9,7 +9,7 @@ from test_probe import quiet
 
 import rft_fn as rft
 from rft_fn import data, model
-from rft_fn.model import tiny
+from rft_fn.environment import tiny_models
 from rft_fn.types import Media
 
 MARKED = (
@@ -23,7 +23,7 @@ def sees():
     """A tokenizer with the tokens of SmolVLM."""
     names = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
     names += [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
-    tokenizer = tiny.new_tokenizer()
+    tokenizer = tiny_models.new_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": names})
     tokenizer.chat_template = MARKED.replace("MARK", "<image>")
     return tokenizer

@@ -13,7 +13,7 @@ from tiny import rollout as rollout_of
 
 import rft_fn as rft
 from rft_fn import collect, data, model, packing, reward, tree
-from rft_fn.model import tiny, tiny_vl
+from rft_fn.environment.tiny_models import VISION, new_tokenizer
 from rft_fn.reward import forms
 from rft_fn.reward.remote import protocol
 from rft_fn.run import load_rewards, options
@@ -26,16 +26,16 @@ N = 5  # prompts
 
 def seeing():
     """The processing of tiny-vl, with no model."""
-    tokenizer = tiny.new_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(tiny_vl.TOKENS)})
-    tokenizer.chat_template = tiny_vl.TEMPLATE
-    return data.Processing(tiny_vl.new_processor(tokenizer), data.MediaLimits())
+    tokenizer = new_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(VISION.tokens)})
+    tokenizer.chat_template = VISION.template
+    return data.Processing(VISION.new_processor(tokenizer), data.MediaLimits())
 
 
 def untrained(tokenizer):
     """A model of tiny-vl's size, its weights large enough that pixels matter."""
     torch.manual_seed(0)
-    lm = tiny_vl.new_model(tokenizer).eval()
+    lm = VISION.new_model(tokenizer).eval()
     with torch.no_grad():
         for p in lm.parameters():
             if p.dim() > 1:

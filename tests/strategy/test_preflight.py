@@ -9,7 +9,7 @@ from cases import each
 
 import rft_fn as rft
 from rft_fn import memory, optim
-from rft_fn.model import tiny as embedded
+from rft_fn.environment import tiny_models
 from rft_fn.strategy import StrategyConfig, estimate
 from rft_fn.strategy.config import layout, remedy
 
@@ -17,7 +17,7 @@ from rft_fn.strategy.config import layout, remedy
 def of(**options):
     """An estimate for a GPU, of the default model with a critic-like second one."""
     how = {"budget": 256, "world": options.pop("world", 1), "length": options.pop("length", 0)}
-    a, b = embedded.new_model(48, 0), tiny.llama()
+    a, b = tiny_models.new_model(48, 0), tiny.llama()
     return estimate(StrategyConfig(**options), (a, optim.adamw(1e-3)), (b, None), **how)
 
 
@@ -73,10 +73,12 @@ def test_what_to_change_first(changes, options, checkpointed, change):
 
 def test_what_a_script_prints():
     st = rft.strategy.get_fake_strategy()
-    text = rft.strategy.preflight(st, (embedded.new_model(48, 0), optim.adamw(1e-3)), budget=1024, length=64)
+    text = rft.strategy.preflight(
+        st, (tiny_models.new_model(48, 0), optim.adamw(1e-3)), budget=1024, length=64
+    )
     assert text.startswith("memory of a process (1 of 1, packs of 1024 tokens), estimated\n")
     assert text.endswith(": fits") and "parameters" in text and len(text.splitlines()) == 10
-    assert rft.strategy.preflight(st._replace(rank=1), (embedded.new_model(48, 0), None), budget=1) == ""
+    assert rft.strategy.preflight(st._replace(rank=1), (tiny_models.new_model(48, 0), None), budget=1) == ""
 
 
 @pytest.mark.parametrize("models, budget", [((), 8), ((None,), 0)])

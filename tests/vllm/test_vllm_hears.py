@@ -16,7 +16,7 @@ from rft_fn.engine.prompt_media import Sent
 from rft_fn.engine.requests import Stop
 from rft_fn.engine.vllm import sampler as media
 from rft_fn.engine.vllm.sampler import Asked, Sampler
-from rft_fn.model.tiny import new_tokenizer
+from rft_fn.environment.tiny_models import new_tokenizer
 
 pytestmark = needs_vllm
 
