@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import tree
-from rft_fn.model import attention, probe
+from rft_fn.model import attention, packed_attention, probe
 from rft_fn.model.bounds import SequenceAxis, SequenceBounds
 from rft_fn.model.media import placeholders, sees_or_hears
 from rft_fn.model.parts import Parts, cut_before, find, inside_adapters, text_config
@@ -234,7 +234,7 @@ def settle(
     # Warnings are about packs, so they matter only to a model that gets some.
     name = type(root.parts.decoder).__name__
     if root.way == ALONE:
-        attention.warn_once(f"packs: {name} mixes the sequences of a pack, it gets one at a time")
+        packed_attention.warn_once(f"packs: {name} mixes the sequences of a pack, it gets one at a time")
     else:
         for each in heard:
             warnings.warn(each.message, each.category, stacklevel=3)

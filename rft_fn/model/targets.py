@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from rft_fn.model.attention import warn_once
 from rft_fn.model.freeze import TOWERS
+from rft_fn.model.packed_attention import warn_once
 from rft_fn.model.parts import find, path_of
 
 __all__ = ["linear", "not_taken_for_experts", "target_paths", "warn_of_left_out"]

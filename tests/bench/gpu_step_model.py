@@ -19,7 +19,7 @@ from rft_fn import packing, sync
 from rft_fn.data.prompts import Prompt
 from rft_fn.engine import EngineConfig, get_engine
 from rft_fn.environment import tiny_models
-from rft_fn.model import attention
+from rft_fn.model import packed_attention
 from rft_fn.strategy import StrategyConfig, get_strategy
 from rft_fn.types import Experience, Packed, TokenOut, TrainState
 
@@ -264,7 +264,7 @@ def differences(setting: Setting, options: dict[str, Any]) -> dict[str, Any]:
     row = {"logp_max": float(error.max()), "logp_mean": float(error.mean()), "gradient": apart / norm}
     q = torch.empty(0, dtype=setting.dtype, device=setting.device)
     head = setting.small["hidden_size"] // setting.small["num_attention_heads"]
-    return row | {"attention": attention.choose(attention.kernels._device(q.device), q.dtype, head)[0]}
+    return row | {"attention": packed_attention.choose(packed_attention._device(q.device), q.dtype, head)[0]}
 
 
 def numerics(setting: Setting) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:

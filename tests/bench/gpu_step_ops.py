@@ -13,8 +13,8 @@ import torch
 from gpu_step_model import Setting, lengths_of, seconds_of
 from torch import Tensor
 
-from rft_fn.model import attention
-from rft_fn.model.attention import SequenceBounds, kernels
+from rft_fn.model import packed_attention
+from rft_fn.model.bounds import SequenceBounds
 
 BENCH = Path(__file__).resolve().parents[2] / "kernels" / "bench"
 Cases = Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]
@@ -40,9 +40,9 @@ def products(setting: Setting) -> Cases:
 def _attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, bounds: SequenceBounds) -> Tensor:
     """Attention [T, H, D] of a pack by one kernel; "mask" is one sdpa with a [T, T] mask."""
     if kernel == "sequence":
-        return attention.by_sequence(q, k, v, bounds)
+        return packed_attention.by_sequence(q, k, v, bounds)
     if kernel != "mask":
-        return attention.by_varlen(kernels._kernels()[kernel], q, k, v, bounds)
+        return packed_attention.by_varlen(packed_attention._kernels()[kernel], q, k, v, bounds)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     mask = bounds.cut(None, causal=True)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -56,7 +56,7 @@ def _errors(kernel: str, inputs: list[Tensor], bounds: SequenceBounds, upstream:
     (dq,) = torch.autograd.grad(out, [q], upstream)
     exact = [x.detach()[:, :n].double() for x, n in zip(inputs, (2, 1, 1), strict=True)]
     exact[0].requires_grad_()
-    want = attention.by_sequence(*exact, bounds)
+    want = packed_attention.by_sequence(*exact, bounds)
     (dwant,) = torch.autograd.grad(want, [exact[0]], upstream[:, :2].double())
     found = {}
     for name, x, y in (("error", out, want), ("gradient_error", dq, dwant)):
@@ -99,7 +99,7 @@ def attend(setting: Setting) -> Cases:
     names = ["sequence", "mask"]
     if setting.device.type == "cuda":
         major = torch.cuda.get_device_capability(setting.device)[0]
-        names += [n for n in kernels._kernels() if n != "flash3" or major == 9]
+        names += [n for n in packed_attention._kernels() if n != "flash3" or major == 9]
     for model, shape in heads.items():
         for pack, lengths in packs.items():
             sizes = lengths_of(setting, 0, lengths)

@@ -21,7 +21,7 @@ from rft_fn.engine.hf import prompts as kv
 from rft_fn.engine.hf.batch import Batch, Batching, start
 from rft_fn.engine.hf.sampler import Sampler, filled
 from rft_fn.engine.requests import Stop
-from rft_fn.model import attention
+from rft_fn.model import packed_attention
 from rft_fn.strategy import get_fake_strategy
 
 join, append = Batch.join, Batch.append
@@ -46,7 +46,7 @@ KEYS = [rng.fold_in(0, i) for i in range(len(PROMPTS))]
 @pytest.fixture(autouse=True)
 def _said():
     """Each test hears each message anew."""
-    attention.warn_once.cache_clear()
+    packed_attention.warn_once.cache_clear()
 
 
 def batching_of(lm):

@@ -17,9 +17,10 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import model, packing, tree
-from rft_fn.model import attention, reader
-from rft_fn.model.attention import Device, SequenceBounds, kernels
-from rft_fn.model.attention.interface import SDPA, sdpa_attention
+from rft_fn.model import packed_attention, reader
+from rft_fn.model.attention import SDPA, sdpa_attention
+from rft_fn.model.bounds import SequenceBounds
+from rft_fn.model.packed_attention import Device
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=12)
 VOCAB = 60
@@ -28,7 +29,7 @@ VOCAB = 60
 @pytest.fixture(autouse=True)
 def _said():
     """Each test hears each message anew."""
-    attention.warn_once.cache_clear()
+    packed_attention.warn_once.cache_clear()
 
 
 def reference(q, k, v, sizes, scale, sinks=(-math.inf,) * 4):
@@ -65,7 +66,7 @@ def qkv(sizes, heads=4, kv_heads=2, dim=8, seed=0, dtype=torch.float64):
 @given(sizes=LENGTHS, kv_heads=st.sampled_from([1, 2, 4]), scale=st.sampled_from([None, 0.5, 2.0]))
 def test_by_sequence_is_the_definition(sizes, kv_heads, scale):
     q, k, v = qkv(sizes, kv_heads=kv_heads)
-    got = attention.by_sequence(q, k, v, SequenceBounds(sizes), scale=scale)
+    got = packed_attention.by_sequence(q, k, v, SequenceBounds(sizes), scale=scale)
     want = reference(q, k, v, sizes, scale or 8**-0.5)
     np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=1e-12)
 
@@ -76,7 +77,7 @@ def test_sinks_are_in_the_denominator(sizes, kv_heads, sink):
     """Also one that is larger than every score, and one that is nothing beside them."""
     q, k, v = qkv(sizes, kv_heads=kv_heads)
     sinks = sink + torch.arange(4, dtype=torch.float64) / 7
-    got = attention.by_sequence(q, k, v, SequenceBounds(sizes), sinks=sinks)
+    got = packed_attention.by_sequence(q, k, v, SequenceBounds(sizes), sinks=sinks)
     want = reference(q, k, v, sizes, 8**-0.5, sinks.tolist())
     np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=1e-12)
 
@@ -87,7 +88,7 @@ def test_gradients_of_sinks_are_those_of_differences(sizes):
     inputs = [x.requires_grad_() for x in (*qkv(sizes, heads=2, kv_heads=1, dim=3), sinks)]
 
     def attend(q, k, v, sinks):
-        return attention.by_sequence(q, k, v, SequenceBounds(sizes), sinks=sinks)
+        return packed_attention.by_sequence(q, k, v, SequenceBounds(sizes), sinks=sinks)
 
     assert torch.autograd.gradcheck(attend, inputs)
 
@@ -98,19 +99,19 @@ def test_gradients_of_by_sequence_are_those_of_differences(sizes):
     packs = SequenceBounds(sizes)
     assert (packs.groups is None) == (len(sizes) == 3)
     inputs = [x.requires_grad_() for x in qkv(sizes, heads=2, kv_heads=1, dim=3)]
-    assert torch.autograd.gradcheck(lambda *x: attention.by_sequence(*x, packs), inputs)
+    assert torch.autograd.gradcheck(lambda *x: packed_attention.by_sequence(*x, packs), inputs)
 
 
 @pytest.mark.parametrize("sizes, apart", [([3, 3, 5, 5], False), ([3, 5, 3, 5], True), ([2, 2, 2], False)])
 def test_sequences_of_one_length_are_one_call_and_neighbours_are_not_moved(monkeypatch, sizes, apart):
     calls = []
-    sdpa = kernels.scaled_dot_product_attention
+    sdpa = packed_attention.scaled_dot_product_attention
     monkeypatch.setattr(
-        kernels, "scaled_dot_product_attention", lambda *x, **o: calls.append(1) or sdpa(*x, **o)
+        packed_attention, "scaled_dot_product_attention", lambda *x, **o: calls.append(1) or sdpa(*x, **o)
     )
     packs = SequenceBounds(sizes)
     q, k, v = qkv(sizes)
-    got = attention.by_sequence(q, k, v, packs)
+    got = packed_attention.by_sequence(q, k, v, packs)
     assert len(calls) == len(set(sizes)) and (packs.groups is not None) == apart
     np.testing.assert_allclose(got.numpy(), reference(q, k, v, sizes, 8**-0.5), rtol=0, atol=1e-12)
 
@@ -122,7 +123,7 @@ def test_what_one_sequence_holds_changes_no_bit_of_another(sizes, value):
 
     def both(q, k, v):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = attention.by_sequence(*inputs, SequenceBounds(sizes))
+        out = packed_attention.by_sequence(*inputs, SequenceBounds(sizes))
         return [out, *torch.autograd.grad((out * torch.arange(out.numel()).view_as(out).cos()).sum(), inputs)]
 
     q, k, v = qkv(sizes, dtype=torch.float32)
@@ -194,7 +195,7 @@ def flash_with_lse(
 def test_every_kernel_is_called_as_its_version_wants_it(f, kv_heads, scale):
     sizes = [3, 1, 5, 2]
     q, k, v = qkv(sizes, kv_heads=kv_heads)
-    got = attention.by_varlen(f, q, k, v, SequenceBounds(sizes), scale=scale)
+    got = packed_attention.by_varlen(f, q, k, v, SequenceBounds(sizes), scale=scale)
     np.testing.assert_allclose(got, reference(q, k, v, sizes, scale or 8**-0.5), rtol=0, atol=1e-12)
 
 
@@ -231,7 +232,7 @@ ALL = frozenset({"varlen", "flash2", "flash3"})
     ],
 )
 def test_choose(device, dtype, head, kernel, why):
-    got, reason = attention.choose(device, dtype, head)
+    got, reason = packed_attention.choose(device, dtype, head)
     assert got == kernel
     assert reason is None if why is None else re.search(why, reason)
 
@@ -239,14 +240,16 @@ def test_choose(device, dtype, head, kernel, why):
 def test_the_chosen_kernel_is_the_one_that_runs(monkeypatch):
     q, k, v = qkv([2, 3])
     called = []
-    monkeypatch.setattr(kernels, "_kernels", lambda: {"varlen": lambda *x, **_: called.append(x) or x[0]})
-    monkeypatch.setattr(kernels, "choose", lambda *_: ("varlen", None))
-    assert kernels.packed(q, k, v, SequenceBounds([2, 3])) is called[0][0]
+    monkeypatch.setattr(
+        packed_attention, "_kernels", lambda: {"varlen": lambda *x, **_: called.append(x) or x[0]}
+    )
+    monkeypatch.setattr(packed_attention, "choose", lambda *_: ("varlen", None))
+    assert packed_attention.packed(q, k, v, SequenceBounds([2, 3])) is called[0][0]
     with pytest.warns(UserWarning, match="heads of 8 for keys, of 4 for values"):
-        kernels.packed(q, k, v[..., :4], SequenceBounds([2, 3]))
-    monkeypatch.setattr(kernels, "choose", lambda *_: ("sequence", "it is too old"))
+        packed_attention.packed(q, k, v[..., :4], SequenceBounds([2, 3]))
+    monkeypatch.setattr(packed_attention, "choose", lambda *_: ("sequence", "it is too old"))
     with pytest.warns(UserWarning, match="one sdpa for each sequence: it is too old"):
-        kernels.packed(q, k, v, SequenceBounds([2, 3]))
+        packed_attention.packed(q, k, v, SequenceBounds([2, 3]))
 
 
 SIZES = {
@@ -326,10 +329,12 @@ def test_every_layer_calls_the_kernel_with_the_same_boundaries(monkeypatch, chec
         assert tuple(window_size) == (-1, 0) and enable_gqa
         assert max_q == max_k == int(cu_seq_q.diff().max())
         seen.append((cu_seq_q, cu_seq_k))
-        return attention.by_sequence(query, key, value, SequenceBounds(cu_seq_q.diff().tolist()), scale=scale)
+        return packed_attention.by_sequence(
+            query, key, value, SequenceBounds(cu_seq_q.diff().tolist()), scale=scale
+        )
 
-    monkeypatch.setattr(kernels, "_kernels", lambda: {"varlen": kernel})
-    monkeypatch.setattr(kernels, "choose", lambda *_: ("varlen", None))
+    monkeypatch.setattr(packed_attention, "_kernels", lambda: {"varlen": kernel})
+    monkeypatch.setattr(packed_attention, "choose", lambda *_: ("varlen", None))
     lm = model.load(small("Qwen2", num_hidden_layers=3), gradient_checkpointing=checkpointing)
     apply, params = model.bind(lm)
     seen.clear()  # those of the probe

@@ -12,8 +12,7 @@ from torch._dynamo.utils import counters
 
 import rft_fn as rft
 from rft_fn import model, packing
-from rft_fn.model import blocks
-from rft_fn.model.attention import interface
+from rft_fn.model import attention, blocks
 from rft_fn.strategy import StrategyConfig, get_strategy, step
 
 pytestmark = pytest.mark.slow
@@ -128,7 +127,7 @@ def test_a_bound_model_keeps_its_attention_between_graphs():
     apply, _ = model.bind(lm)
     blocks.compile_blocks(apply.root, backend="aot_eager")
     model.bind(lm)
-    assert lm.config._attn_implementation == interface.APART[interface.SDPA]
+    assert lm.config._attn_implementation == attention.APART[attention.SDPA]
 
 
 def test_what_cannot_be_compiled_is_refused_before_training(monkeypatch):

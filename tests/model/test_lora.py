@@ -15,7 +15,7 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import model, packing
-from rft_fn.model import attention
+from rft_fn.model import packed_attention
 from rft_fn.model.lora import Export, require_plain_lora
 from rft_fn.model.targets import target_paths
 from rft_fn.strategy import StrategyConfig
@@ -535,7 +535,7 @@ def test_adapters_of_other_families_learn_and_merge_on_two_processes():
 def test_what_adapters_pass_over_is_said(kind):
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        attention.warn_once.cache_clear()
+        packed_attention.warn_once.cache_clear()
         lora = model.apply_lora_configuration(family(kind), 4, 8.0)
     lines = [str(w.message) for w in heard if str(w.message).startswith("lora: ")]
     assert len(lines) == (LEFT_OUT[kind] is not None)
@@ -551,7 +551,7 @@ def test_a_layer_that_is_read_is_no_target():
 @pytest.mark.parametrize("kind", ["Zamba", "Zamba2"])
 def test_layers_that_share_their_weights_get_no_adapters(kind):
     """Two adapters would be merged into one weight."""
-    attention.warn_once.cache_clear()
+    packed_attention.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="which share their weights with other layers"):
         module = model.apply_lora_configuration(family(kind), 4, 8.0)
     bases = [m.get_base_layer().weight for m in module.modules() if hasattr(m, "lora_A")]
@@ -577,7 +577,7 @@ def test_the_linear_layers_of_falcons_own_class_get_adapters():
 )
 def test_names_of_experts_and_routers_are_no_targets(kind, layers):
     """peft takes shared experts for the routed ones, and a router may be a linear layer with two outputs."""
-    attention.warn_once.cache_clear()
+    packed_attention.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         module = model.apply_lora_configuration(family(kind), 4, 8.0)

@@ -10,7 +10,8 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import model
-from rft_fn.model import attention, parts
+from rft_fn.model import parts
+from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.targets import target_paths
 
 
@@ -97,7 +98,7 @@ class Axis:
     size, rank = 1, 0
 
     def split(self, pack):
-        return pack, attention.SequenceBounds([len(pack.tokens)], sequence=self)
+        return pack, SequenceBounds([len(pack.tokens)], sequence=self)
 
     def join(self, out, size):
         return out

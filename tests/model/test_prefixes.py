@@ -12,9 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as some
 
 from rft_fn import loss, model, optim, packing, tree
-from rft_fn.model import attention
-from rft_fn.model.attention import SequenceBounds, interface, kernels
-from rft_fn.model.bounds import find_prefixes, take_rows
+from rft_fn.model import attention, packed_attention
+from rft_fn.model.bounds import SequenceBounds, find_prefixes, take_rows
 from rft_fn.packing import supervised
 from rft_fn.strategy import StrategyConfig, get_strategy
 
@@ -100,9 +99,9 @@ def test_kept_tokens_attend_as_all_tokens_do(rows, padding, sinks, seed):
     qkv = [torch.randn(len(found.kept), h, 8, generator=g, dtype=torch.float64) for h in heads]
     qkv = [x.requires_grad_() for x in qkv]
     sink = torch.randn(4, generator=g, dtype=torch.float64) if sinks else None
-    got = attention.packed(*qkv, shared, sinks=sink)
+    got = packed_attention.packed(*qkv, shared, sinks=sink)
     whole = (x[found.of] for x in qkv)
-    want = attention.by_sequence(*whole, SequenceBounds(sizes), sinks=sink)[found.kept]
+    want = packed_attention.by_sequence(*whole, SequenceBounds(sizes), sinks=sink)[found.kept]
     torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
     for a, b in zip(*(torch.autograd.grad(tiny.mixed(x), qkv) for x in (got, want))):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
@@ -116,13 +115,13 @@ def test_a_kernel_of_whole_sequences_gets_them(monkeypatch):
 
     def varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, window_size):
         assert cu_q.tolist() == [0, 3, 6] and longest_k == 3
-        return attention.by_sequence(q, k, v, SequenceBounds(sizes))
+        return packed_attention.by_sequence(q, k, v, SequenceBounds(sizes))
 
-    monkeypatch.setattr(kernels, "choose", lambda *args: ("varlen", None))
-    monkeypatch.setattr(kernels, "_kernels", lambda: {"varlen": varlen})
-    got = attention.packed(q, q, q, shared)
-    monkeypatch.setattr(kernels, "choose", lambda *args: ("sequence", None))
-    torch.testing.assert_close(got, attention.packed(q, q, q, shared))
+    monkeypatch.setattr(packed_attention, "choose", lambda *args: ("varlen", None))
+    monkeypatch.setattr(packed_attention, "_kernels", lambda: {"varlen": varlen})
+    got = packed_attention.packed(q, q, q, shared)
+    monkeypatch.setattr(packed_attention, "choose", lambda *args: ("sequence", None))
+    torch.testing.assert_close(got, packed_attention.packed(q, q, q, shared))
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen3", "Mixtral", "DeepseekV3", "GPTNeoX"])
@@ -243,7 +242,7 @@ def test_a_model_whose_states_differ_when_tokens_are_shared_gets_them_all(monkey
         found = find_prefixes(*args)
         return found and found._replace(of=found.of.clamp(max=3))
 
-    monkeypatch.setattr(interface, "find_prefixes", wrong)
+    monkeypatch.setattr(attention, "find_prefixes", wrong)
     assert model.bind(tiny.llama())[0].root.shared is False
 
 

@@ -9,8 +9,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from rft_fn.model.attention.kernels import packed, warn_once
 from rft_fn.model.bounds import SequenceBounds, find_prefixes
+from rft_fn.model.packed_attention import packed, warn_once
 from rft_fn.model.parts import inside_adapters, text_config
 from rft_fn.types import Packed
 

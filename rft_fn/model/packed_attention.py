@@ -16,6 +16,7 @@ from rft_fn.model.bounds import SequenceBounds, take_rows
 
 __all__ = ["Device", "by_sequence", "by_tail", "by_varlen", "choose", "packed", "warn_once"]
 
+
 _FLASH = {"flash3": "flash_attn_interface", "flash2": "flash_attn"}  # kernel -> package
 
 
