@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rft_fn.model import blocks
+from rft_fn.model import layers
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ def step(monkeypatch):
     """The script, and whatever it changes put back."""
     monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(blocks, "compile_blocks", blocks.compile_blocks)
+    monkeypatch.setattr(layers, "compile_blocks", layers.compile_blocks)
     import gpu_step
 
     yield gpu_step

@@ -7,8 +7,8 @@ in it.
 
 from rft_fn.model.bind import Scorer, bind, score, wrap_for_training
 from rft_fn.model.builtin import cache_dir, resolve
-from rft_fn.model.freeze import freeze
 from rft_fn.model.headed import Critic, explained_variance, load_critic, save_critic, values
+from rft_fn.model.layers import freeze
 from rft_fn.model.load import (
     ActorAL,
     ActorLanguage,

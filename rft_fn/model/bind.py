@@ -12,7 +12,7 @@ from rft_fn import logprob, tree
 from rft_fn.loss.evaluate import REMEDY
 from rft_fn.model import attention, quantize, router
 from rft_fn.model.bounds import SequenceBounds
-from rft_fn.model.freeze import checkpointed, disable_dropout
+from rft_fn.model.layers import checkpointed, disable_dropout
 from rft_fn.model.lora import require_plain_adapters
 from rft_fn.model.materialize import Residence, materialize
 from rft_fn.model.parts import find

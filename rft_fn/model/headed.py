@@ -12,8 +12,8 @@ from rft_fn import check, tree
 from rft_fn.model import attention
 from rft_fn.model.bind import to_params_device
 from rft_fn.model.bounds import SequenceBounds
-from rft_fn.model.freeze import disable_dropout
-from rft_fn.model.freeze import freeze as frozen
+from rft_fn.model.layers import disable_dropout
+from rft_fn.model.layers import freeze as frozen
 from rft_fn.model.load import load, usual_device, usual_dtype
 from rft_fn.model.lora import home, merged, require_plain_adapters
 from rft_fn.model.materialize import keep_part, on_meta

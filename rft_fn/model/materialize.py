@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn.model.convert import converted
-from rft_fn.model.freeze import is_finite
+from rft_fn.model.layers import is_finite
 from rft_fn.model.parts import path_of
 from rft_fn.model.pretrained import Stored, aliases, files, folder_of, kind_of, require_held, slices, stored
 from rft_fn.model.save import local, put

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rft_fn import modality
 from rft_fn.model.convert import Group, converted, groups
-from rft_fn.model.freeze import require_finite
+from rft_fn.model.layers import require_finite
 from rft_fn.model.save import quiet
 
 __all__ = [

@@ -7,7 +7,7 @@ from pathlib import Path
 from rft_fn import dist
 from rft_fn.data import Dataset
 from rft_fn.memory import Estimate
-from rft_fn.model.blocks import require_compiler
+from rft_fn.model.layers import require_compiler
 from rft_fn.model.load import usual_device
 from rft_fn.strategy.config import StrategyConfig, add_arguments, estimate, preflight
 from rft_fn.strategy.diagnose import NonFinite, load_fault

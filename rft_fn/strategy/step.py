@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rft_fn import ckpt, dist, metric, optim, tree
 from rft_fn import model as model_lib
 from rft_fn.loss.evaluate import evaluate
-from rft_fn.model import blocks
+from rft_fn.model import layers
 from rft_fn.model.materialize import Residence
 from rft_fn.optim.transforms import local_parts
 from rft_fn.precision import wide
@@ -183,7 +183,7 @@ def compile_blocks(config: StrategyConfig, root: nn.Module) -> None:
     To be called after `reader.settle`, so that its short forwards are not compiled.
     """
     if config.compile_blocks:
-        blocks.compile_blocks(root)
+        layers.compile_blocks(root)
 
 
 def start(

@@ -31,7 +31,7 @@ import gpu_step_model as model  # noqa: E402
 import gpu_step_ops as ops  # noqa: E402
 import torch  # noqa: E402
 
-from rft_fn.model import blocks  # noqa: E402
+from rft_fn.model import layers  # noqa: E402
 
 PACKAGES = ("torch", "triton", "transformers", "flash-attn", "vllm", "trl")
 Cases = Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]
@@ -66,7 +66,7 @@ def setting_of(args: argparse.Namespace) -> model.Setting:
     common = {"rounds": args.rounds, "peak": args.peak * 1e12, "dry": args.dry}
     if args.dry:
         # The compiler of a CPU takes a minute; graphs are made and run without it.
-        blocks.compile_blocks = partial(blocks.compile_blocks, backend="aot_eager")
+        layers.compile_blocks = partial(layers.compile_blocks, backend="aot_eager")
         return model.Setting(
             device=torch.device("cpu"),
             dtype=torch.float32,

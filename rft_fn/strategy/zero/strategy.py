@@ -16,7 +16,7 @@ from rft_fn import dist, memory, metric, precision, tree
 from rft_fn import model as model_lib
 from rft_fn.model import probe
 from rft_fn.model.bind import own_parameters, require_own
-from rft_fn.model.freeze import require_finite
+from rft_fn.model.layers import require_finite
 from rft_fn.model.lora import Export
 from rft_fn.model.materialize import Residence, Where
 from rft_fn.strategy import step

@@ -1,17 +1,30 @@
-"""Parts of a model that are not trained."""
+"""Changes to the layers of a model in place: frozen, without dropout, compiled; and the check for NaN."""
 
+import importlib.util
+import inspect
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rft_fn.model import attention
 from rft_fn.model.parts import find
 from rft_fn.model.quantize import whole
+from rft_fn.model.reader import Reader
 
-__all__ = ["TOWERS", "checkpointed", "disable_dropout", "freeze", "is_finite", "require_finite"]
+__all__ = [
+    "TOWERS", "blocks", "checkpointed", "compile_blocks", "disable_dropout", "freeze", "is_finite",
+    "require_compiler", "require_finite",
+]  # fmt: skip
+
+
+# ---------- parts of a model that are not trained
 
 
 # ---------- parts of a model that are not trained
@@ -151,3 +164,100 @@ def require_finite(what: str, name: str, x: Tensor) -> None:
     """ValueError that names a tensor with NaN or inf."""
     if not is_finite(x):
         raise ValueError(f"{what}: {name}: expected finite numbers, got NaN or inf")
+
+
+# ---------- the repeated blocks of a model, and torch.compile of those that read text
+
+
+GRAPHS = 64  # of one function, before torch gives up on it
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a module.
+
+    These are the children of every outermost list of two or more modules of one class that hold parameters.
+    """
+    found: list[nn.Module] = []
+    for child in module.children():
+        parts: list[nn.Module] = []
+        if isinstance(child, nn.ModuleList):
+            parts = list(child)
+        heavy = [part for part in parts if any(True for _ in part.parameters())]
+        if len(heavy) > 1 and len({type(part) for part in heavy}) == 1:
+            found += heavy
+        else:
+            found += blocks(child)
+    return found
+
+
+def compile_blocks(root: nn.Module, *, backend: str = "inductor") -> int:
+    """Compile the forward of each decoder block of a bound model, in place; their number.
+
+    `root` is what `wrap_for_training` made, with its strategy's hooks if it is sharded. Blocks of one class
+    share a graph, whose number of tokens is symbolic: a second length compiles at most once more, others not
+    at all. Attention runs between graphs, because the boundaries of sequences differ from pack to pack.
+    Hooks and gradient checkpointing stay outside of the graphs. Names of parameters do not change.
+
+    ValueError for a module that has its own forward, for one without blocks, and for one whose routers report
+    the balance of experts.
+    """
+    name = type(root).__name__
+    if not isinstance(root, Reader):
+        raise ValueError(
+            f"compile_blocks: expected a language model of transformers, got {name}; "
+            "compile a module with its own forward yourself"
+        )
+    if getattr(root, "balance", None) is not None:
+        raise ValueError("aux: expected False with compile_blocks, got True, whose hooks come and go")
+    found = blocks(root.parts.text)
+    if not found:
+        raise ValueError(f"compile_blocks: expected a list of decoder blocks in {name}, got none")
+
+    # The graphs of all models of a class, with and without gradients, count as those of one function.
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, GRAPHS)
+
+    attention.leave_graphs(root.parts.text)
+    for block in found:
+        if "rft_compiled" not in type(block).__dict__:
+            block.__class__ = _compiled_class(type(block), backend)
+    return len(found)
+
+
+@cache
+def _compiled_class(cls: type[nn.Module], backend: str) -> type[nn.Module]:
+    """A subclass whose forward is compiled: `copy.deepcopy` and hooks work as with the class itself."""
+    # Some versions of transformers checkpoint inside forward, and wrap that of each subclass.
+    plain = inspect.unwrap(cls.forward)
+    compiled: Callable[..., Any] = torch.compile(plain, backend=backend)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mark_tokens(*args, *kwargs.values(), *(kwargs.get("position_embeddings") or ()))
+        return compiled(self, *args, **kwargs)
+
+    made: Any = type(f"Compiled{cls.__name__}", (cls,), {"forward": forward, "rft_compiled": True})
+    return made
+
+
+def mark_tokens(*inputs: Any) -> None:
+    """Mark dimension 1 of the inputs [1, T, ...] of a block as one that varies.
+
+    The first tensor is the hidden states [1, T, D].
+    """
+    tensors = [x for x in inputs if isinstance(x, Tensor) and x.dim() in (2, 3)]
+    for x in tensors:
+        if x.shape[1] == tensors[0].shape[1]:
+            torch._dynamo.maybe_mark_dynamic(x, 1)
+
+
+def require_compiler(device: torch.device) -> None:
+    """ValueError where torch.compile has no compiler for a device."""
+    names = [os.environ.get("CXX", ""), "g++", "clang++"]
+    want = "a C++ compiler (g++ or clang++, or CXX)"
+    if device.type == "cuda":
+        names = [os.environ.get("CC", ""), "gcc", "clang"]
+        want = "a C compiler (gcc or clang, or CC), which triton needs"
+        if importlib.util.find_spec("triton") is None:
+            raise ValueError("compile_blocks: expected triton, got none; pip install triton")
+    if not any(shutil.which(name) for name in names if name):
+        raise ValueError(f"compile_blocks: expected {want}, got none; install one, or leave it out")
