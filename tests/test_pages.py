@@ -21,7 +21,7 @@ from test_public import named_in
 
 import rft_fn as rft
 from rft_fn import parsing
-from rft_fn.model import builtin
+from rft_fn.model import model_names
 from rft_fn.tools import commands
 from rft_fn.tools.other_libraries import migrate
 
@@ -48,7 +48,7 @@ SCRIPT = re.compile(r"(?:.*/)?train_scripts/(\w+)\.py")
 def test_the_code_of_a_page_runs(page, tmp_path):
     code = page_setups.whole(page, [b.text for b in CODE[page] if not b.reason])
     env = forks.early(os.environ) | {"PYTHONPATH": ":".join(filter(None, sys.path))}
-    env |= {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "RFT_FN_CACHE": str(builtin.cache_dir())}
+    env |= {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "RFT_FN_CACHE": str(model_names.cache_dir())}
     (tmp_path / "page.py").write_text(code)
     done = forks.run([sys.executable, "page.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

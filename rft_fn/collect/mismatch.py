@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rft_fn import check, metric, model, packing, tree, weight
 from rft_fn.model.bind import Scorer
-from rft_fn.model.probe import thresholds
+from rft_fn.model.packing_probe import thresholds
 from rft_fn.types import Apply, Engine, Packed, Rollout, Sampling
 
 __all__ = [

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rft_fn.engine.requests import BadPrompt, token_ids
-from rft_fn.model.media import media_inputs, placeholders
+from rft_fn.model.media_inputs import media_inputs, placeholders
 from rft_fn.rollout import prefixes
 from rft_fn.types import Media, Packed, Rollout
 

@@ -16,7 +16,7 @@ from rft_fn import environment, loss, optim, packing, rng, tree
 from rft_fn.data import MediaLimits, Processing, from_task
 from rft_fn.data.tasks import ALPHABET, TASKS, get_task
 from rft_fn.model.bind import bind
-from rft_fn.model.patches import PatchProcessor
+from rft_fn.model.processors import PatchProcessor
 from rft_fn.model.save import save
 from rft_fn.types import Experience, Media, Sampling
 

@@ -6,7 +6,6 @@ in it.
 """
 
 from rft_fn.model.bind import Scorer, bind, score, wrap_for_training
-from rft_fn.model.builtin import cache_dir, resolve
 from rft_fn.model.headed import Critic, explained_variance, load_critic, save_critic, values
 from rft_fn.model.layers import freeze
 from rft_fn.model.load import (
@@ -21,6 +20,7 @@ from rft_fn.model.load import (
 )
 from rft_fn.model.lora import apply_lora_configuration, without_adapters
 from rft_fn.model.materialize import materialize
+from rft_fn.model.model_names import cache_dir, resolve
 from rft_fn.model.parts import text_model
 from rft_fn.model.quantize import check as check_quantize
 from rft_fn.model.reader import split_over

@@ -12,13 +12,13 @@ from rft_fn import logprob, tree
 from rft_fn.loss.evaluate import REMEDY
 from rft_fn.model import attention, quantize, router
 from rft_fn.model.bounds import SequenceBounds
+from rft_fn.model.forward import POSITIONS, run
 from rft_fn.model.layers import checkpointed, disable_dropout
 from rft_fn.model.lora import require_plain_adapters
 from rft_fn.model.materialize import Residence, materialize
+from rft_fn.model.packing_probe import Found, Question
 from rft_fn.model.parts import find
-from rft_fn.model.probe import Found, Question
 from rft_fn.model.reader import Reader, settle
-from rft_fn.model.text import POSITIONS, run
 from rft_fn.types import Apply, Packed, Sampling, TokenOut
 
 __all__ = [

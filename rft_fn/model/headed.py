@@ -12,6 +12,7 @@ from rft_fn import check, tree
 from rft_fn.model import attention
 from rft_fn.model.bind import to_params_device
 from rft_fn.model.bounds import SequenceBounds
+from rft_fn.model.forward import POSITIONS, run
 from rft_fn.model.layers import disable_dropout
 from rft_fn.model.layers import freeze as frozen
 from rft_fn.model.load import load, usual_device, usual_dtype
@@ -21,7 +22,6 @@ from rft_fn.model.parts import find, text_config
 from rft_fn.model.pretrained import loaded
 from rft_fn.model.reader import Reader
 from rft_fn.model.save import save
-from rft_fn.model.text import POSITIONS, run
 from rft_fn.precision import wide
 from rft_fn.types import Apply, Packed, TokenOut
 

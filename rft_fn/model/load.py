@@ -12,13 +12,13 @@ from rft_fn import modality
 from rft_fn.modality import ActorModality
 from rft_fn.model import classifier
 from rft_fn.model import quantize as low
-from rft_fn.model.builtin import resolve
 from rft_fn.model.layers import freeze as frozen
 from rft_fn.model.lora import CONFIG, read_adapter_config, require_plain_adapters, with_adapter
 from rft_fn.model.materialize import on_meta
+from rft_fn.model.model_names import resolve
 from rft_fn.model.parts import find, inside_adapters, path_of
-from rft_fn.model.patches import MARK, ChunkProcessor, PatchProcessor
 from rft_fn.model.pretrained import Kind, from_pretrained, kind_of, loaded, skeleton
+from rft_fn.model.processors import MARK, ChunkProcessor, PatchProcessor
 from rft_fn.model.save import quiet
 
 __all__ = [

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import tree
-from rft_fn.model import attention, packed_attention, probe
+from rft_fn.model import attention, packed_attention, packing_probe
 from rft_fn.model.bounds import SequenceAxis, SequenceBounds
-from rft_fn.model.media import placeholders, sees_or_hears
+from rft_fn.model.forward import ALONE, BOUNDARIES, POSITIONS, forget_lengths, rope_grows, rope_switch
+from rft_fn.model.media_inputs import placeholders, sees_or_hears
+from rft_fn.model.packing_probe import Found, Question
 from rft_fn.model.parts import Parts, cut_before, find, inside_adapters, text_config
-from rft_fn.model.probe import Found, Question
-from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS, forget_lengths, rope_grows, rope_switch
 from rft_fn.types import Packed, TokenOut
 
 __all__ = ["Reader", "assume", "settle", "split_over"]
@@ -75,7 +75,7 @@ class Reader(nn.Module, ABC):
 
     def answer(self, asked: Question) -> Found:
         """The measurement of this model that a question asks for."""
-        return probe.measure(self, self.parts, asked, head=self.fused, share=self.shared)
+        return packing_probe.measure(self, self.parts, asked, head=self.fused, share=self.shared)
 
     def _in_turn(self, pack: Packed) -> TokenOut:
         """Each sequence of a unit by itself; an empty one as one token.
@@ -251,7 +251,7 @@ def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool]
     """
     config = inside_adapters(root.parts.decoder).config
     device = next(root.parameters()).device
-    with probe.lowered(root.parts.decoder) as far:
+    with packing_probe.lowered(root.parts.decoder) as far:
         pass
     ways = [POSITIONS, BOUNDARIES]
     places = []
@@ -265,17 +265,17 @@ def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool]
         ways = [POSITIONS]
         places = sorted(placeholders(config))[:1]
     for way in ways:
-        found = call(probe.question(config, device, way))
+        found = call(packing_probe.question(config, device, way))
         if way == POSITIONS:
             root.fused = root.fused and agree(bool(found.plain))
             root.shared = root.shared and agree(found.shares())
         fits = agree(found.fits())
         for place in places:
-            fits = fits and agree(call(probe.question(config, device, way, place=place)).fits())
+            fits = fits and agree(call(packing_probe.question(config, device, way, place=place)).fits())
         if fits and far:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # they would tell of thresholds that are not the model's
-                fits = agree(call(probe.question(config, device, way, near=True)).fits())
+                fits = agree(call(packing_probe.question(config, device, way, near=True)).fits())
         if fits:
             return way
     return ALONE
@@ -297,4 +297,4 @@ def assume(root: nn.Module) -> None:
     text_config(lm)._attn_implementation = "eager"  # its masks are made without values
     ids: Tensor = torch.zeros(1, 2, dtype=torch.long, device=next(lm.parameters()).device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-    root.fused = probe.plain_head(find(lm), inputs, probe.same_tensor)[1]
+    root.fused = packing_probe.plain_head(find(lm), inputs, packing_probe.same_tensor)[1]

@@ -18,7 +18,7 @@ from rft_fn import data, dist, engine, model, optim, packing, strategy, tree
 from rft_fn.data.chat_template import fix_day
 from rft_fn.memory import Sampler
 from rft_fn.memory.phases import largest
-from rft_fn.model.media import sees_or_hears
+from rft_fn.model.media_inputs import sees_or_hears
 from rft_fn.run import files, options
 from rft_fn.run.claim import Inputs, files_of, lock_folder
 from rft_fn.run.cli import without

@@ -16,7 +16,7 @@ from test_probe import quiet
 import rft_fn as rft
 from rft_fn import data, model
 from rft_fn.environment.tiny_models import AUDIO, VISION, new_tokenizer
-from rft_fn.model.patches import PatchProcessor
+from rft_fn.model.processors import PatchProcessor
 from rft_fn.types import Media
 
 

@@ -433,15 +433,15 @@ def test_a_hub_name_is_asked_of_the_library(monkeypatch):
 
 
 def test_a_model_of_the_hub_may_have_no_owner(here):
-    from rft_fn.model import builtin
+    from rft_fn.model import model_names
 
     with pytest.raises(
         ValueError, match=r"^model: gpt2 is neither a folder nor in the hub's cache, and http"
     ):
-        builtin.resolve("gpt2")
+        model_names.resolve("gpt2")
     (here / "my-model").mkdir()
-    assert builtin.resolve("my-model") == "my-model"
+    assert model_names.resolve("my-model") == "my-model"
     with pytest.raises(ValueError, match=r"did you mean my-model\?$"):
-        builtin.resolve("my-modle")
+        model_names.resolve("my-modle")
     with pytest.raises(ValueError, match=r"got './mymodel'; did you mean my-model\?$"):
-        builtin.resolve("./mymodel")
+        model_names.resolve("./mymodel")

@@ -15,7 +15,7 @@ from ranks import free_port, run
 from safetensors.torch import load_file, save_file
 
 from rft_fn import model, packing
-from rft_fn.model import builtin
+from rft_fn.model import model_names
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ def test_a_build_that_fails_without_a_number_says_what_failed(tmp_path, monkeypa
         raise OSError("some/one has no file named tokenizer.json")
 
     with pytest.raises(ValueError, match=r"got /.*: some/one has no file named tokenizer.json$"):
-        builtin._built("m", build)
+        model_names._built("m", build)
     assert [p.name for p in tmp_path.iterdir()] == [".m.lock"]
 
 
@@ -269,14 +269,14 @@ def test_a_hub_model_that_was_fetched_needs_no_hub(whole, tmp_path, monkeypatch)
     (cache / "refs" / "main").write_text(commit)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    assert builtin.resolve("some/one") == str(cache / "snapshots" / commit)
+    assert model_names.resolve("some/one") == str(cache / "snapshots" / commit)
     model.load("some/one")
 
 
 BUILD = """
 import os, sys, time
 from pathlib import Path
-from rft_fn.model import builtin
+from rft_fn.model import model_names
 
 def build(out):
     with open(sys.argv[1], "a") as f:
@@ -286,7 +286,7 @@ def build(out):
     time.sleep(float(sys.argv[2]))
     (out / "whole").touch()
 
-assert (builtin._built("m", build) / "whole").exists()
+assert (model_names._built("m", build) / "whole").exists()
 """
 
 

@@ -8,9 +8,9 @@ from sees_and_hears import AUDIO, FAMILIES, IMAGE, SEE, alone, batch
 from sees_and_hears_more import MORE
 
 from rft_fn import model, packing, tree
-from rft_fn.model import media, text
+from rft_fn.model import forward, media_inputs
+from rft_fn.model.forward import ALONE, text_inputs
 from rft_fn.model.parts import find
-from rft_fn.model.text import ALONE, text_inputs
 from rft_fn.strategy import get_fake_strategy
 from rft_fn.types import Media, Packed
 
@@ -157,8 +157,8 @@ def farthest(name, spoil, monkeypatch, rows=None):
     family = FAMILIES[name]
     module, exp, want = made(family)
     apply, params = model.bind(module)
-    own = text.text_inputs
-    monkeypatch.setattr(text, "text_inputs", lambda lm, b, *a, **k: spoil(own(lm, b, *a, **k), b))
+    own = forward.text_inputs
+    monkeypatch.setattr(forward, "text_inputs", lambda lm, b, *a, **k: spoil(own(lm, b, *a, **k), b))
     every = rows or list(range(len(want)))
     got = apply(params, packing.pack(exp, every)).logp
     every = torch.cat([want[row][:, 0] for row in every])
@@ -207,7 +207,7 @@ def test_a_model_whose_own_attention_leaks_gets_one_sequence_at_a_time():
 def test_a_model_that_mixes_sequences_where_placeholders_stand_gets_one_at_a_time():
     """Words alone would not show it."""
     module, _, _ = made(FAMILIES["Qwen2VL"])
-    place = min(media.placeholders(module.config))
+    place = min(media_inputs.placeholders(module.config))
 
     def leaks(embedding, args, out):
         return out + 0.1 * (args[0] == place).sum()
@@ -329,7 +329,7 @@ def test_what_the_policy_sampled_is_text(name):
     assert got[-1] < 0
 
     # the axes are those of the prompt, and behind it one step a token
-    axes = media.media_inputs(module, packing.pack(exp, [0]))["position_ids"][1:, 0]
+    axes = media_inputs.media_inputs(module, packing.pack(exp, [0]))["position_ids"][1:, 0]
     response = int(exp.mask[0].sum())
     steps = axes[:, -response:].diff(dim=-1)
     assert (steps == 1).all()
@@ -342,20 +342,20 @@ def test_a_prompt_that_is_trained_too_is_read_as_it_stands():
     pack = packing.pack(exp, [0, 1])
     trained = packing.pack(tree.replace(exp, mask=whole), [0, 1])
     module = family.build()
-    want = media.media_inputs(module, pack)
-    got = media.media_inputs(module, trained)
+    want = media_inputs.media_inputs(module, pack)
+    got = media_inputs.media_inputs(module, trained)
     assert torch.equal(got["position_ids"], want["position_ids"])
     assert torch.equal(got["mm_token_type_ids"], want["mm_token_type_ids"])
 
 
 def test_placeholders_are_found_in_the_config():
-    found = {name: media.placeholder_ids(f.make().config) for name, f in FAMILIES.items()}
+    found = {name: media_inputs.placeholder_ids(f.make().config) for name, f in FAMILIES.items()}
     assert found["Qwen2VL"] == {50, 51}
     assert found["Qwen2.5Omni"] == {50, 51, 52}
     assert found["Qwen2Audio"] == found["Voxtral"] == {52}
     assert found["Gemma3"] == found["Llava"] == found["SmolVLM"] == {50}
-    assert media.placeholder_ids(MORE["Ovis2"].make().config) == {50, 57, 58, 59, 60, 61}
-    assert not media.placeholder_ids(model.load("tiny").config)
+    assert media_inputs.placeholder_ids(MORE["Ovis2"].make().config) == {50, 57, 58, 59, 60, 61}
+    assert not media_inputs.placeholder_ids(model.load("tiny").config)
 
 
 def test_media_of_a_text_model():
@@ -371,8 +371,8 @@ def test_a_model_with_attention_across_to_images_is_one_of_text():
     text = {"num_hidden_layers": 2, "cross_attention_layers": [1]}
     with torch.device("meta"):
         lm = transformers.MllamaForConditionalGeneration(transformers.MllamaConfig(text_config=text))
-    assert media.placeholder_ids(lm.config)
-    assert not media.sees_or_hears(lm)
+    assert media_inputs.placeholder_ids(lm.config)
+    assert not media_inputs.sees_or_hears(lm)
     pack = packing.pack(batch(FAMILIES["Llava"], [["image"]]), [0])
     with pytest.raises(ValueError, match="media: expected None, MllamaForConditionalGeneration is bound as"):
         text_inputs(lm, pack)
@@ -383,4 +383,4 @@ def test_pixels_come_in_the_type_of_the_towers():
     module = family.build(torch.float32)
     pack: Packed = packing.pack(batch(family, [["image"]]), [0])
     assert pack.media.tensors["pixel_values"].dtype == torch.float64
-    assert media.media_inputs(module, pack)["pixel_values"].dtype == torch.float32
+    assert media_inputs.media_inputs(module, pack)["pixel_values"].dtype == torch.float32

@@ -43,17 +43,17 @@ def ppo(out, b):
 @pytest.fixture
 def computed(monkeypatch):
     """The number of tokens of each forward of a decoder."""
-    from rft_fn.model import text
+    from rft_fn.model import forward
 
     seen = []
-    own = text.text_inputs
+    own = forward.text_inputs
 
     def inputs(*args, **kwargs):
         found = own(*args, **kwargs)
         seen.append(found["input_ids"].shape[1])
         return found
 
-    monkeypatch.setattr(text, "text_inputs", inputs)
+    monkeypatch.setattr(forward, "text_inputs", inputs)
     return seen
 
 

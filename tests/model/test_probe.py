@@ -18,9 +18,9 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import model, optim, packing, tree
-from rft_fn.model import probe, reader
+from rft_fn.model import packing_probe, reader
 from rft_fn.model.bind import wrap_for_training
-from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS
+from rft_fn.model.forward import ALONE, BOUNDARIES, POSITIONS
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
 PACK = (
@@ -147,13 +147,13 @@ def test_a_leak_and_a_shift_are_each_enough():
     small_, large = torch.tensor(1e-9), torch.tensor(1.0)
     bounds = {"most_leak": torch.tensor(1e-5), "most_shift": torch.tensor(1e-4), "plain": torch.tensor(1.0)}
     bounds["twins"] = torch.tensor(0.0)
-    assert probe.Found(leak=small_, shift=small_, **bounds).fits()
-    assert not probe.Found(leak=large, shift=small_, **bounds).fits()
-    assert not probe.Found(leak=small_, shift=large, **bounds).fits()
+    assert packing_probe.Found(leak=small_, shift=small_, **bounds).fits()
+    assert not packing_probe.Found(leak=large, shift=small_, **bounds).fits()
+    assert not packing_probe.Found(leak=small_, shift=large, **bounds).fits()
 
 
 def test_the_question_changes_the_rows_in_front_and_no_other():
-    asked = probe.question(config("Llama"), torch.device("cpu"), POSITIONS)
+    asked = packing_probe.question(config("Llama"), torch.device("cpu"), POSITIONS)
     odd = asked.pack.seq % 2 == 1  # the rows behind
     changed = asked.pack.tokens != asked.other.tokens
     assert changed[~odd].float().mean() > 0.5 and not changed[odd].any()
@@ -450,7 +450,7 @@ def test_a_question_leaves_the_thresholds_as_they_were():
     assert lm.config.to_dict() == before
     layers = [m for m in lm.modules() if hasattr(m, "floor_scale")]
     assert [m.floor_scale for m in layers] == [AT, AT]
-    with probe.lowered(lm, 3):
+    with packing_probe.lowered(lm, 3):
         assert (lm.config.floor_scale, layers[0].floor_scale) == (3, 3)
     assert (lm.config.floor_scale, layers[0].floor_scale) == (AT, AT)
 

@@ -18,10 +18,10 @@ from rft_fn.engine.lifetime import EngineConfig, dead_after_failure
 from rft_fn.engine.requests import Stop
 from rft_fn.engine.weight_folder import Arrival, manifest
 from rft_fn.model import quantize
-from rft_fn.model.media import placeholder_ids
+from rft_fn.model.forward import forget_lengths, rope_switch
+from rft_fn.model.media_inputs import placeholder_ids
 from rft_fn.model.quantize import packed, set_fast
 from rft_fn.model.router import without_groups
-from rft_fn.model.text import forget_lengths, rope_switch
 from rft_fn.rollout import take
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus

@@ -17,9 +17,9 @@ from rft_fn.engine.hf import prompts as media
 from rft_fn.engine.hf.batch import Batching, start
 from rft_fn.engine.hf.prompts import can_share
 from rft_fn.engine.prompt_media import Shown
+from rft_fn.model.forward import rope_switch
 from rft_fn.model.packed_attention import warn_once
-from rft_fn.model.probe import lowered, rounding, usual_tokens
-from rft_fn.model.text import rope_switch
+from rft_fn.model.packing_probe import lowered, rounding, usual_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rft_fn import tree
 from rft_fn.engine.prompt_media import Shown, as_pack
 from rft_fn.model.attention import keeps_scores, unfit_model, use
-from rft_fn.model.media import media_inputs, placeholders
+from rft_fn.model.media_inputs import media_inputs, placeholders
 from rft_fn.model.parts import text_config
 
 __all__ = [

@@ -19,7 +19,7 @@ from rft_fn import logprob, rng
 from rft_fn.engine.hf.batch import Batch, Batching, draw, numbers_per_draw, start
 from rft_fn.engine.prompt_media import Shown
 from rft_fn.engine.requests import Response, Row, Stop
-from rft_fn.model.media import placeholders
+from rft_fn.model.media_inputs import placeholders
 from rft_fn.types import Sampling
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from rft_fn.engine.vllm.reload import ModelFolder
 from rft_fn.engine.vllm.sampler import Asked, Sampler
 from rft_fn.engine.vllm.surroundings import part
 from rft_fn.engine.weight_folder import Arrival
-from rft_fn.model.builtin import resolve
 from rft_fn.model.load import base_folder, load, usual_device
+from rft_fn.model.model_names import resolve
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rft_fn.engine.prompt_media import Shown
 from rft_fn.engine.requests import BadRequest, Response, Stop
 from rft_fn.engine.vllm.surroundings import kept_random, part
-from rft_fn.model.media import placeholders
+from rft_fn.model.media_inputs import placeholders
 from rft_fn.model.parts import expected_counts
 from rft_fn.types import Sampling
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rft_fn import dist, memory, metric, precision, tree
 from rft_fn import model as model_lib
-from rft_fn.model import probe
+from rft_fn.model import packing_probe
 from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.layers import require_finite
 from rft_fn.model.lora import Export
@@ -151,7 +151,7 @@ class ZeroBackend(Backend):
 
     def _settle(self, root: Root, run: Callable[[Any], dict[str, Tensor]]) -> None:
         """Find out how a model takes packs, by the forward that packs go through."""
-        self.packer.settle(root.inner, lambda question: probe.Found(**run(question)))
+        self.packer.settle(root.inner, lambda question: packing_probe.Found(**run(question)))
 
     def _init(
         self, module: nn.Module, tx: Transform, *, shard_size: int | None = None, **options: Any

@@ -102,7 +102,7 @@ def _random_smollm2() -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from rft_fn.model.builtin import cache_dir
+    from rft_fn.model.model_names import cache_dir
 
     folder = cache_dir() / "smollm2-shaped"
     if (folder / "model.safetensors").exists():

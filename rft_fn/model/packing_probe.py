@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn.model.media import placeholder_ids
+from rft_fn.model.forward import POSITIONS, rope_grows, rope_kinds, run, text_inputs
+from rft_fn.model.media_inputs import placeholder_ids
 from rft_fn.model.parts import Parts, inside_adapters
-from rft_fn.model.text import POSITIONS, rope_grows, rope_kinds, run, text_inputs
 from rft_fn.types import Packed
 
 __all__ = [
