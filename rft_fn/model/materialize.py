@@ -1,100 +1,261 @@
-"""Models without memory, whose weights each process reads for itself: its own shards."""
+"""Models without memory, whose weights each process reads for itself: its own shards.
+
+The tensors of files are converted to the model's by transformers' rules: a file may hold a tensor for each
+expert where the model has one for all of them, or names of an older time.
+"""
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from rft_fn.model.convert import converted
 from rft_fn.model.layers import is_finite
 from rft_fn.model.parts import path_of
-from rft_fn.model.pretrained import Stored, aliases, files, folder_of, kind_of, require_held, slices, stored
+from rft_fn.model.pretrained import incomplete, kind_of, require_held, unreadable
 from rft_fn.model.save import local, put
 
-__all__ = ["Mover", "Residence", "Where", "keep_part", "materialize", "on_meta"]
+__all__ = [
+    "Group", "Stored", "aliases", "converted", "files", "folder_of", "groups", "keep_part", "materialize",
+    "on_meta", "slices", "stored",
+]  # fmt: skip
 
 
-# ---------- where the weights of a bound model are, and their way between the device and the host
+# ---------- tensors of a model's files converted to the model's, one group at a time
 
 
-Where = Literal["device", "host"]
+class Group(NamedTuple):
+    """Tensors of the files, and the rule that converts them."""
+
+    name: str  # of the first tensor that they become
+    rule: Any  # transformers' WeightConverter; None for one tensor, perhaps by another name
+    sources: list[tuple[str, str]]  # (the rule's pattern that it matches, name in the files)
 
 
-class Mover(NamedTuple):
-    """The copies of a tensor between a device and the host."""
+def groups(module: Any, stored: Iterable[str]) -> tuple[list[Group], list[str]]:
+    """(groups of the names in a model's files, names unknown to the model).
 
-    to_host: Callable[[Tensor], Tensor]
-    to_device: Callable[[Tensor], Tensor]
-
-
-def mover_of(device: torch.device) -> Mover | None:
-    """The copies between `device` and the host; None for a CPU, whose memory is the host's."""
-    if device.type == "cpu":
-        return None
-    return Mover(partial(Tensor.to, device="cpu"), partial(Tensor.to, device=device))
-
-
-class Residence:
-    """Where the weights of one bound model are.
-
-    What moves is every parameter and buffer of the module, trained or not. The parameters stay the same
-    objects, so a tree of them stays valid: whoever reads one finds its values on either side.
+    `module` is as transformers makes it. It remembers the rules that applied: it is saved by them again.
     """
+    from transformers import conversion_mapping
+    from transformers import core_model_loading as loading
 
-    def __init__(self, root: nn.Module, module: nn.Module):
-        self.root = root  # the module behind the apply
-        self.module = module  # that was bound
-        self.name = _name(module)
-        self.on_host = False
-        self.mover: Mover | None = None  # chosen by the device of the weights when they first leave it
+    # A rule changes a name, or makes tensors out of several.
+    rules = conversion_mapping.get_model_conversion_mapping(module)
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    of_pattern: dict[str | None, Any] = {}
+    for rule in converters:
+        of_pattern |= dict.fromkeys(rule.source_patterns, rule)
 
-    def require_device(self, what: str) -> None:
-        """ValueError while the weights are on the host; `what` is the argument that brought them."""
-        if self.on_host:
-            raise ValueError(
-                f"{what}: expected the weights of {self.name} on the device, got them on the host; call "
-                'st.place(apply, "device") first'
-            )
-
-    def move(self, where: Where) -> None:
-        """Move the weights there; nothing happens where they are there already.
-
-        A move that fails on its way leaves a model that counts as on the host: moving it to the device again
-        completes it.
-        """
-        if where not in ("device", "host"):
-            raise ValueError(f"where: expected 'device' or 'host', got {where!r}")
-        if where == "host" and not self.on_host:
-            self.mover = self.mover or mover_of(next(self.root.parameters()).device)
-            self.on_host = True
-            if self.mover is not None:
-                self.apply(self.mover.to_host)
-                _return_memory()
-        if where == "device" and self.on_host:
-            if self.mover is not None:
-                self.apply(self.mover.to_device)
-            self.on_host = False
-
-    def apply(self, copy: Callable[[Tensor], Tensor]) -> None:
-        """Put `copy` of each parameter and buffer in its place."""
-        # as Module.to does it: FSDP2 then registers the shards that it finds in the new memory
-        self.root._apply(copy)
+    # Names that become one tensor are one group.
+    own: dict = module.state_dict()
+    found: dict[str, Group] = {}
+    unexpected: list[str] = []
+    for key in sorted(stored, key=loading.dot_natural_key):  # experts in the order of their numbers
+        name, pattern = loading.rename_source_key(key, renamings, converters, module.base_model_prefix, own)
+        if name not in own and key in own:  # a file that has the new name already
+            name = key
+            pattern = None
+        if name in own:
+            group = found.setdefault(name, Group(name, of_pattern.get(pattern), []))
+            group.sources.append((pattern or key, key))
+        else:
+            unexpected.append(name)
+    module._weight_conversions = [rule for rule in rules if rule.was_used()]
+    return list(found.values()), unexpected
 
 
-def _name(module: nn.Module) -> str:
-    """The class of a module, and the folder or name that it was loaded from."""
-    origin = getattr(getattr(module, "config", None), "name_or_path", "")
-    return f"{type(module).__name__} {origin}".strip()
+def converted(group: Group, read: Callable[[str], Any], skeleton: Any) -> dict[str, Any]:
+    """The tensors of the model that a group becomes, by name.
+
+    `read` gives the tensor of a name in the files, or a slice to read it by; a group without a rule passes it
+    on unread. `skeleton` is the model as transformers makes it, whose shapes some rules look at.
+    """
+    if group.rule is None:
+        return {group.name: read(group.sources[0][1])}
+    rule = copy.deepcopy(group.rule)
+    for pattern, key in group.sources:
+        rule.add_tensor(group.name, key, pattern, partial(_whole, read, key))
+    made = rule.convert(group.name, model=skeleton, config=skeleton.config)
+    out = {}
+    for name, x in made.items():
+        if isinstance(x, list):
+            x = x[0]
+        out[name] = x
+    return out
 
 
-def _return_memory() -> None:
-    """Give the memory that torch keeps for itself back to the device, for engines that take theirs there."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def _whole(read: Callable[[str], Any], key: str) -> Any:
+    return read(key)[...]
+
+
+# ---------- the files of a model, and the tensors in them
+
+
+class Stored(NamedTuple):
+    """The files of a model, and the groups of tensors that become the model's."""
+
+    where: dict[str, Path]  # the file of each tensor, by its name there
+    groups: dict[tuple[str, ...], Group]  # by the names of the tensors that each becomes
+    skeleton: Any  # the model on the meta device, as transformers makes it
+
+
+def folder_of(name: str) -> Path:
+    """The folder of a model; a hub name is fetched into its cache first."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+
+
+def files(folder: Path) -> list[Path]:
+    """The files with a model's weights.
+
+    Where some have transformers' names, these alone. ValueError for none.
+    """
+    named = sorted([*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors")])
+    found = named or sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ValueError(
+            f"model: expected *.safetensors in {folder}, got none, and several processes read no other "
+            "format; load it with transformers and save_pretrained it to a folder, which will have them"
+        )
+    return found
+
+
+def stored(skeleton: nn.Module, paths: list[Path]) -> Stored:
+    """The tensors that files hold for a model on the meta device.
+
+    `skeleton` is as transformers makes it. ValueError for a file that is cut off, and for tensors that are
+    missing, unexpected or of another shape.
+    """
+    shapes, where = _headers(paths)
+    found, unexpected = groups(skeleton, shapes)
+
+    # Make every tensor without memory, to see its name and shape.
+    made: dict[str, Tensor] = {}
+    by_names: dict[tuple[str, ...], Group] = {}
+    for group in found:
+        tensors = _shaped(group, shapes, skeleton, paths[0].parent)
+        made |= tensors
+        by_names[tuple(tensors)] = group
+
+    out = Stored(where, by_names, skeleton)
+    _check_names(out, made, unexpected)
+    _untie(out)
+    return out
+
+
+def _headers(paths: list[Path]) -> tuple[dict[str, Tensor], dict[str, Path]]:
+    """(a tensor without memory for each one in the files, the file of each)."""
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, Tensor] = {}
+    where: dict[str, Path] = {}
+    for path in paths:
+        try:
+            with safe_open(path, "pt") as f:
+                for key in f.keys():  # noqa: SIM118
+                    shapes[key] = torch.empty(f.get_slice(key).get_shape(), device="meta")
+                    where[key] = path
+        except SafetensorError as error:
+            raise unreadable(path.parent, error) from error
+    return shapes, where
+
+
+def _shaped(
+    group: Group, shapes: Mapping[str, Tensor], skeleton: nn.Module, folder: Path
+) -> dict[str, Tensor]:
+    """The tensors that a group becomes, without memory.
+
+    ValueError where its rule does not fit.
+    """
+    try:
+        return converted(group, shapes.__getitem__, skeleton)
+    except (ValueError, RuntimeError, AttributeError) as error:
+        what = f"{len(group.sources)} like {group.sources[0][1]}"
+        raise ValueError(
+            f"model: {folder}: expected tensors that {group.name} can be made of, got {what}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _check_names(out: Stored, made: Mapping[str, Tensor], unexpected: list[str]) -> None:
+    """ValueError for tensors that are missing, unexpected or of another shape."""
+    own = out.skeleton.state_dict(keep_vars=True)
+    shapes = []
+    for name, x in made.items():
+        if name in own and x.shape != own[name].shape:
+            shapes.append(f"{name} {list(x.shape)} instead of {list(own[name].shape)}")
+    missing = {names[0] for names in aliases(out.skeleton).values() if not made.keys() & set(names)}
+
+    # The model's own code explains some. A parameter has to be read all the same, for nobody else fills it.
+    told = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unexpected))
+    out.skeleton._adjust_missing_and_unexpected_keys(told)
+    parameters = {name for name in missing if isinstance(own[name], nn.Parameter)}
+    incomplete(_folder(out), told.missing_keys | parameters, told.unexpected_keys, shapes)
+
+
+def _untie(out: Stored) -> None:
+    """Separate tied tensors of the skeleton that differ in the files.
+
+    transformers does so too, whatever the config ties.
+    """
+    plain = {group.name: group for group in out.groups.values() if group.rule is None}
+    for names in aliases(out.skeleton).values():
+        held = [plain[name] for name in names if name in plain]
+        for other in held[1:]:
+            with slices(out, held[0], other) as read:
+                one = read(held[0].sources[0][1])[...]
+                two = read(other.sources[0][1])[...]
+                if not torch.equal(one, two):
+                    _separate(out.skeleton, other.name)
+
+
+def _separate(module: Any, name: str) -> None:
+    """Give a tied tensor its own parameter."""
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    p = owner.get_parameter(last)
+    setattr(owner, last, nn.Parameter(p.detach().clone(), p.requires_grad))
+    module.all_tied_weights_keys.pop(name, None)
+
+
+def _folder(out: Stored) -> Path:
+    return next(iter(out.where.values())).parent
+
+
+def aliases(skeleton: nn.Module) -> dict[str, list[str]]:
+    """All names of each tensor in a model's state, by the first of them."""
+    same: dict[int, list[str]] = {}
+    for name, x in skeleton.state_dict(keep_vars=True).items():
+        same.setdefault(id(x), []).append(name)
+    return {names[0]: names for names in same.values()}
+
+
+@contextmanager
+def slices(out: Stored, *some: Group) -> Iterator[Callable[[str], Any]]:
+    """A function from a tensor's name in the files to its slice.
+
+    Only the files of these groups are open, and only meanwhile: the part of a file that was read stays in
+    memory until it is closed.
+    """
+    from safetensors import safe_open
+
+    paths = {out.where[key] for group in some for _, key in group.sources}
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+        for path in paths:
+            opened[path] = stack.enter_context(safe_open(path, "pt"))
+        yield lambda key: opened[out.where[key]].get_slice(key)
 
 
 # ---------- models without memory, whose weights each process reads for itself: its own shards

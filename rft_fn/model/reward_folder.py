@@ -14,9 +14,9 @@ from rft_fn.model.headed import headless, save_headed, saved_heads
 from rft_fn.model.layers import freeze as frozen
 from rft_fn.model.load import base_folder, load, read_config
 from rft_fn.model.lora import BELOW, CONFIG, read_adapter_config, read_adapters, with_adapter
+from rft_fn.model.materialize import files, folder_of
 from rft_fn.model.model_names import resolve
 from rft_fn.model.parts import inside_adapters
-from rft_fn.model.pretrained import files, folder_of
 from rft_fn.model.reward import Head, RewardModel, named_heads
 
 __all__ = ["load_reward", "save_reward"]

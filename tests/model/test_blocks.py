@@ -151,4 +151,4 @@ def test_what_cannot_be_compiled_is_refused_before_training(monkeypatch):
             get_strategy(StrategyConfig(compile_blocks=True))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="expected triton, got none"):
-        rft.model.blocks.require_compiler(torch.device("cuda"))
+        rft.model.layers.require_compiler(torch.device("cuda"))

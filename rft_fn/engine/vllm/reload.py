@@ -18,8 +18,8 @@ from rft_fn.engine import requests
 from rft_fn.engine.dialect import stored_tensors
 from rft_fn.engine.vllm.surroundings import part
 from rft_fn.engine.weight_folder import Arrival, Manifest, manifest
+from rft_fn.model.materialize import folder_of
 from rft_fn.model.media_inputs import placeholder_ids
-from rft_fn.model.pretrained import folder_of
 from rft_fn.model.save import save
 
 __all__ = ["ModelFolder", "Short", "arriving", "replace"]
