@@ -303,9 +303,6 @@ def report(prefix: str = "") -> dict[str, int]:
     return found
 
 
-# ---------- a prompt with media, by which the memory of images, sounds and videos is estimated
-
-
 # ---------- the record in which each backend describes how it lays out a model
 
 

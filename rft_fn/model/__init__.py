@@ -6,7 +6,18 @@ in it.
 """
 
 from rft_fn.model.bind import Scorer, bind, score, wrap_for_training
-from rft_fn.model.headed import Critic, explained_variance, load_critic, save_critic, values
+from rft_fn.model.head_folders import load_critic, load_reward, save_critic, save_reward
+from rft_fn.model.heads import (
+    Critic,
+    Head,
+    RewardModel,
+    calibrated,
+    explained_variance,
+    final_scores,
+    standardized,
+    tempered,
+    values,
+)
 from rft_fn.model.layers import freeze
 from rft_fn.model.load import (
     ActorAL,
@@ -24,8 +35,6 @@ from rft_fn.model.model_names import cache_dir, resolve
 from rft_fn.model.parts import text_model
 from rft_fn.model.quantize import check as check_quantize
 from rft_fn.model.reader import split_over
-from rft_fn.model.reward import Head, RewardModel, calibrated, final_scores, standardized, tempered
-from rft_fn.model.reward_folder import load_reward, save_reward
 from rft_fn.model.save import assign, save
 
 __all__ = [

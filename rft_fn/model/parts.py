@@ -17,9 +17,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- the parts of a model of transformers: decoder, text model, towers, head
-
-
 # ---------- the inputs of a text model
 
 

@@ -20,9 +20,6 @@ from rft_fn.model.parts import inside_adapters
 __all__ = ["assign", "full", "local", "put", "quiet", "save"]
 
 
-# ---------- weights copied into a bound model: a new reference, an average, another model's parameters
-
-
 # ---------- whole tensors and local parts of tensors that may be sharded (DTensors)
 
 

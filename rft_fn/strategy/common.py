@@ -14,6 +14,7 @@ from rft_fn import model as model_lib
 from rft_fn.model import reader
 from rft_fn.model.bind import Residence, Scorer, Where, read_field, require_fields, to_params_device
 from rft_fn.model.forward import ALONE
+from rft_fn.model.layers import Residence, Where
 from rft_fn.model.lora import Export
 from rft_fn.model.materialize import Residence, Where
 from rft_fn.model.text import ALONE

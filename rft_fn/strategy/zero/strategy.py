@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from rft_fn import dist, memory, metric, precision, tree
 from rft_fn import model as model_lib
 from rft_fn.model import packing_probe
-from rft_fn.model.bind import Residence, Where, own_parameters, require_own
-from rft_fn.model.layers import require_finite
+from rft_fn.model.bind import own_parameters, require_own
+from rft_fn.model.layers import Residence, Where, require_finite
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Backend, Packer, all_true, watched

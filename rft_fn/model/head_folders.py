@@ -1,4 +1,4 @@
-"""Scalar reward models in folders: ours, and those of transformers' class for sequence classification."""
+"""Critics and scalar reward models in folders: ours, and transformers' class for sequence classification."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,16 +10,114 @@ from torch import Tensor, nn
 
 from rft_fn.model import classifier
 from rft_fn.model.classifier import HEADS
-from rft_fn.model.headed import headless, save_headed, saved_heads
+from rft_fn.model.heads import Critic, Head, Headed, RewardModel, named_heads
 from rft_fn.model.layers import freeze as frozen
-from rft_fn.model.load import base_folder, load, read_config
+from rft_fn.model.load import base_folder, load, read_config, usual_device, usual_dtype
 from rft_fn.model.lora import BELOW, CONFIG, read_adapter_config, read_adapters, with_adapter
-from rft_fn.model.materialize import files, folder_of
+from rft_fn.model.materialize import files, folder_of, on_meta
 from rft_fn.model.model_names import resolve
 from rft_fn.model.parts import inside_adapters
-from rft_fn.model.reward import Head, RewardModel, named_heads
+from rft_fn.model.pretrained import loaded
+from rft_fn.model.save import save
 
-__all__ = ["load_reward", "save_reward"]
+__all__ = ["load_critic", "load_reward", "save_critic", "save_reward"]
+
+
+# ---------- a decoder in a folder, with its heads in a file
+
+
+def saved_heads(folder: Any, file: str) -> dict[str, Tensor] | None:
+    """The tensors of a file beside a decoder; None for a module, and for a folder without the file."""
+    from safetensors.torch import load_file
+
+    if isinstance(folder, nn.Module) or not Path(folder, file).is_file():
+        return None
+    return load_file(Path(folder, file))
+
+
+def headless(
+    factory: Any,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None,
+    device: str | torch.device | None,
+    meta: bool,
+    **kwargs: Any,
+) -> nn.Module:
+    """The model that an auto class of transformers reads from a folder without a head over the vocabulary.
+
+    `model.load`, which would miss that head, takes the module as it is: with its weights, or with none yet.
+    """
+    device = usual_device(device)
+    dtype = dtype or usual_dtype(device)
+    if meta:
+        return on_meta(str(folder), dtype=dtype, device=device, factory=factory, **kwargs)
+    return loaded(factory, str(folder), dtype=dtype, **kwargs)
+
+
+@torch.no_grad()
+def save_headed(folder: str | Path, module: Headed, weights: Iterable[tuple[str, Tensor]]) -> Path:
+    """Write a module with `weights` substituted for its parameters, in its own format.
+
+    ValueError for a weight that it does not have.
+    """
+    new = dict(weights)
+    unknown = sorted(set(new) - set(module.state_dict()))
+    if unknown:
+        raise ValueError(
+            f"weights: expected names of the parameters of {type(module).__name__}, got {unknown[:3]}"
+        )
+    return save(folder, module, None, new.items())
+
+
+# ---------- critics
+
+
+def load_critic(
+    path_or_module: str | Path | nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    gradient_checkpointing: bool = False,
+    meta: bool = False,
+    freeze: Sequence[str] = (),
+    **kwargs: Any,
+) -> Critic:
+    """A `Critic` of whatever `model.load` takes, or of a folder that `save_critic` wrote.
+
+    Its head is zeros, or as it was saved. A module is taken over, not copied: an actor's own would be trained
+    by both. `freeze` names parts of the decoder that are not trained; the other arguments are those of
+    `model.load`. ValueError for a name or a module that is no
+    language model.
+    """
+    from transformers import AutoModel
+
+    # A folder with a trained head holds a decoder alone.
+    how: dict[str, Any] = {"dtype": dtype, "device": device}
+    trained = saved_heads(path_or_module, Critic.file)
+    if trained is None:
+        how |= {"meta": meta, **kwargs}
+    else:
+        path_or_module = headless(AutoModel, str(path_or_module), **how, meta=meta, **kwargs)
+
+    lm = load(path_or_module, gradient_checkpointing=gradient_checkpointing, quantize="none", **how)
+    critic = Critic(lm)
+    if trained is not None:
+        critic.head.load_state_dict(trained)
+    frozen(critic, freeze)
+    return critic
+
+
+def save_critic(folder: str | Path, critic: Critic, weights: Iterable[tuple[str, Tensor]] = ()) -> Path:
+    """Write `critic`, with `weights` substituted for its parameters, as a folder for `load_critic`.
+
+    `weights` are as `Strategy.export` gives them. ValueError for one that the critic does not have.
+    """
+    return save_headed(folder, critic, weights)
+
+
+# ---------- reward models
+
 
 _SCORE = "score.weight"  # the name of the heads' matrix, in transformers' classes and in ours
 

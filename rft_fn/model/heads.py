@@ -1,4 +1,4 @@
-"""Reward models: a model of transformers with heads that score, and their calibration."""
+"""Decoders under heads of other numbers than logits: critics, and reward models with their calibration."""
 
 import json
 import math
@@ -6,24 +6,150 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from rft_fn import check, scan, tree
-from rft_fn.model import classifier
+from rft_fn.model import attention, classifier
+from rft_fn.model.bind import to_params_device
 from rft_fn.model.bounds import SequenceBounds
-from rft_fn.model.headed import Headed, below, zeros
-from rft_fn.model.lora import merged
-from rft_fn.types import Packed, TokenOut
+from rft_fn.model.forward import POSITIONS, run
+from rft_fn.model.layers import disable_dropout
+from rft_fn.model.lora import home, merged, require_plain_adapters
+from rft_fn.model.materialize import keep_part
+from rft_fn.model.parts import find, text_config
+from rft_fn.model.reader import Reader
+from rft_fn.precision import wide
+from rft_fn.types import Apply, Packed, TokenOut
 
 __all__ = [
-    "POOLS", "Head", "RewardModel", "calibrated", "final_scores", "named_heads", "running_mean",
-    "softmax_share", "standardized", "tempered",
+    "POOLS", "Critic", "Head", "Headed", "RewardModel", "calibrated", "explained_variance", "final_scores",
+    "named_heads", "running_mean", "softmax_share", "standardized", "tempered", "values",
 ]  # fmt: skip
 
 
-# ---------- the heads of a scalar reward model, and what makes their scores comparable
+class Headed(Reader):
+    """The decoder of a language model, for a head of a subclass.
+
+    Of `lm` only the decoder stays (with its adapters, if it has some): the head over the vocabulary is
+    neither kept nor trained. Dropout is off for good. ValueError for a module whose decoder cannot be told
+    from its head.
+    """
+
+    file: str  # with the heads, in a folder with the decoder alone
+
+    def __init__(self, lm: nn.Module):
+        super().__init__()
+        # Without a decoder apart from the head there are no hidden states to put another head on.
+        require_plain_adapters(lm)
+        found = find(lm)
+        if not hasattr(found.model, "base_model"):
+            raise ValueError(f"lm: expected a causal language model of transformers, got {type(lm).__name__}")
+        if find(found.decoder).head is not None:
+            raise ValueError(
+                f"lm: expected a model whose decoder is apart from its head, got {type(lm).__name__}"
+            )
+
+        # The decoder is all that stays of the model.
+        self.decoder: Any = found.decoder
+        self.parts = replace(found, model=self.decoder, head=None)
+        keep_part(lm, self.decoder)
+        disable_dropout(self.decoder)
+        attention.turn_on(self.decoder)
+
+    def train(self, mode: bool = True) -> Self:
+        """Nothing: the outputs are a function of (params, pack), so dropout stays off."""
+        return self
+
+    def hidden(self, pack: Packed, bounds: SequenceBounds | None) -> Tensor:
+        """The hidden states [T, D] of a pack."""
+        way = self.way or POSITIONS
+        return run(self.decoder, pack, bounds, way=way, share=self.shared).last_hidden_state[0]
+
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
+        """Write these weights, whole and by their names, as a decoder with the heads beside it.
+
+        The decoder is written as transformers does it (its AutoModel reads it), adapters multiplied into what
+        they adapt.
+        """
+        from safetensors.torch import save_file
+
+        whole = merged(self, state_dict)
+        self.decoder.save_pretrained(folder, state_dict=below(whole, "decoder."))
+        heads = {name: x for name, x in whole.items() if not name.startswith("decoder.")}
+        save_file(
+            {name.removeprefix("head."): x.contiguous() for name, x in heads.items()},
+            Path(folder) / self.file,
+        )
+
+
+def zeros(decoder: nn.Module, size: int, *, bias: bool) -> nn.Linear:
+    """A head of `size` numbers, all 0, on the device of a decoder and in float32 at least."""
+    width = text_config(decoder).hidden_size
+    dtype = wide(next(decoder.parameters()).dtype)
+    head = nn.Linear(width, size, bias=bias, device="meta", dtype=dtype).to_empty(device=home(decoder))
+    for p in head.parameters():
+        nn.init.zeros_(p)
+    return head
+
+
+def below(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The weights below `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+
+
+# ---------- the critic: a decoder with a head of one number per token
+
+
+class Critic(Headed):
+    """V(state before `target[t]`) = head(hidden[t]) [T], label-aligned like log-probs, 0 outside mask.
+
+    `hidden[t]` is the hidden state of input t. The head is linear, in float32 at least, and starts at 0, so
+    V = 0 before the first update whatever the rewards' scale. ValueError for a module whose decoder cannot be
+    told from its head.
+    """
+
+    file = "value_head.safetensors"
+
+    def __init__(self, lm: nn.Module):
+        super().__init__(lm)
+        self.head = zeros(self.decoder, 1, bias=True)
+
+    def read(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
+        value = self.head(self.hidden(pack, bounds).to(self.head.weight.dtype))[:, 0]
+        return TokenOut(logp=torch.zeros_like(value), value=torch.where(pack.mask, value, 0))
+
+
+@torch.no_grad()
+def values(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
+    """The values [T] of each pack, without gradient: the baseline of an advantage.
+
+    `packing.unpack` makes them [B, S]. ValueError for the apply of a model that gives none.
+    """
+    out = []
+    for pack, moved in zip(packs, to_params_device(apply, params, packs)):
+        value = apply(params, moved).value
+        if value is None:
+            raise ValueError("apply: expected a critic's, got one whose outputs have no value")
+        out.append(value.to(pack.tokens.device))
+    return out
+
+
+def explained_variance(value: Tensor, ret: Tensor, mask: Tensor) -> float:
+    """1 - Var(ret - value) / Var(ret) over mask.
+
+    1 is a perfect critic, 0 one that knows only the mean (or a return that does not vary), below 0 one that
+    is worse than that.
+    """
+    check.shapes(value=(value, "..."), ret=(ret, "..."), mask=(mask, "..."))
+    rest = (ret - value)[mask].double().var(correction=0)
+    whole = ret[mask].double().var(correction=0)
+    return float(torch.where(whole > 0, 1 - rest / whole, 0))
+
+
+# ---------- the heads of a reward model, and what makes their scores comparable
 
 
 @dataclass(frozen=True)
