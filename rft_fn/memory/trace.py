@@ -123,7 +123,7 @@ def _root(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_size:
 
     # packs are taken as usual: without values nothing can be compared
     with Answers():
-        reader.assume(root)
+        reader.assume_packing(root)
     return root
 
 

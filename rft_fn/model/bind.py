@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from rft_fn.model.lora import require_plain_adapters
 from rft_fn.model.materialize import materialize
 from rft_fn.model.packing_probe import Found, Question
 from rft_fn.model.parts import find
-from rft_fn.model.reader import Reader, settle
+from rft_fn.model.reader import Reader, detect_packing
 from rft_fn.types import Apply, Packed, Sampling, TokenOut
 
 __all__ = [
@@ -33,11 +32,11 @@ __all__ = [
 class Scorer(Reader):
     """A causal language model that gives the log-probs of a pack's targets.
 
-    Where a pack has `words` [T, K], the output also has the log-probs of K more words per target.
-    The head runs inside this forward, so that a sharded model has its weight gathered there. The `fused` head
-    never holds logits [T, V]. Whole logits are for top_p and top_k (log-probs are of the cut distribution,
-    which was sampled from), and for models that scale or cap their logits, which a probe finds. With `aux`
-    the output has the balance of experts; ValueError for a model without any.
+    If a pack has `words` [T, K], the output also has the log-probs of K more words per target. The head
+    runs inside this forward, so that a sharded model has its weight gathered there. The `fused` head never
+    holds logits [T, V]. Whole logits are for top_p and top_k (log-probs are of the cut distribution, which
+    was sampled from), and for models that scale or cap their logits, which a probe finds. With `aux` the
+    output has the balance of experts; ValueError for a model without any.
     """
 
     def __init__(
@@ -59,9 +58,7 @@ class Scorer(Reader):
         self.entropy = entropy
         self.chunk_size = chunk_size
         self.fused = fused and not sampling.truncates and self.parts.has_linear_head
-        self.balance: router.Balance | None = None
-        if aux:
-            self.balance = router.Balance(self.parts.model)
+        self.balance = router.Balance(self.parts.model) if aux else None
         attention.turn_on(lm)
 
     def answer(self, asked: Question) -> Found:
@@ -77,24 +74,17 @@ class Scorer(Reader):
             return self._scored(pack, bounds)
         with self.balance.listen() as heard:
             out = self._scored(pack, bounds)
-        aux, share = self.balance(heard, pack, bounds)
-        aux = torch.where(pack.mask, aux, 0)
-        share = torch.where(pack.mask, share, 0)
+        aux, share = (torch.where(pack.mask, x, 0) for x in self.balance(heard, pack, bounds))
         return tree.replace(out, aux=aux, expert_share=share)
 
     def _scored(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
-        score = self._whole
-        if self.fused:
-            score = self._fused
-        out = score(pack, bounds)
+        out = self._fused(pack, bounds) if self.fused else self._whole(pack, bounds)
         return tree.replace(out, logp=torch.where(pack.mask, out.logp, 0))
 
     def _fused(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
-        way = self.way or POSITIONS
-        hidden = run(self.parts.decoder, pack, bounds, way=way, share=self.shared).last_hidden_state[0]
-        workspace: float | None = None
-        if self.chunk_size:
-            workspace = max(len(hidden), 1) * self.chunk_size * 4 / 2**20  # in float32
+        mode = self.mode or POSITIONS
+        hidden = run(self.parts.decoder, pack, bounds, mode=mode, share=self.shared).last_hidden_state[0]
+        floats = max(len(hidden), 1) * self.chunk_size
         return logprob.linear_logprob(
             hidden,
             self.parts.head.weight,
@@ -103,22 +93,21 @@ class Scorer(Reader):
             bias=self.parts.head.bias,
             entropy=self.entropy,
             words=pack.words,
-            workspace_mb=workspace,
+            workspace_mb=floats * 4 / 2**20 if floats else None,
         )
 
     def _whole(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
-        logits = run(self.lm, pack, bounds, way=self.way or POSITIONS).logits[0]
+        logits = run(self.lm, pack, bounds, mode=self.mode or POSITIONS).logits[0]
         z = logprob.process_logits(logits, self.sampling, keep=pack.target)
         # in place, without a copy: a where on the results alone leaves 0 * inf in the gradient
         z = z.masked_fill_(~pack.mask[:, None], 0)
 
-        entropy = None
+        entropy = words_logp = None
         if self.entropy:
             logp, entropy = logprob.log_probs_and_entropy(z, pack.target)
             entropy = torch.where(pack.mask, entropy, 0)
         else:
             logp = logprob.log_probs_from_logits(z, pack.target)
-        words_logp = None
         if pack.words is not None:
             words_logp = torch.where(pack.mask[:, None], z.log_softmax(-1).gather(-1, pack.words), 0)
         return TokenOut(logp=logp, entropy=entropy, words_logp=words_logp)
@@ -135,13 +124,13 @@ def wrap_for_training(
     fast_linear: bool = True,
     share_prefixes: bool = True,
 ) -> nn.Module:
-    """The module whose forward maps a Packed to a TokenOut.
+    """Return the module as one that maps a Packed to a TokenOut.
 
     A causal language model of transformers, with or without peft adapters, inside a `Scorer`, its dropout
-    off; any other module itself. With `fast_linear` its linear layers are those of `linear.set_fast`; with
-    `share_prefixes` tokens that begin alike in a pack are computed once, where `reader.settle` finds that it
-    changes nothing. ValueError for `aux` of a module without routers of experts, and for adapters that are
-    more than LoRA.
+    off; any other module itself. With `fast_linear` its linear layers are those of `quantize.set_fast`;
+    with `share_prefixes` tokens that begin alike in a pack are computed once, if `reader.detect_packing`
+    finds that this changes nothing. ValueError for `aux` of a module without routers of experts, and for
+    adapters that are more than LoRA.
     """
     quantize.set_fast(module, fast_linear)
     router.without_groups(module)
@@ -153,8 +142,9 @@ def wrap_for_training(
         return module
     require_plain_adapters(module)
     disable_dropout(module)
-    options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": fused, "chunk_size": chunk_size}
-    scorer = Scorer(module, sampling or Sampling(), **options)
+    scorer = Scorer(
+        module, sampling or Sampling(), entropy=entropy, aux=aux, fused=fused, chunk_size=chunk_size
+    )
     # the balance of experts counts every token of every sequence
     scorer.shared = share_prefixes and scorer.fused and not aux
     return scorer
@@ -167,15 +157,12 @@ FIELDS = tuple(f.name for f in fields(TokenOut))  # type: ignore[arg-type]
 
 
 def own_parameters(module: nn.Module) -> tree.Named:
-    """The trainable parameters of a module, by its own names."""
+    """Return the trainable parameters of a module, by its own names."""
     return tree.Named((name, p) for name, p in module.named_parameters() if p.requires_grad)
 
 
 def require_own(own: Mapping[str, Tensor], params: Mapping[str, Tensor], why: str) -> None:
-    """ValueError for `params` that are not a module's own parameters.
-
-    `why` ends the message, with a remedy.
-    """
+    """Raise ValueError, with a remedy `why`, for `params` that are not a module's own parameters."""
     if any(params[name] is not p for name, p in own.items()):
         raise ValueError(f"params: expected this module's own, got others: {why}")
 
@@ -200,11 +187,12 @@ class ModuleApply:
                     "apply of their own st.init, or model.assign(params, st.export(state)) here"
                 )
         if self.checkpointed:
-            why = (
+            require_own(
+                self.own,
+                params,
                 "with gradient checkpointing it takes no others; load it with gradient_checkpointing=False "
-                "to call it with others"
+                "to call it with others",
             )
-            require_own(self.own, params, why)
         return functional_call(self.root, {self.prefix + name: p for name, p in params.items()}, (pack,))
 
 
@@ -219,49 +207,56 @@ def bind(
     fast_linear: bool = True,
     share_prefixes: bool = True,
 ) -> tuple[Apply, tree.Named]:
-    """(apply, params) of a module: `apply(params, packed) -> TokenOut`, params the trainable ones.
+    """Return (apply, params) of a module: `apply(params, packed) -> TokenOut`, params the trainable ones.
 
     A causal language model of transformers (with or without peft adapters) is wrapped in a `Scorer`; any
     other module must itself map a Packed to a TokenOut. `params` have the module's own names. `apply` is
     torch.func.functional_call: it works with any parameters, under torch.func.grad and vmap. With gradient
     checkpointing it refuses all but the module's own, because the second forward would read those.
 
-    Log-probs are at `sampling`'s temperature, cut like its top_p / top_k, and 0 outside mask. `aux` asks for
-    how evenly experts are used, see `model.router`; ValueError for a model without any. `fused` runs the head
-    without logits [T, V], over `chunk_size` columns of the vocabulary at a time (0: chosen per device).
-    `fast_linear`: large linear layers of float32 are oneDNN's, on a CPU where MKL would be slow.
-    `share_prefixes`: tokens of a pack that begin alike, as the responses to one prompt do, are computed once.
+    Log-probs are at `sampling`'s temperature, cut like its top_p / top_k, and 0 outside mask. `aux` asks
+    for how evenly experts are used, see `model.router`; ValueError for a model without any. `fused` runs
+    the head without logits [T, V], over `chunk_size` columns of the vocabulary at a time (0: chosen per
+    device). `fast_linear`: large linear layers of float32 are oneDNN's, on a CPU where MKL would be slow.
+    `share_prefixes`: tokens of a pack that begin alike, as the responses to one prompt do, are computed
+    once.
     """
-    options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": fused, "chunk_size": chunk_size}
-    options |= {"fast_linear": fast_linear, "share_prefixes": share_prefixes}
-    root = wrap_for_training(materialize(module), sampling=sampling, **options)
-    settle(root)
+    root = wrap_for_training(
+        materialize(module),
+        sampling=sampling,
+        entropy=entropy,
+        aux=aux,
+        fused=fused,
+        chunk_size=chunk_size,
+        fast_linear=fast_linear,
+        share_prefixes=share_prefixes,
+    )
+    detect_packing(root)
     return applied(root, module)
 
 
 def applied(root: nn.Module, module: nn.Module) -> tuple[ModuleApply, tree.Named]:
-    """(apply, params) of a module and of the root that `wrap_for_training` made of it."""
-    prefix = "lm."
-    if root is module:
-        prefix = ""
+    """Return (apply, params) of a module and the root that `wrap_for_training` made of it."""
     first = next(module.parameters(), None)
-    device = None
-    if first is not None:
-        device = first.device
     own = own_parameters(module)
-    # a copy of `own`, for whoever gets it may change it
-    residence = Residence(root, module)
-    apply = ModuleApply(root, prefix, tree.Named(own), device, bool(checkpointed(module)), residence)
+    apply = ModuleApply(
+        root=root,
+        prefix="" if root is module else "lm.",
+        own=tree.Named(own),  # a copy: the caller may change the other one
+        device=None if first is None else first.device,
+        checkpointed=bool(checkpointed(module)),
+        residence=Residence(root, module),
+    )
     return apply, own
 
 
 @torch.no_grad()
 def score(apply: Apply, params: tree.Named, packs: Sequence[Packed], *, field: str = "logp") -> list[Tensor]:
-    """The log-probs [T] of each pack, without gradient: old and reference log-probs.
+    """Return the log-probs [T] of each pack, without gradient: old and reference log-probs.
 
     `field` names another output of the model: entropy, value, words_logp [T, K] ... `packing.unpack` makes
-    them [B, S]; `Strategy.score` does both, over all ranks, for several fields in one pass. ValueError for a
-    field that TokenOut or the model does not have.
+    them [B, S]; `Strategy.score` does both, over all ranks, for several fields in one pass. ValueError for
+    a field that TokenOut or the model does not have.
     """
     require_fields([field])
     out = []
@@ -271,14 +266,14 @@ def score(apply: Apply, params: tree.Named, packs: Sequence[Packed], *, field: s
 
 
 def require_fields(names: Sequence[str]) -> None:
-    """ValueError for a name that is no field of TokenOut."""
+    """Raise ValueError for a name that is no field of TokenOut."""
     for name in names:
         if name not in FIELDS:
             raise ValueError(f"field: expected one of {', '.join(FIELDS)}, got {name!r}")
 
 
 def read_field(out: TokenOut, name: str) -> Tensor:
-    """One output of a model. ValueError where it is absent, with what makes the model give it."""
+    """Return one output of a model. ValueError if it is absent, with what makes the model give it."""
     found = getattr(out, name)
     if found is None:
         raise ValueError(f"TokenOut.{name}: expected a value, got None; {REMEDY[name]}")
@@ -286,11 +281,9 @@ def read_field(out: TokenOut, name: str) -> Tensor:
 
 
 def to_params_device(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Packed]:
-    """The packs on the device of the parameters, or of a frozen model's `apply`."""
+    """Return the packs on the device of the parameters, or of a frozen model's `apply`."""
     first = next(iter(params.values()), None)
-    device = getattr(apply, "device", None)
-    if first is not None:
-        device = first.device
+    device = getattr(apply, "device", None) if first is None else first.device
     if device is None:
         return list(packs)
     return [tree.map(lambda x: x.to(device), pack) for pack in packs]

@@ -1,7 +1,4 @@
-"""A model of transformers, called with a pack.
-
-Each sequence is as if it were alone.
-"""
+"""Calls a model of transformers with a pack, as if each sequence were the only one."""
 
 from typing import Any
 
@@ -16,14 +13,14 @@ from rft_fn.model.parts import inside_adapters
 from rft_fn.types import Packed
 
 __all__ = [
-    "ALONE", "BOUNDARIES", "POSITIONS", "forget_lengths", "rope_grows", "rope_kinds", "rope_switch", "run",
-    "text_inputs",
+    "BOUNDARIES", "ONE_SEQUENCE", "POSITIONS", "forget_lengths", "rope_grows", "rope_kinds", "rope_switch",
+    "run", "text_inputs",
 ]  # fmt: skip
 
-# The ways in which a model takes a pack of several sequences.
+# The modes in which a model takes a pack of several sequences.
 POSITIONS = "positions"  # told apart by their positions, or by `SequenceBounds`
 BOUNDARIES = "boundaries"  # and by the keywords that recurrent layers and convolutions read
-ALONE = "alone"  # not at all: one sequence at a time
+ONE_SEQUENCE = "one_sequence"  # not at all: one sequence at a time
 
 
 def text_inputs(
@@ -31,17 +28,17 @@ def text_inputs(
     pack: Packed,
     bounds: SequenceBounds | None = None,
     *,
-    way: str = POSITIONS,
+    mode: str = POSITIONS,
     blind: bool = False,
     share: bool = False,
 ) -> dict[str, Any]:
-    """The keyword arguments with which a model of transformers takes a pack.
+    """Return the keyword arguments with which a model of transformers takes a pack.
 
-    They include the boundaries of its sequences (`bounds`, or those of the pack) where `attention.turn_on`
-    took effect, and with BOUNDARIES those that states read. A model that sees or hears also gets what
-    `media_inputs` finds; `blind` takes placeholders without their media. With `share` tokens that begin alike
-    are there once, where the model is a text model that tells sequences apart by their boundaries.
-    ValueError for media of a text model, and for shapes that disagree.
+    They include the boundaries of its sequences (`bounds`, or those of the pack) if `attention.turn_on`
+    took effect, and with BOUNDARIES the keywords that states read. A model that sees or hears also gets
+    `media_inputs`; `blind` takes placeholders without their media. With `share` tokens that begin alike
+    are there once, if the model is a text model that tells sequences apart by their boundaries. ValueError
+    for media of a text model, and for shapes that disagree.
     """
     # The towers look at a whole pack; `cut_before` leaves the text model this process's part of it.
     if bounds is not None and bounds.whole is not None:
@@ -56,11 +53,11 @@ def text_inputs(
     if pack.media is not None and not both:
         raise ValueError(f"media: expected None, {type(lm).__name__} is bound as a text model")
 
-    # The boundaries, so that each sequence attends to itself alone.
+    # The boundaries, so that each sequence attends only to itself.
     tokens = pack.tokens
     pos = pack.pos
     if bounds is None:
-        bounds = attention.bounds_of(lm, pack, share=share and way == POSITIONS and not both)
+        bounds = attention.bounds_of(lm, pack, share=share and mode == POSITIONS and not both)
     if bounds is not None and bounds.prefixes is not None:
         tokens = tokens[bounds.prefixes.kept]
         pos = pos[bounds.prefixes.kept]
@@ -70,24 +67,16 @@ def text_inputs(
     if pack.num_seqs == 1 or bounds is not None:
         # With a mask transformers does not look for sequences in the values of pos, which vmap does not have.
         inputs["attention_mask"] = torch.ones(1, tokens.shape[0], device=tokens.device)
-    if way == BOUNDARIES and pack.num_seqs > 1:
-        inputs |= _state_boundaries(pack)
+    if mode == BOUNDARIES and pack.num_seqs > 1:
+        # the sequences by the names that transformers' kernels for states read
+        sizes = torch.unique_consecutive(pack.seq, return_counts=True)[1].tolist()
+        states = SequenceBounds(sizes, pack.seq.device)
+        inputs |= {"cu_seq_lens_q": states.cu, "cu_seq_lens_k": states.cu}
+        inputs |= {"max_length_q": states.longest, "max_length_k": states.longest}
+        inputs["seq_idx"] = pack.seq[None].to(torch.int32)
     if both:
         inputs |= media_inputs(lm, pack, blind=blind)
     return inputs
-
-
-def _state_boundaries(pack: Packed) -> dict[str, Any]:
-    """The sequences of a pack by the names that transformers' kernels for states read."""
-    sizes = torch.unique_consecutive(pack.seq, return_counts=True)[1].tolist()
-    bounds = SequenceBounds(sizes, pack.seq.device)
-    return {
-        "cu_seq_lens_q": bounds.cu,
-        "cu_seq_lens_k": bounds.cu,
-        "max_length_q": bounds.longest,
-        "max_length_k": bounds.longest,
-        "seq_idx": pack.seq[None].to(torch.int32),
-    }
 
 
 def run(
@@ -95,18 +84,18 @@ def run(
     pack: Packed,
     bounds: SequenceBounds | None = None,
     *,
-    way: str = POSITIONS,
+    mode: str = POSITIONS,
     blind: bool = False,
     share: bool = False,
 ) -> Any:
-    """The output of a model, or of its decoder, for a pack.
+    """Return the output of a model, or of its decoder, for a pack.
 
-    A model that loses the boundaries on the way runs again, with a mask. `bounds` are given for a pack of
-    which `pack` is this process's part (sequence parallelism); ValueError for a model that loses these. With
+    A model that loses the boundaries on the way runs again, with a mask. `bounds` are given if `pack` is
+    this process's part of a pack (sequence parallelism); ValueError for a model that loses these. With
     `share` a decoder computes tokens that begin alike once; its hidden states are those of all tokens.
     ValueError for one with a layer that needs them all.
     """
-    inputs = text_inputs(module, pack, bounds, way=way, blind=blind, share=share)
+    inputs = text_inputs(module, pack, bounds, mode=mode, blind=blind, share=share)
     try:
         out = module(**inputs)
     except ValueError as error:
@@ -126,19 +115,19 @@ def run(
             out.last_hidden_state = take_rows(out.last_hidden_state[0], given.prefixes.of)[None]
         return out
 
-    # A mask over this process's tokens alone would be wrong.
+    # A mask over only this process's tokens would be wrong.
     if bounds is not None:
         why = attention.unfit_model(module) or "not all of its layers get the boundaries of sequences"
         raise ValueError(f"sp_size: expected 1 for {type(module).__name__}: {why}")
     attention.turn_off(module, "not all of its layers got the boundaries")
-    return module(**text_inputs(module, pack, way=way, blind=blind))
+    return module(**text_inputs(module, pack, mode=mode, blind=blind))
 
 
 # ---------------------------------------------------------------- rotary factors that depend on the length
 
 
 def rope_kinds(config: Any) -> list[dict[str, Any]]:
-    """The rotary parameters of a text model's config; several where types of layers have their own."""
+    """Return the rotary parameters of a text model's config; several if types of layers have their own."""
     found = getattr(config.get_text_config(), "rope_parameters", None)
     if not isinstance(found, dict):
         return []
@@ -146,7 +135,7 @@ def rope_kinds(config: Any) -> list[dict[str, Any]]:
 
 
 def rope_switch(config: Any) -> int | None:
-    """The number of tokens behind which a sequence has other rotary factors at all of its positions.
+    """Return the number of tokens after which all positions of a sequence get other rotary factors.
 
     None for a model without such factors (LongRoPE has them).
     """
@@ -155,12 +144,12 @@ def rope_switch(config: Any) -> int | None:
 
 
 def rope_grows(config: Any) -> bool:
-    """Whether rotary factors change with every token behind max_position_embeddings (dynamic NTK)."""
+    """Return whether rotary factors change with every token after max_position_embeddings (dynamic NTK)."""
     return any("dynamic" in str(kind["rope_type"]) for kind in rope_kinds(config))
 
 
 def forget_lengths(lm: nn.Module) -> None:
-    """Have rotary factors that grow with the longest sequence so far depend on the call alone."""
+    """Make rotary factors that grow with the longest sequence so far depend on the call only."""
     for m in lm.modules():
         grows = hasattr(m, "original_max_seq_len") and "dynamic" in str(getattr(m, "rope_type", None))
         if grows and _forget not in m._forward_pre_hooks.values():

@@ -65,8 +65,8 @@ class Headed(Reader):
 
     def hidden(self, pack: Packed, bounds: SequenceBounds | None) -> Tensor:
         """The hidden states [T, D] of a pack."""
-        way = self.way or POSITIONS
-        return run(self.decoder, pack, bounds, way=way, share=self.shared).last_hidden_state[0]
+        mode = self.mode or POSITIONS
+        return run(self.decoder, pack, bounds, mode=mode, share=self.shared).last_hidden_state[0]
 
     def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
         """Write these weights, whole and by their names, as a decoder with the heads beside it.

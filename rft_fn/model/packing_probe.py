@@ -1,10 +1,8 @@
-"""Questions to a model, asked with a few random tokens.
+"""Numerical probes of a model's packing behaviour, with a few random tokens.
 
-Does a sequence of a pack depend on those before it? Does it matter whether tokens that begin alike are
-computed once? Are the logits head(hidden) and nothing more? `reader` asks when a model is bound, and decides
-by the answers how packs run and whether the head can be fused, so no list of families is kept.
+They show how packs run and whether the head can be fused, so no list of families is kept.
 
-Layers may change behind some number of tokens (a window, a chunk, other rotary factors). A config names these
+Layers may change after some number of tokens (a window, a chunk, other rotary factors). A config names these
 numbers, and they are mostly larger than a question: `lowered` makes them small while one is asked.
 """
 
@@ -27,13 +25,13 @@ __all__ = [
     "same_value", "thresholds", "usual_tokens",
 ]  # fmt: skip
 
-# Sizes of the sequences of a question, in tokens: each of BEHIND stands right after one of FRONT.
+# Sizes of the sequences of a question, in tokens: each one of BEHIND follows one of FRONT.
 FRONT = (6, 5, 4)  # sequences whose tokens change
 BEHIND = (5, 4, 6)  # sequences whose hidden states must not
 NEAR = 5  # thresholds of length that some of them cross, and the first of BEHIND does not
 
-# what configs and layers call the number of tokens behind which they change
-_THRESHOLD = re.compile(
+# what configs and layers call the number of tokens after which they change
+_THRESHOLD = (
     "window(_size|_len)?$|attention_chunk_size$|floor(_scale)?$|local_attention$|index_topk$"
     "|index_block_size$|original_max_position_embeddings$"
 )
@@ -41,48 +39,42 @@ _THRESHOLD = re.compile(
 
 @dataclass(frozen=True)
 class Question:
-    """Packs of random tokens for the forward of a `Reader`.
-
-    It measures them instead of scoring them.
-    """
+    """Packs of random tokens for the forward of a `Reader`, which measures them instead of scoring them."""
 
     pack: Packed  # sequences of FRONT and BEHIND in turn
     other: Packed  # the same sequences of BEHIND, other tokens in those of FRONT
     alone: Packed  # the first sequence of BEHIND
     twins: Packed  # sequences that begin alike
-    way: str
+    mode: str
     blind: bool = False  # whether placeholders are among the tokens, without their media
     near: bool = False  # whether the sequences lie on both sides of every threshold of length
 
 
 @dataclass(frozen=True)
 class Found:
-    """The answer to a `Question`, in float32 numbers [].
+    """The answer to a `Question`, in float32 numbers []: tensors, because DeepSpeed looks into outputs."""
 
-    They are tensors, because DeepSpeed looks into outputs.
-    """
-
-    leak: Tensor  # largest change of a hidden state behind other sequences, relative to it
-    shift: Tensor  # mean difference of the hidden states in a pack and alone, relative to them
+    leak: Tensor  # largest change of a hidden state after other sequences, relative to it
+    shift: Tensor  # mean difference of the hidden states in a pack and by themselves, relative to them
     most_leak: Tensor  # the largest leak that is rounding
     most_shift: Tensor
     twins: Tensor  # largest difference of a hidden state that is computed once for several tokens, relative
     plain: Tensor  # 1 where logits are head(hidden), else 0
 
     def fits(self) -> bool:
-        """Whether sequences score the same in a pack and alone."""
+        """Return whether sequences score the same in a pack and by themselves."""
         return bool(self.leak <= self.most_leak) and bool(self.shift <= self.most_shift)
 
     def shares(self) -> bool:
-        """Whether tokens that begin alike may be computed once."""
+        """Return whether tokens that begin alike may be computed once."""
         return bool(self.twins <= self.most_shift)
 
 
-# ------------------------------------------------------------------------------------------------ asking
+# ---------- questions
 
 
 def usual_tokens(config: Any) -> Tensor:
-    """The ids of a model's vocabulary without a special meaning."""
+    """Return the ids of a model's vocabulary without a special meaning."""
     text = config.get_text_config()
     special = set(placeholder_ids(config))
     for name, value in [*vars(config).items(), *vars(text).items()]:
@@ -93,11 +85,11 @@ def usual_tokens(config: Any) -> Tensor:
 
 
 def question(
-    config: Any, device: torch.device, way: str, *, place: int | None = None, near: bool = False
+    config: Any, device: torch.device, mode: str, *, place: int | None = None, near: bool = False
 ) -> Question:
-    """A question to a model with this config.
+    """Return a question to a model with this config.
 
-    The tokens are the same on every process. A placeholder `place` stands at both ends of each sequence: the
+    The tokens are the same on every process. A placeholder `place` is at both ends of each sequence: the
     media are not there, but the model treats their places as it would (masks, types of tokens, axes). With
     `near` the thresholds of length that the config names are among the tokens.
     """
@@ -126,20 +118,19 @@ def question(
     prompt, *responses = torch.cat([*behind, *first]).split([9, 5, 7, 9])
     rows = [torch.cat([prompt, x]) for x in responses]
     twins = _pack(torch.cat(rows).to(device), [len(x) for x in rows])
-    return Question(packed(first), packed(second), alone, twins, way, place is not None, near)
+    return Question(packed(first), packed(second), alone, twins, mode, place is not None, near)
 
 
 def thresholds(lm: nn.Module) -> dict[str, int]:
-    """The numbers of tokens behind which layers of a model change, by their names in its config or layers."""
+    """Return {name in config or layers: number of tokens} after which layers of a model change."""
     return {name: value for _, name, value in _thresholds(lm)}
 
 
 def _thresholds(lm: nn.Module) -> list[tuple[dict[str, Any], str, int]]:
-    """(what holds it, its name, its value) of each threshold of length."""
+    """Return (what holds it, its name, its value) of each threshold of length."""
     config = inside_adapters(lm).config.get_text_config()
-    names = _THRESHOLD
-    if rope_grows(config):
-        names = re.compile(f"{names.pattern}|max_position_embeddings$|max_seq_len$")
+    growing = "|max_position_embeddings$|max_seq_len$" if rope_grows(config) else ""
+    names = re.compile(_THRESHOLD + growing)
     holders: dict[int, dict[str, Any]] = {id(kind): kind for kind in rope_kinds(config)}
     for x in [config, *lm.modules()]:
         for held in (x, getattr(x, "config", None)):
@@ -155,7 +146,7 @@ def _thresholds(lm: nn.Module) -> list[tuple[dict[str, Any], str, int]]:
 
 @contextmanager
 def lowered(lm: nn.Module, to: int = NEAR) -> Iterator[bool]:
-    """Have a model's thresholds of length at `to` tokens; gives whether some were above that."""
+    """Lower a model's thresholds of length to `to` tokens; yield whether some were above that."""
     before = [found for found in _thresholds(lm) if found[2] > to]
     try:
         for held, name, _ in before:
@@ -182,19 +173,18 @@ def _pack(tokens: Tensor, sizes: list[int]) -> Packed:
     )
 
 
-# --------------------------------------------------------------------------------------------- answering
+# ---------- answers
 
 
 @torch.no_grad()
 def measure(root: nn.Module, parts: Parts, asked: Question, *, head: bool, share: bool = False) -> Found:
-    """The answer to a question.
+    """Answer a question.
 
     With `head` also whether the head is plain, and with `share` whether tokens that begin alike may be
-    computed once.
-
-    `root` holds the model. It is called inside the forward of `root`, where a sharded model has its weights.
+    computed once. `root` holds the model. It is called inside the forward of `root`, where a sharded model
+    has its weights.
     """
-    # A sequence alone is what it should be; two packs differ only in the tokens of FRONT.
+    # A sequence by itself is what it should be; two packs differ only in the tokens of FRONT.
     with ExitStack() as stack:
         stack.enter_context(_untouched(root))
         if asked.near:
@@ -206,14 +196,14 @@ def measure(root: nn.Module, parts: Parts, asked: Question, *, head: bool, share
         else:
             alone = _hidden(parts.decoder, asked.alone, POSITIONS, asked.blind)
         try:
-            pack = _behind(_hidden(parts.decoder, asked.pack, asked.way, asked.blind))
-            other = _behind(_hidden(parts.decoder, asked.other, asked.way, asked.blind))
+            pack = _behind(_hidden(parts.decoder, asked.pack, asked.mode, asked.blind))
+            other = _behind(_hidden(parts.decoder, asked.other, asked.mode, asked.blind))
         except (TypeError, ValueError, RuntimeError, AssertionError):
             # It takes no packs, or not the keywords: as far off as can be.
             pack = [torch.zeros_like(alone)]
             other = [torch.full_like(alone, torch.inf)]
         twins = alone.new_zeros(1)
-        if share and asked.way == POSITIONS and not asked.blind:
+        if share and asked.mode == POSITIONS and not asked.blind:
             twins = _of_twins(parts.decoder, asked)
             if head and not plain:  # its logits are computed whole, for all tokens
                 twins = torch.full_like(twins, torch.inf)
@@ -235,45 +225,40 @@ def measure(root: nn.Module, parts: Parts, asked: Question, *, head: bool, share
     )
 
 
-def _hidden(decoder: nn.Module, pack: Packed, way: str, blind: bool, *, share: bool = False) -> Tensor:
-    """The hidden states [T, D] of a pack.
-
-    Of a model without a decoder, its logits.
-    """
-    out = run(decoder, pack, way=way, blind=blind, share=share)
+def _hidden(decoder: nn.Module, pack: Packed, mode: str, blind: bool, *, share: bool = False) -> Tensor:
+    """Return the hidden states [T, D] of a pack; the logits of a model without a decoder."""
+    out = run(decoder, pack, mode=mode, blind=blind, share=share)
     hidden = getattr(out, "last_hidden_state", None)
-    if hidden is None:
-        return out.logits[0]
-    return hidden[0]
+    return out.logits[0] if hidden is None else hidden[0]
 
 
 def _of_twins(decoder: nn.Module, asked: Question) -> Tensor:
-    """Differences [T] of hidden states if tokens that begin alike are computed once, relative to them."""
+    """Return relative differences [T] of hidden states if tokens that begin alike are computed once."""
     try:
-        each = _hidden(decoder, asked.twins, asked.way, asked.blind)
-        shared = _hidden(decoder, asked.twins, asked.way, asked.blind, share=True)
+        each = _hidden(decoder, asked.twins, asked.mode, asked.blind)
+        shared = _hidden(decoder, asked.twins, asked.mode, asked.blind, share=True)
     except (TypeError, ValueError, RuntimeError, AssertionError):  # it takes no packs, or needs all tokens
         return torch.full((1,), torch.inf, device=asked.twins.tokens.device)
     return _relative(shared, each)
 
 
 def _behind(x: Tensor) -> Sequence[Tensor]:
-    """The rows of the sequences of BEHIND, for a pack of both."""
+    """Return the rows of the sequences of BEHIND, for a pack of both."""
     sizes = [n for pair in zip(FRONT, BEHIND) for n in pair]
     return x.split(sizes)[1::2]
 
 
 def _relative(a: Tensor, b: Tensor) -> Tensor:
-    """|a - b| / |b| of each token [T]."""
+    """Return |a - b| / |b| of each token [T]."""
     return (a - b).float().norm(dim=-1) / b.float().norm(dim=-1).clamp(min=1e-30)
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """(the largest leak, the largest shift) that rounding makes.
+    """Return (the largest leak, the largest shift) that rounding makes.
 
-    The leak compares two packs of the same shape, whose rows are equal to the bit but where a layer sorts
-    tokens by their values (experts). The shift compares two shapes: products of other sizes add up in another
-    order, on a GPU with 10 bits where TF32 is allowed.
+    The leak compares two packs of the same shape, whose rows are equal to the bit unless a layer sorts
+    tokens by their values (experts). The shift compares two shapes: products of other sizes add up in
+    another order, on a GPU with 10 bits if TF32 is allowed.
     """
     if dtype in (torch.float16, torch.bfloat16):
         eps = torch.finfo(dtype).eps
@@ -308,31 +293,27 @@ def _untouched(root: nn.Module) -> Iterator[None]:
                     x.copy_(value)
 
 
-# ---------------------------------------------------------------------------------------------- the head
+# ---------- the head
 
 Seen = tuple[Tensor, int]  # a tensor, and how often it had been written to when it was seen
 
 
 def same_value(a: Tensor, b: Tensor, version: int) -> bool:
-    """Whether a and b, in the type of a, are equal to the bit.
-
-    NaN equals itself.
-    """
+    """Return whether a and b, in the type of a, are equal to the bit; NaN equals itself."""
     if a.shape != b.shape:
         return False
-    equal = (a == b.to(a.dtype)) | (a.isnan() & b.isnan())
-    return bool(equal.all())
+    return bool(((a == b.to(a.dtype)) | (a.isnan() & b.isnan())).all())
 
 
 def same_tensor(a: Tensor, b: Tensor, version: int) -> bool:
-    """Whether a is b or a view of it, unwritten since `version` of b."""
+    """Return whether a is b or a view of it, unwritten since `version` of b."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and b._version == version
 
 
 def plain_head(
     parts: Parts, inputs: dict[str, Any], equal: Callable[[Tensor, Tensor, int], bool]
 ) -> tuple[Tensor, bool]:
-    """(hidden states [T, D], whether logits are the head's output of them).
+    """Return (hidden states [T, D], whether logits are the head's output of them).
 
     `inputs` are those of one sequence. `equal` is `same_value`, or `same_tensor` on the meta device, where
     there are no values.
@@ -342,8 +323,7 @@ def plain_head(
     left: list[Seen] = []
 
     def seen(x: Tensor) -> Seen:
-        if equal is same_value:  # later writes must not change it
-            x = x.clone()
+        x = x.clone() if equal is same_value else x  # later writes must not change it
         return x, x._version
 
     def after_decoder(_: Any, __: Any, out: Any) -> None:

@@ -1,4 +1,4 @@
-"""Models whose forward maps a Packed to a TokenOut, and how packs run."""
+"""Models that map a Packed to a TokenOut, and how packs run in them."""
 
 import copy
 import inspect
@@ -13,59 +13,60 @@ from torch import Tensor, nn
 from rft_fn import tree
 from rft_fn.model import attention, packed_attention, packing_probe
 from rft_fn.model.bounds import SequenceAxis, SequenceBounds
-from rft_fn.model.forward import ALONE, BOUNDARIES, POSITIONS, forget_lengths, rope_grows, rope_switch
+from rft_fn.model.forward import BOUNDARIES, ONE_SEQUENCE, POSITIONS, forget_lengths, rope_grows, rope_switch
 from rft_fn.model.media_inputs import placeholders, sees_or_hears
 from rft_fn.model.packing_probe import Found, Question
 from rft_fn.model.parts import Parts, cut_before, find, inside_adapters, text_config
 from rft_fn.types import Packed, TokenOut
 
-__all__ = ["Reader", "assume", "settle", "split_over"]
+__all__ = ["Reader", "assume_packing", "detect_packing", "split_over"]
 
 
 class Reader(nn.Module, ABC):
     """A text model inside a forward that maps a Packed to a TokenOut.
 
-    Subclasses set `parts`, and have `read` for a pack as their model takes it, and `finish` for outputs that
-    depend on whole sequences. `way` is how a pack of several sequences runs, None until `settle` has asked. A
-    model that mixes the sequences of a pack gets them one after the other where they belong together
-    (`pack.unit`), for then every process has equally many; ValueError for any other pack of several.
+    Subclasses set `parts`, implement `read` for a pack as their model takes it, and `finish` for outputs
+    that depend on whole sequences. `mode` is how a pack of several sequences runs, None until
+    `detect_packing` ran. A model that mixes the sequences of a pack gets them one after the other if they
+    belong together (`pack.unit`), because then every process has equally many; ValueError for any other
+    pack of several.
 
-    Behind `switch` tokens some models have other rotary factors for the whole of a sequence (LongRoPE). A row
-    that was sampled (its `old_logp` is not 0) crossed that on the way: its tokens before the switch are
-    scored as they were drawn, by the factors of short sequences, and those behind it by the others. A row
-    that was not sampled is scored as transformers reads it, by the factors of its whole length. So are all
-    rows of a model whose factors grow with the length, which is sampled only up to where they do.
+    After `switch` tokens some models use other rotary factors for the whole sequence (LongRoPE). A row
+    that was sampled (its `old_logp` is not 0) crossed the switch on the way: its tokens before it are
+    scored as they were drawn, by the factors of short sequences, and those after it by the others. Rows
+    that were not sampled are scored as transformers reads them, by the factors of their whole length. So
+    are all rows of a model whose factors grow with the length, which is sampled only up to where they do.
     """
 
     parts: Parts
-    way: str | None = None
+    mode: str | None = None
     fused: bool = False  # whether the head runs without logits
     shared: bool = False  # whether tokens of a pack that begin alike are computed once
-    switch: int | None = None  # tokens behind which a sequence has other rotary factors
+    switch: int | None = None  # tokens after which a sequence has other rotary factors
     grows: bool = False  # whether the rotary factors of a long sequence depend on its very length
 
     @abstractmethod
     def read(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
-        """Values [T] of a pack, 0 outside mask.
+        """Return values [T] of a pack, 0 outside mask.
 
-        `bounds` are given where the pack is this process's part of one that several share.
+        `bounds` are given if the pack is this process's part of one that several share.
         """
         ...
 
     def finish(self, out: TokenOut, pack: Packed) -> TokenOut:
-        """The outputs of a pack, given what `read` found for each of its tokens."""
+        """Return the outputs of a pack, given what `read` returned for its tokens."""
         return out
 
     def forward(self, pack: Packed | Question) -> TokenOut | Found:
         if isinstance(pack, Question):
             return self.answer(pack)
-        if self.way is None:
-            settle(self, call=self.answer)
+        if self.mode is None:
+            detect_packing(self, call=self.answer)
         return self.finish(self._read_whole(pack), pack)
 
     def _read_whole(self, pack: Packed) -> TokenOut:
         by_length = self.grows or self.switch is not None
-        if self.way == ALONE and (pack.num_seqs > 1 or by_length):
+        if self.mode == ONE_SEQUENCE and (pack.num_seqs > 1 or by_length):
             return self._in_turn(pack)
         axis = self.parts.sequence
         if axis is None:
@@ -74,16 +75,19 @@ class Reader(nn.Module, ABC):
         return axis.join(self.read(part, bounds), pack.tokens.shape[0])
 
     def answer(self, asked: Question) -> Found:
-        """The measurement of this model that a question asks for."""
+        """Measure what a question asks for."""
         return packing_probe.measure(self, self.parts, asked, head=self.fused, share=self.shared)
 
     def _in_turn(self, pack: Packed) -> TokenOut:
-        """Each sequence of a unit by itself; an empty one as one token.
+        """Run each sequence of a unit by itself; an empty one as one token.
 
         Every unit is then equally many forwards on every process.
         """
         name = type(self.parts.decoder).__name__
-        together = _together(pack)
+        if isinstance(pack.unit, int):
+            together = pack.unit
+        else:  # all of a pack of one list and placeholders
+            together = pack.num_seqs if len(pack.rows) <= pack.unit[0] else pack.unit[0]
         borrowed = pack.num_seqs - together
         if borrowed and pack.media is None:
             raise ValueError(
@@ -95,14 +99,12 @@ class Reader(nn.Module, ABC):
         size = torch.bincount(pack.seq.cpu(), minlength=pack.num_seqs)
         ends = size.cumsum(0).tolist()
         if borrowed:
-            # Behind the last sequence, which a causal model scores as if nothing stood there.
+            # After the last sequence, which a causal model scores as if nothing followed.
             _check_borrowed(name, pack, size.tolist(), together)
             ends[together - 1 :] = ends[-1:]
         outs = []
         for k, (start, end) in enumerate(zip([0, *ends], ends)):
-            owner = k
-            if borrowed and k == together - 1:
-                owner = pack.num_seqs - 1
+            owner = pack.num_seqs - 1 if borrowed and k == together - 1 else k
             # an empty one at the end of the pack repeats its last token
             start = min(start, pack.tokens.shape[0] - 1)
             outs.append(self._sequence(_alone(pack, owner, start, max(end, start + 1))))
@@ -113,9 +115,9 @@ class Reader(nn.Module, ABC):
         return tree.map(lambda x: x[real], whole)
 
     def _sequence(self, pack: Packed) -> TokenOut:
-        """The outputs of a pack of one sequence.
+        """Return the outputs of a pack of one sequence.
 
-        What was sampled before the switch is read without what stands behind it.
+        What was sampled before the switch is read without what comes after it.
         """
         size = len(pack.tokens)
         if self.grows:
@@ -123,9 +125,7 @@ class Reader(nn.Module, ABC):
         if self.switch is None:
             return self.read(pack, None)
         sampled = bool((pack.old_logp[: self.switch] != 0).any())
-        early = 0
-        if sampled and size > self.switch:
-            early = self.switch
+        early = self.switch if sampled and size > self.switch else 0
         # also where nothing is early: so every process has equally many forwards
         first = _alone(pack, 0, 0, max(early, 1))
         if not early:
@@ -137,7 +137,7 @@ class Reader(nn.Module, ABC):
 
 
 def _with_last(pack: Packed) -> Packed:
-    """A pack of one sequence with its last target as one more token, which is masked."""
+    """Append the last target of a pack of one sequence as one more token, which is masked."""
     plain = tree.replace(pack, media=None)
     longer: Packed = tree.map(lambda x: torch.cat([x, x.new_zeros(1, *x.shape[1:])]), plain)
     tokens = torch.cat([pack.tokens, pack.target[-1:]])
@@ -145,17 +145,8 @@ def _with_last(pack: Packed) -> Packed:
     return tree.replace(longer, tokens=tokens, pos=pos, media=pack.media)
 
 
-def _together(pack: Packed) -> int:
-    """The sequences that belong together; all of a pack of one list and placeholders."""
-    if isinstance(pack.unit, int):
-        return pack.unit
-    if len(pack.rows) <= pack.unit[0]:
-        return pack.num_seqs
-    return pack.unit[0]
-
-
 def _check_borrowed(name: str, pack: Packed, size: list[int], together: int) -> None:
-    """ValueError for a borrowed row that cannot stand behind the last sequence of its pack."""
+    """Raise ValueError for a borrowed row that cannot follow the last sequence of its pack."""
     assert pack.media is not None
     last = together - 1
     if len(pack.rows) > together or pack.num_seqs != together + 1:
@@ -171,18 +162,16 @@ def _check_borrowed(name: str, pack: Packed, size: list[int], together: int) -> 
 
 
 def _alone(pack: Packed, k: int, start: int, end: int) -> Packed:
-    """Tokens of a pack as one sequence, with the media of sequence k."""
+    """Return tokens of a pack as one sequence, with the media of sequence k."""
     part: Packed = tree.map(lambda x: x[start:end], tree.replace(pack, media=None))
-    media = pack.media
-    if media is not None:
-        media = media.take([k])
+    media = None if pack.media is None else pack.media.take([k])
     pos = torch.arange(end - start, device=part.pos.device)
     seq = torch.zeros_like(part.seq)
     return tree.replace(part, pos=pos, seq=seq, media=media, num_seqs=1, rows=(), unit=1)
 
 
 def split_over(root: nn.Module, sequence: SequenceAxis) -> None:
-    """Have a bound model share the tokens of each pack over a sequence axis.
+    """Share the tokens of each pack of a bound model over a sequence axis.
 
     ValueError for a module with its own forward, and for one whose attention takes no boundaries.
     """
@@ -199,18 +188,18 @@ def split_over(root: nn.Module, sequence: SequenceAxis) -> None:
         cut_before(root.parts.text)
 
 
-def settle(
+def detect_packing(
     root: nn.Module,
     *,
     call: Callable[[Question], Found] | None = None,
     agree: Callable[[bool], bool] | None = None,
 ) -> None:
-    """Ask the model of a `Reader` how it takes packs.
+    """Ask the model of a `Reader` how it takes packs, and set its `mode`, `fused` and `shared`.
 
-    The model must have its weights; a module that is no `Reader` is skipped. Takes five short forwards, three
-    more for a model that mixes sequences, and for one whose layers change behind some length. `call` is the
-    module as it is run (under ZeRO by its engine), `agree(x)` whether x is true on every process. ValueError
-    for a model that mixes sequences and was to share its tokens with other processes.
+    The model must have its weights; a module that is no `Reader` is skipped. Takes five short forwards,
+    three more for a model that mixes sequences, and for one whose layers change after some length. `call`
+    is the module as it is run (under ZeRO by its engine), `agree(x)` whether x is true on every process.
+    ValueError for a model that mixes sequences and was to share its tokens with other processes.
     """
     if not isinstance(root, Reader):
         return
@@ -220,40 +209,39 @@ def settle(
     root.grows = rope_grows(config)
     # Without weights there is nothing to ask.
     if any(p.is_meta for p in root.parameters()):
-        assume(root)
+        assume_packing(root)
         return
 
-    if sees_or_hears(root.parts.decoder) or root.parts.sequence is not None:
-        root.shared = False
-    if attention.needs_all_tokens(root.parts.model):
+    whole = sees_or_hears(root.parts.decoder) or root.parts.sequence is not None
+    if whole or attention.needs_all_tokens(root.parts.model):
         root.shared = False
     with warnings.catch_warnings(record=True) as heard:
-        root.way = _way(root, call or root, agree or bool)
-    root.shared = root.shared and root.way == POSITIONS
+        root.mode = _mode(root, call or root, agree or bool)
+    root.shared = root.shared and root.mode == POSITIONS
 
     # Warnings are about packs, so they matter only to a model that gets some.
     name = type(root.parts.decoder).__name__
-    if root.way == ALONE:
+    if root.mode == ONE_SEQUENCE:
         packed_attention.warn_once(f"packs: {name} mixes the sequences of a pack, it gets one at a time")
     else:
         for each in heard:
             warnings.warn(each.message, each.category, stacklevel=3)
-    if root.parts.sequence is not None and root.way != POSITIONS:
+    if root.parts.sequence is not None and root.mode != POSITIONS:
         raise ValueError(f"sp_size: expected 1 for {name}: its layers mix all tokens")
 
 
-def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool], bool]) -> str:
-    """The first way in which packs are right.
+def _mode(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool], bool]) -> str:
+    """Return the first mode in which packs are right.
 
-    It also decides whether the head is fused, and whether tokens that begin alike are computed once. A model
-    that sees or hears is asked once more, with placeholders; keywords for states are not for it, because its
-    towers would get them too.
+    Also decides whether the head is fused, and whether tokens that begin alike are computed once. A model
+    that sees or hears is asked once more, with placeholders; keywords for states are not for it, because
+    its towers would get them too.
     """
     config = inside_adapters(root.parts.decoder).config
     device = next(root.parameters()).device
     with packing_probe.lowered(root.parts.decoder) as far:
         pass
-    ways = [POSITIONS, BOUNDARIES]
+    modes = [POSITIONS, BOUNDARIES]
     places = []
     if sees_or_hears(root.parts.decoder):
         # With token types an image is attended to in both directions. An attention that is not this library's
@@ -261,35 +249,35 @@ def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool]
         forward = type(inside_adapters(root.parts.model)).forward
         by_types = "token_type_ids" in inspect.signature(forward).parameters
         if by_types and attention.unfit_model(root.parts.model) is not None:
-            return ALONE
-        ways = [POSITIONS]
+            return ONE_SEQUENCE
+        modes = [POSITIONS]
         places = sorted(placeholders(config))[:1]
-    for way in ways:
-        found = call(packing_probe.question(config, device, way))
-        if way == POSITIONS:
+    for mode in modes:
+        found = call(packing_probe.question(config, device, mode))
+        if mode == POSITIONS:
             root.fused = root.fused and agree(bool(found.plain))
             root.shared = root.shared and agree(found.shares())
         fits = agree(found.fits())
         for place in places:
-            fits = fits and agree(call(packing_probe.question(config, device, way, place=place)).fits())
+            fits = fits and agree(call(packing_probe.question(config, device, mode, place=place)).fits())
         if fits and far:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # they would tell of thresholds that are not the model's
-                fits = agree(call(packing_probe.question(config, device, way, near=True)).fits())
+                fits = agree(call(packing_probe.question(config, device, mode, near=True)).fits())
         if fits:
-            return way
-    return ALONE
+            return mode
+    return ONE_SEQUENCE
 
 
 @torch.no_grad()
-def assume(root: nn.Module) -> None:
-    """Settle a `Reader` on the meta device, where no values can be compared.
+def assume_packing(root: nn.Module) -> None:
+    """Assume the usual packing mode without a probe, for a model on the meta device.
 
-    Packs are taken as usual. The head is plain where the logits are the very tensor that it made.
+    The head is plain if the logits are the very tensor that it made.
     """
     if not isinstance(root, Reader):
         return
-    root.way = POSITIONS
+    root.mode = POSITIONS
     if not root.fused:
         return
     # of 16 bits the logits are a copy in float32; transformers' own `float` refuses low-precision bases

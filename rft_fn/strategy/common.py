@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from rft_fn import check, ckpt, dist, memory, packing, tree
 from rft_fn import model as model_lib
 from rft_fn.model import reader
-from rft_fn.model.bind import Residence, Scorer, Where, read_field, require_fields, to_params_device
-from rft_fn.model.forward import ALONE
+from rft_fn.model.bind import Scorer, read_field, require_fields, to_params_device
+from rft_fn.model.forward import ONE_SEQUENCE
 from rft_fn.model.layers import Residence, Where
 from rft_fn.model.lora import Export
-from rft_fn.model.materialize import Residence, Where
-from rft_fn.model.text import ALONE
 from rft_fn.strategy import diagnose, step
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.step import Session, disable_malloc_trim
@@ -90,9 +88,9 @@ class Packer:
         self.shared = False
 
     def settle(self, root: nn.Module, call: Callable[..., Any] | None = None) -> None:
-        """Test a model by `reader.settle`, on all processes alike; `call` is the module as it is run."""
-        reader.settle(root, call=call, agree=self.agree)
-        self.one_unit |= getattr(root, "way", None) == ALONE
+        """Test a model by `reader.detect_packing`, on all processes alike; `call` is the module as it is run."""
+        reader.detect_packing(root, call=call, agree=self.agree)
+        self.one_unit |= getattr(root, "mode", None) == ONE_SEQUENCE
         self.shared |= getattr(root, "shared", False)
 
     def rows(

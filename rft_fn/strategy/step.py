@@ -180,7 +180,7 @@ def wrap_for_training(
 def compile_blocks(config: StrategyConfig, root: nn.Module) -> None:
     """Compile the decoder blocks of a bound module, if the config requests it.
 
-    To be called after `reader.settle`, so that its short forwards are not compiled.
+    To be called after `reader.detect_packing`, so that its short forwards are not compiled.
     """
     if config.compile_blocks:
         layers.compile_blocks(root)

@@ -554,7 +554,7 @@ def test_the_critic_too():
     seen = seen_masks(lm)
     critic = model.Critic(lm)
     nn.init.normal_(critic.head.weight)
-    reader.settle(critic)
+    reader.detect_packing(critic)
     seen.clear()
     whole = critic(packing.pack(exp, range(6))).value
     assert seen == [None, None]

@@ -9,7 +9,7 @@ from sees_and_hears_more import MORE
 
 from rft_fn import model, packing, tree
 from rft_fn.model import forward, media_inputs
-from rft_fn.model.forward import ALONE, text_inputs
+from rft_fn.model.forward import ONE_SEQUENCE, text_inputs
 from rft_fn.model.parts import find
 from rft_fn.strategy import get_fake_strategy
 from rft_fn.types import Media, Packed
@@ -97,7 +97,7 @@ def test_log_probs_and_entropies_are_those_of_each_sequence_alone_in_every_cut(f
                 assert (out.logp[:own] - expected[:, 0]).abs().max() <= CLOSE
                 assert (out.entropy[:own] - expected[:, 1]).abs().max() <= CLOSE
                 assert not out.logp[own:].any()
-    assert apply.root.way != ALONE
+    assert apply.root.mode != ONE_SEQUENCE
 
 
 def test_gradients_are_those_of_each_sequence_alone(family):
@@ -196,7 +196,7 @@ def test_a_model_whose_own_attention_leaks_gets_one_sequence_at_a_time():
     module, exp, want = made(family)
     module.set_attn_implementation("eager")
     apply, params = model.bind(module)
-    assert apply.root.way == ALONE
+    assert apply.root.mode == ONE_SEQUENCE
     pack = packing.pack(exp, range(len(want)), unit=len(want))
     got = apply(params, pack).logp
     assert (got - torch.cat(want)[:, 0]).abs().max() <= 1e-5  # eager attention is in float32
@@ -212,9 +212,9 @@ def test_a_model_that_mixes_sequences_where_placeholders_stand_gets_one_at_a_tim
     def leaks(embedding, args, out):
         return out + 0.1 * (args[0] == place).sum()
 
-    assert model.bind(module)[0].root.way != ALONE
+    assert model.bind(module)[0].root.mode != ONE_SEQUENCE
     module.get_input_embeddings().register_forward_hook(leaks)
-    assert model.bind(module)[0].root.way == ALONE
+    assert model.bind(module)[0].root.mode == ONE_SEQUENCE
 
 
 def test_a_model_with_states_takes_rows_with_and_without_media():

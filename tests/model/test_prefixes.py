@@ -218,7 +218,7 @@ def test_models_that_need_all_tokens_get_them(kind, changes):
     exp = groups()
     apply, params = model.bind(lm, fused=True)
     assert apply.root.shared is False
-    if apply.root.way == "alone":
+    if apply.root.mode == "one_sequence":
         return
     pack = packing.shard(exp, 500)[0][0]
     rows = packing.unpack([apply(params, pack).logp], [pack], exp.adv)

@@ -20,7 +20,7 @@ import rft_fn as rft
 from rft_fn import model, optim, packing, tree
 from rft_fn.model import packing_probe, reader
 from rft_fn.model.bind import wrap_for_training
-from rft_fn.model.forward import ALONE, BOUNDARIES, POSITIONS
+from rft_fn.model.forward import BOUNDARIES, ONE_SEQUENCE, POSITIONS
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
 PACK = (
@@ -138,8 +138,8 @@ def test_small_leaks_are_found_too(kind):
     """With the weights that transformers starts from, where Lfm2's is 0.0016 nats."""
     for dtype in (torch.float32,) if kind in SINGLE else (torch.float64, torch.float32):
         root = wrap_for_training(small(kind, dtype, std=0))
-        quiet(reader.settle, root)
-        assert root.way == ALONE
+        quiet(reader.detect_packing, root)
+        assert root.mode == ONE_SEQUENCE
 
 
 def test_a_leak_and_a_shift_are_each_enough():
@@ -166,15 +166,15 @@ def test_rounding_is_not_a_leak(kind, dtype):
     for std in (0, 0.3):
         lm = small(kind, dtype, std=std)
         root = wrap_for_training(lm)
-        quiet(reader.settle, root)
-        assert root.way == POSITIONS
+        quiet(reader.detect_packing, root)
+        assert root.mode == POSITIONS
 
 
 @pytest.mark.parametrize("kind", ["Qwen3Next", "Mamba2", "Bloom", "RecurrentGemma"])
 def test_a_leak_is_found_in_16_bits(kind):
     root = wrap_for_training(small(kind, torch.bfloat16))
-    quiet(reader.settle, root)
-    assert root.way == ALONE
+    quiet(reader.detect_packing, root)
+    assert root.mode == ONE_SEQUENCE
 
 
 def test_packs_by_hand_are_refused_by_name():
@@ -267,8 +267,8 @@ def test_boundaries_of_states_are_used_where_they_work(monkeypatch):
     lm, st = small("Qwen3Next", torch.float32), get_fake_strategy()
     plain = copy.deepcopy(lm)
     root = wrap_for_training(lm)
-    quiet(reader.settle, root)
-    assert root.way == BOUNDARIES
+    quiet(reader.detect_packing, root)
+    assert root.mode == BOUNDARIES
     apply, params = quiet(st.bind, lm)
     packs = st.shard(EXP, 1000)
     assert [b.num_seqs for b in packs] == [4]
@@ -279,12 +279,12 @@ def test_boundaries_of_states_are_used_where_they_work(monkeypatch):
 def test_the_head_is_fused_only_where_logits_are_its_output(kind):
     """By values, and on the meta device, where there are none, by whose tensor it is."""
     root = wrap_for_training(small(kind, torch.float32))
-    quiet(reader.settle, root)
+    quiet(reader.detect_packing, root)
     assert root.fused == (kind not in CHANGED)
     for dtype in (torch.float32, torch.bfloat16):
         if kind not in READ:  # values, which the meta device does not have
             bare = wrap_for_training(small(kind, dtype).to("meta"))
-            quiet(reader.assume, bare)
+            quiet(reader.assume_packing, bare)
             assert bare.fused == (kind not in CHANGED)
 
 
@@ -308,7 +308,7 @@ def test_a_model_that_changes_what_enters_or_leaves_its_head_is_seen(change, dev
     lm = small("Llama").to(device)
     change(lm)
     root = wrap_for_training(lm)
-    {"cpu": reader.settle, "meta": reader.assume}[device](root)
+    {"cpu": reader.detect_packing, "meta": reader.assume_packing}[device](root)
     assert not root.fused
 
 
@@ -322,8 +322,8 @@ def test_a_model_that_takes_no_packs_gets_one_sequence_at_a_time():
 
     lm.model.register_forward_pre_hook(only_ones, with_kwargs=True)
     root = wrap_for_training(lm)
-    quiet(reader.settle, root)
-    assert (root.way, root.fused) == (ALONE, True)
+    quiet(reader.detect_packing, root)
+    assert (root.mode, root.fused) == (ONE_SEQUENCE, True)
 
 
 def test_positions_that_do_not_restart_are_found():
@@ -336,8 +336,8 @@ def test_positions_that_do_not_restart_are_found():
 
     lm.transformer.register_forward_pre_hook(counted_on, with_kwargs=True)
     root = wrap_for_training(lm)
-    quiet(reader.settle, root)
-    assert root.way == ALONE
+    quiet(reader.detect_packing, root)
+    assert root.mode == ONE_SEQUENCE
 
 
 def test_the_module_is_left_as_it_was():
@@ -354,8 +354,8 @@ def test_the_module_is_left_as_it_was():
     before = {name: x.clone() for name, x in [*root.named_buffers(), *root.named_parameters()]}
     torch.manual_seed(3)
     state = torch.random.get_rng_state()
-    quiet(reader.settle, root)
-    assert root.way == POSITIONS
+    quiet(reader.detect_packing, root)
+    assert root.mode == POSITIONS
     assert [m.training for m in root.modules()] == modes and any(modes)
     assert torch.equal(torch.random.get_rng_state(), state)
     after = dict([*root.named_buffers(), *root.named_parameters()])
@@ -367,8 +367,8 @@ def test_weights_that_are_not_finite_are_not_taken_for_a_leak():
     lm = small("Llama")
     lm.model.norm.weight.data[0] = torch.nan
     root = wrap_for_training(lm)
-    reader.settle(root)
-    assert (root.way, root.fused) == (POSITIONS, True)
+    reader.detect_packing(root)
+    assert (root.mode, root.fused) == (POSITIONS, True)
 
 
 # ---------- layers that change behind some number of tokens
@@ -446,7 +446,7 @@ def test_the_gradient_does_not_depend_on_how_rows_of_such_a_model_are_cut(name):
 def test_a_question_leaves_the_thresholds_as_they_were():
     lm = far("Llama4Text floor_scale")
     before = lm.config.to_dict()
-    quiet(reader.settle, wrap_for_training(lm))
+    quiet(reader.detect_packing, wrap_for_training(lm))
     assert lm.config.to_dict() == before
     layers = [m for m in lm.modules() if hasattr(m, "floor_scale")]
     assert [m.floor_scale for m in layers] == [AT, AT]

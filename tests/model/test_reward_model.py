@@ -138,7 +138,7 @@ def test_a_model_that_mixes_sequences_gets_one_at_a_time(pool):
     rm = reward_of(small("Mamba"), pool=pool)
     exp = packing.scored(rows()[:3])
     whole = scores_of(rm, exp, 1000)
-    assert rm.way == "alone"
+    assert rm.mode == "one_sequence"
     pack = packing.pack(exp, range(3))
     alone = torch.cat([rm(packing.pack(exp, [i])).score for i in range(3)])
     torch.testing.assert_close(whole[exp.mask], alone[pack.mask].detach(), rtol=0, atol=1e-12)
