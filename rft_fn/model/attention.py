@@ -1,4 +1,9 @@
-"""An attention function for packs, registered with transformers."""
+"""Exact attention for packs, registered with transformers, without a [T, T] mask.
+
+`turn_on` registers one attention function with transformers and names it in the module's config. The
+`SequenceBounds` of a pack reach it as a keyword argument of the model's forward. Without that argument
+(sampling with a cache, padded rows, a pack of one sequence) the model's attention is unchanged.
+"""
 
 import sys
 from collections.abc import Callable
@@ -15,18 +20,9 @@ from rft_fn.model.parts import inside_adapters, text_config
 from rft_fn.types import Packed
 
 __all__ = [
-    "bounds_of",
-    "complete",
-    "eager_attention",
-    "keeps_scores",
-    "leave_graphs",
-    "needs_all_tokens",
-    "sdpa_attention",
-    "turn_off",
-    "turn_on",
-    "unfit_model",
-    "use",
-]
+    "bounds_of", "complete", "eager_attention", "keeps_scores", "leave_graphs", "needs_all_tokens",
+    "sdpa_attention", "turn_off", "turn_on", "unfit_model", "use",
+]  # fmt: skip
 
 # names in transformers' table of attention functions
 SDPA = "rft_bounds"
@@ -37,7 +33,7 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def _unfit(module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict) -> str | None:
-    """The feature that a layer asks for and `packed` does not have, or None."""
+    """Return the feature that a layer asks for and `packed` does not have, or None."""
     # `packed` is causal attention of a whole pack, whose queries and keys are the same tokens.
     if options["dropout"]:
         return f"dropout {options['dropout']}"
@@ -57,16 +53,12 @@ def _unfit(module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: di
     if mask is None:
         return None
     window = options.get("sliding_window") or getattr(module, "sliding_window", None)
-    if window:
-        return f"its own mask (sliding_window {window})"
-    return "its own mask"
+    return f"its own mask (sliding_window {window})" if window else "its own mask"
 
 
 def _causal(module: nn.Module, options: dict) -> bool:
     given = options.get("is_causal")
-    if given is None:
-        given = getattr(module, "is_causal", True)
-    return bool(given)
+    return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 def sdpa_attention(
@@ -77,7 +69,7 @@ def sdpa_attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """`_attend` for models on transformers' sdpa."""
+    """Run `_attend` for models on transformers' sdpa."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return _attend(sdpa_attention_forward, module, query, key, value, attention_mask, options)
@@ -91,7 +83,7 @@ def eager_attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """`_attend` for models that know no sdpa, mostly because their heads have sinks."""
+    """Run `_attend` for models that know no sdpa, mostly because their heads have sinks."""
     return _attend(_eager, module, query, key, value, attention_mask, options)
 
 
@@ -104,18 +96,18 @@ def _attend(
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Any]:
-    """An attention function of transformers, which keeps the sequences of a pack apart.
+    """Attend within each sequence of a pack, as an attention function of transformers.
 
     query [1, H, T, D], key and value [1, H', T, D] -> ([1, T, H, D], weights, which nobody reads). The
-    boundaries are `rft_bounds` among the options. Without them, the model's `usual` attention runs. It also
-    runs, with a [T, T] mask, for a layer that asks for more than causal attention to its own sequence (a
-    window, a cap, a mask); a warning names the reason.
+    boundaries are `rft_bounds` among the options. Without them, the model's `usual` attention runs. It
+    also runs, with a [T, T] mask, for a layer that asks for more than causal attention to its own sequence
+    (a window, a cap, a mask); a warning names the reason.
     """
     bounds: SequenceBounds | None = options.pop("rft_bounds", None)
     if bounds is None:
         return usual(module, query, key, value, mask, **options)
 
-    # Counted, so that a model with a layer that never gets here is found out.
+    # Counted, so that a model with a layer that never gets here is noticed.
     bounds.calls += 1
     options.setdefault("dropout", 0.0)
 
@@ -140,10 +132,7 @@ def _attend(
 def _by_sequences(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float | None, sinks: Any
 ) -> Tensor:
-    """Attention [1, T, H, D] within each sequence.
-
-    With a sequence axis, T are this process's tokens.
-    """
+    """Attend [1, T, H, D] within each sequence; with a sequence axis, T are this process's tokens."""
     q, k, v = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
     if sinks is not None:
         sinks = sinks.to(q.dtype)
@@ -162,10 +151,7 @@ def _by_sequences(
 def _eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Any]:
-    """The attention that the model's own file writes out.
-
-    Its masks are numbers that are added to the scores.
-    """
+    """Run the attention of the model's own file, which adds masks of numbers to the scores."""
     new = query.shape[2]
     known = key.shape[2]
     if mask is None:
@@ -179,7 +165,7 @@ def _eager(
 
 
 def _written_out(module: nn.Module) -> Callable | None:
-    """The attention function in the file of a model, layer or parent class."""
+    """Return the attention function in the file of a model, layer or parent class."""
     for cls in type(module).__mro__:  # a strategy may have extended the class
         found = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if found is not None:
@@ -188,9 +174,9 @@ def _written_out(module: nn.Module) -> Callable | None:
 
 
 def unfit_model(lm: nn.Module) -> str | None:
-    """The reason why packs of this model take a [T, T] mask, or None.
+    """Return the reason why packs of this model take a [T, T] mask, or None.
 
-    A model has to hand keyword arguments to its attention, be on sdpa if it knows that, and have no layers
+    A model must hand keyword arguments to its attention, be on sdpa if it knows that, and have no layers
     but attention.
     """
     model = inside_adapters(lm)
@@ -206,7 +192,7 @@ def unfit_model(lm: nn.Module) -> str | None:
 
 
 def needs_all_tokens(lm: nn.Module) -> bool:
-    """Whether layers have a window, whose mask depends on the places of tokens in a whole pack."""
+    """Return whether layers have a window, which masks by the places of tokens in a whole pack."""
     config = text_config(inside_adapters(lm))
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
@@ -215,10 +201,8 @@ def needs_all_tokens(lm: nn.Module) -> bool:
 
 
 def _usual(model: Any) -> str:
-    """The attention that ours stands in for: "eager" if there is no sdpa."""
-    if not model._supports_sdpa and _written_out(model) is not None:
-        return "eager"
-    return "sdpa"
+    """Return the attention that ours replaces: "eager" if there is no sdpa."""
+    return "eager" if not model._supports_sdpa and _written_out(model) is not None else "sdpa"
 
 
 def turn_on(lm: nn.Module) -> None:
@@ -236,14 +220,11 @@ def turn_on(lm: nn.Module) -> None:
     if text_config(inside_adapters(lm))._attn_implementation in APART.values():
         return  # its blocks are compiled
     if unfit_model(lm) is None:
-        name = SDPA
-        if keeps_scores(lm):
-            name = EAGER
-        use(lm, name)
+        use(lm, EAGER if keeps_scores(lm) else SDPA)
 
 
 def leave_graphs(lm: nn.Module) -> None:
-    """Have torch.compile run the attention of a model that is turned on between its graphs.
+    """Make torch.compile run the attention of a model that is turned on between its graphs.
 
     A graph would hold the boundaries of one pack, and be compiled again for the next one.
     """
@@ -265,12 +246,12 @@ def _register_apart() -> None:
 
 
 def use(lm: nn.Module, name: str) -> None:
-    """Have a text model look up its attention by this name in transformers' table."""
+    """Make a text model look up its attention by this name in transformers' table."""
     text_config(lm)._attn_implementation = name
 
 
 def keeps_scores(lm: nn.Module) -> bool:
-    """Whether attention keeps a score for each pair of tokens, for lack of sdpa."""
+    """Return whether attention keeps a score for each pair of tokens, for lack of sdpa."""
     return _usual(inside_adapters(lm)) == "eager"
 
 
@@ -286,9 +267,9 @@ def _warn_of_mask(model: nn.Module, why: str) -> None:
 
 
 def bounds_of(lm: nn.Module, pack: Packed, *, share: bool = False) -> SequenceBounds | None:
-    """The boundaries of a pack, for a model that is turned on; else None.
+    """Return the boundaries of a pack, for a model that is turned on; else None.
 
-    None for a pack of one sequence, and for a model that is not turned on; warns once where it cannot be.
+    None for a pack of one sequence, and for a model that is not turned on; warns once if it cannot be.
     With `share` they have the tokens that begin alike, if they are many. Costs one host sync.
     """
     if pack.num_seqs == 1:
@@ -313,5 +294,5 @@ def bounds_of(lm: nn.Module, pack: Packed, *, share: bool = False) -> SequenceBo
 
 
 def complete(lm: nn.Module, bounds: SequenceBounds) -> bool:
-    """Whether every layer got the boundaries."""
+    """Return whether every layer got the boundaries."""
     return bounds.calls >= text_config(lm).num_hidden_layers

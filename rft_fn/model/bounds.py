@@ -17,28 +17,28 @@ __all__ = ["Prefixes", "SequenceAxis", "SequenceBounds", "find_prefixes", "take_
 # ---------- tokens of a pack that begin alike: the hidden states of all of them are computed once
 
 
-LEAST = 0.1  # share of a pack's tokens that has to be saved: attention gathers what the others save
+LEAST = 0.1  # share of a pack's tokens that must be saved: attention gathers what the others save
 
 
 class Prefixes(NamedTuple):
-    """Which tokens of a pack are computed, and where the others find their hidden state."""
+    """Which tokens of a pack are computed, and where the others get their hidden state."""
 
     kept: Tensor  # [U] i64, the tokens that are computed, in order
     of: Tensor  # [T] i64, the place among `kept` of a token with the same beginning
-    own: list[int]  # how many of `kept` are of each sequence: its last ones
+    own: list[int]  # how many of `kept` are in each sequence: its last ones
 
 
 def find_prefixes(tokens: Tensor, pos: Tensor, sizes: Sequence[int]) -> Prefixes | None:
-    """The tokens [T] of a pack that have to be computed, given its positions [T] and sizes of sequences.
+    """Return the tokens [T] of a pack to compute, given its positions [T] and sizes of sequences.
 
-    Two tokens share a hidden state if they stand at the same place of their sequences, behind equal tokens.
-    None where that saves less than a tenth of the tokens. Reads the tokens: they should be on the host.
+    Two tokens share a hidden state if they are at the same place of their sequences, after equal tokens.
+    None if that saves less than a tenth of the tokens. Reads the tokens: they should be on the host.
     """
     starts = [0, *accumulate(sizes)]
     ids = np.array(tokens.tolist())  # inside a transform of functions a tensor has no array
     at = np.array(pos.tolist())
 
-    # Padding behind a sequence stands at position 0: it is no continuation.
+    # Padding after a sequence is at position 0: it is no continuation.
     rows = []
     for start, size in zip(starts, sizes):
         counted = at[start : start + size] == np.arange(size)
@@ -62,7 +62,7 @@ def find_prefixes(tokens: Tensor, pos: Tensor, sizes: Sequence[int]) -> Prefixes
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] of rows x [U, ...], whose gradient adds rows up in one order.
+    """Return x[index] of rows x [U, ...], with a gradient that adds rows up in one order.
 
     The gradient of plain indexing adds them as threads come along, and is not the same bits twice.
     """
@@ -70,10 +70,8 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _leading(true: np.ndarray) -> int:
-    """How many values are true before the first that is not."""
-    if true.all():
-        return len(true)
-    return int(true.argmin())
+    """Return how many values are true before the first that is not."""
+    return len(true) if true.all() else int(true.argmin())
 
 
 # ---------- the boundaries of a pack's sequences, and the axis that splits its tokens
@@ -86,32 +84,32 @@ class SequenceAxis(Protocol):
     rank: int  # this process's place among them
 
     def split(self, pack: Packed) -> "tuple[Packed, SequenceBounds]":
-        """(this process's tokens [T / k] of the pack, the boundaries of all T)."""
+        """Return (this process's tokens [T / k] of the pack, the boundaries of all T)."""
         ...
 
     def join(self, out: TokenOut, size: int) -> TokenOut:
-        """Values [T / k] of each process -> [size] of all, with a gradient."""
+        """Join values [T / k] of each process -> [size] of all, with a gradient."""
         ...
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum of x over the processes, in place and without a gradient."""
+        """Sum x over the processes, in place and without a gradient."""
         ...
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All heads of [T / k] tokens -> some heads of all T tokens."""
+        """Exchange all heads of [T / k] tokens -> some heads of all T tokens."""
         ...
 
     def share(self, x: Tensor) -> Tensor:
-        """Numbers of all heads [H] -> those of this process's heads [H / k]."""
+        """Return numbers of all heads [H] -> those of this process's heads [H / k]."""
         ...
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Some heads of all T tokens -> all heads of [T / k] tokens."""
+        """Exchange some heads of all T tokens -> all heads of [T / k] tokens."""
         ...
 
 
 class Tail(NamedTuple):
-    """Sequences of one size of which the last tokens are computed, and the first are those of others."""
+    """Sequences of one size with their last tokens computed, and the first shared with others."""
 
     queries: Tensor  # [n, own] i64, among the kept tokens of the pack
     keys: Tensor  # [n, size] i64, among the kept tokens of the pack
@@ -121,12 +119,12 @@ class Tail(NamedTuple):
 class SequenceBounds:
     """Where the sequences of a pack lie: their sizes in tokens, in order.
 
-    `runs` are (sequences, tokens of each) of neighbours of one size; `groups` are the sequences of each size,
-    where it pays to bring them together first. `calls` counts the attention layers that got the boundaries,
-    so that a model that drops them is found out. `sequence` is the axis over which the tokens of the pack are
-    split, if they are. `whole` is the pack itself, if it has media: every process looks at all of them. With
-    `prefixes` a model computes only the tokens that these keep, and `refused` is what one of its layers asks
-    for that needs them all.
+    `runs` are (sequences, tokens of each) of neighbours of one size; `groups` are the sequences of each
+    size, if it pays to bring them together first. `calls` counts the attention layers that got the
+    boundaries, so that a model that drops them is noticed. `sequence` is the axis over which the tokens of
+    the pack are split, if they are. `whole` is the pack itself, if it has media: every process looks at
+    all of them. With `prefixes` a model computes only the tokens that these keep, and `refused` is what
+    one of its layers asks for that needs them all.
     """
 
     def __init__(
@@ -162,7 +160,7 @@ class SequenceBounds:
 
     @property
     def cu(self) -> Tensor:
-        """Cumulative sizes [K + 1] i32: each sequence's start, and the end."""
+        """Return cumulative sizes [K + 1] i32: each sequence's start, and the end."""
         if "cu" not in self._made:
             ends = torch.tensor([0, *self.sizes]).cumsum(0)
             self._made["cu"] = ends.to(self.device, torch.int32)
@@ -170,7 +168,7 @@ class SequenceBounds:
 
     @property
     def order(self) -> Tensor:
-        """The tokens [T] i64, sequences of one length together."""
+        """Return the tokens [T] i64, sequences of one length together."""
         if "order" not in self._made:
             starts = torch.tensor([0, *self.sizes]).cumsum(0).tolist()
             tokens: list[int] = []
@@ -182,14 +180,14 @@ class SequenceBounds:
 
     @property
     def inverse(self) -> Tensor:
-        """The place [T] i64 of each token in `order`."""
+        """Return the place [T] i64 of each token in `order`."""
         if "inverse" not in self._made:
             self._made["inverse"] = self.order.argsort()
         return self._made["inverse"]
 
     @property
     def tails(self) -> list[Tail]:
-        """The sequences of each size of which as many tokens are kept; without those that keep none."""
+        """Return the sequences by size and number of kept tokens; without those that keep none."""
         if self._tails is None:
             self._tails = self._find_tails()
         return self._tails
@@ -215,19 +213,16 @@ class SequenceBounds:
         return tails
 
     @property
-    def untangled(self) -> Tensor:
-        """The place [U] i64 of each kept token among the queries of all `tails`."""
-        if "untangled" not in self._made:
+    def unpermute(self) -> Tensor:
+        """Return the inverse permutation [U] i64 of the queries of all `tails`."""
+        if "unpermute" not in self._made:
             queries = torch.cat([tail.queries.flatten() for tail in self.tails])
-            self._made["untangled"] = queries.argsort()
-        return self._made["untangled"]
+            self._made["unpermute"] = queries.argsort()
+        return self._made["unpermute"]
 
     @property
     def same(self) -> Tensor:
-        """Whether two tokens are in one sequence, [T, T] bool.
-
-        For layers that need a whole mask.
-        """
+        """Return whether two tokens are in one sequence, [T, T] bool, for layers that need a whole mask."""
         if "same" not in self._made:
             seq = torch.repeat_interleave(torch.arange(len(self.sizes)), torch.tensor(self.sizes))
             seq = seq.to(self.device)
@@ -235,10 +230,10 @@ class SequenceBounds:
         return self._made["same"]
 
     def cut(self, mask: Tensor | None, *, causal: bool) -> Tensor:
-        """`mask` [1, 1, T, T] without the pairs of tokens of two sequences.
+        """Return `mask` [1, 1, T, T] without the pairs of tokens of two sequences.
 
-        A `mask` of None stands for a causal one, or without `causal` for a full one. The result is kept for
-        the next layer, which mostly has the same mask.
+        A `mask` of None stands for a causal one, or without `causal` for a full one. The result is kept
+        for the next layer, which mostly has the same mask.
         """
         if self._cut is not None and self._cut[0] is mask and self._cut[1] == causal:
             return self._cut[2]

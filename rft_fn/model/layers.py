@@ -1,4 +1,4 @@
-"""Changes to the layers of a model in place: frozen, without dropout, compiled; and the check for NaN."""
+"""Changes to the layers of a model in place: frozen, without dropout, compiled, moved."""
 
 import importlib.util
 import inspect
@@ -31,7 +31,7 @@ TOWERS = "towers"
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> nn.Module:
-    """`module`, without a gradient for the parameters that one of the patterns matches.
+    """Freeze the parameters of `module` that one of the patterns matches, and return it.
 
     A pattern is a part of a parameter's path, or several with dots between them; `*` stands for anything:
     "visual", "layers.0", "blocks.*.norm1". "towers" is all parts that see or hear, with what joins them to
@@ -39,7 +39,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> nn.Module:
 
     Frozen parameters are in no `params` of `bind` or `init`, so they have no moments and are in no
     checkpoint; a saved model has them all. ValueError for a pattern that matches none, with names that are
-    near, and where nothing would be left to train. The module is then as it was.
+    near, and if nothing would be left to train. The module is then as it was.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     frozen: list[nn.Parameter] = []
@@ -59,7 +59,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> nn.Module:
 
 
 def _matched(module: nn.Module, named: Mapping[str, nn.Parameter], pattern: str) -> list[nn.Parameter]:
-    """The parameters that a pattern matches. ValueError for none."""
+    """Return the parameters that a pattern matches. ValueError for none."""
     found = [p for name, p in named.items() if fnmatchcase(f".{name}.", f"*.{pattern}.*")]
     if pattern == TOWERS and not found:
         found = [p for tower in find(module).towers for p in tower.parameters()]
@@ -76,7 +76,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _near(pattern: str, named: Mapping[str, Tensor]) -> list[str]:
-    """Parts of the parameters' paths that are spelled like a pattern; else the largest parts."""
+    """Return parts of the parameters' paths that are spelled like a pattern; else the largest parts."""
     parts: dict[str, None] = {}
     largest: dict[str, None] = {}
     for name in named:
@@ -113,14 +113,15 @@ class _EvalCheckpoint:
 
 
 def checkpointed(module: nn.Module) -> list[Any]:
-    """The layers of transformers that are checkpointed.
+    """Return the layers of transformers that are checkpointed.
 
     ValueError for a model that checkpoints in another way.
     """
-    on = []
-    for m in module.modules():
-        if getattr(m, "gradient_checkpointing", False) and hasattr(m, "_gradient_checkpointing_func"):
-            on.append(m)
+
+    def is_on(m: nn.Module) -> bool:
+        return getattr(m, "gradient_checkpointing", False) and hasattr(m, "_gradient_checkpointing_func")
+
+    on = [m for m in module.modules() if is_on(m)]
     if not on:
         return []
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -150,7 +151,7 @@ def disable_dropout(module: nn.Module) -> None:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether a tensor has neither NaN nor inf."""
+    """Return whether a tensor has neither NaN nor inf."""
     x = whole(x).detach()
     if not x.is_floating_point() or x.is_meta or not x.numel():
         return True
@@ -158,7 +159,7 @@ def is_finite(x: Tensor) -> bool:
 
 
 def require_finite(what: str, name: str, x: Tensor) -> None:
-    """ValueError that names a tensor with NaN or inf."""
+    """Raise ValueError that names a tensor with NaN or inf."""
     if not is_finite(x):
         raise ValueError(f"{what}: {name}: expected finite numbers, got NaN or inf")
 
@@ -170,15 +171,14 @@ GRAPHS = 64  # of one function, before torch gives up on it
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a module.
+    """Return the repeated parts of a module.
 
-    These are the children of every outermost list of two or more modules of one class that hold parameters.
+    These are the children of every outermost list of two or more modules of one class that hold
+    parameters.
     """
     found: list[nn.Module] = []
     for child in module.children():
-        parts: list[nn.Module] = []
-        if isinstance(child, nn.ModuleList):
-            parts = list(child)
+        parts = list(child) if isinstance(child, nn.ModuleList) else []
         heavy = [part for part in parts if any(True for _ in part.parameters())]
         if len(heavy) > 1 and len({type(part) for part in heavy}) == 1:
             found += heavy
@@ -188,15 +188,16 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def compile_blocks(root: nn.Module, *, backend: str = "inductor") -> int:
-    """Compile the forward of each decoder block of a bound model, in place; their number.
+    """Compile the forward of each decoder block of a bound model, in place; return their number.
 
-    `root` is what `wrap_for_training` made, with its strategy's hooks if it is sharded. Blocks of one class
-    share a graph, whose number of tokens is symbolic: a second length compiles at most once more, others not
-    at all. Attention runs between graphs, because the boundaries of sequences differ from pack to pack.
-    Hooks and gradient checkpointing stay outside of the graphs. Names of parameters do not change.
+    `root` is what `wrap_for_training` made, with its strategy's hooks if it is sharded. Blocks of one
+    class share a graph with a symbolic number of tokens: a second length compiles at most once more,
+    others not at all. Attention runs between graphs, because the boundaries of sequences differ from pack
+    to pack. Hooks and gradient checkpointing stay outside of the graphs. Names of parameters do not
+    change.
 
-    ValueError for a module that has its own forward, for one without blocks, and for one whose routers report
-    the balance of experts.
+    ValueError for a module that has its own forward, for one without blocks, and for one with routers that
+    report the balance of experts.
     """
     name = type(root).__name__
     if not isinstance(root, Reader):
@@ -223,7 +224,7 @@ def compile_blocks(root: nn.Module, *, backend: str = "inductor") -> int:
 
 @cache
 def _compiled_class(cls: type[nn.Module], backend: str) -> type[nn.Module]:
-    """A subclass whose forward is compiled: `copy.deepcopy` and hooks work as with the class itself."""
+    """Return a subclass with a compiled forward: `copy.deepcopy` and hooks work as before."""
     # Some versions of transformers checkpoint inside forward, and wrap that of each subclass.
     plain = inspect.unwrap(cls.forward)
     compiled: Callable[..., Any] = torch.compile(plain, backend=backend)
@@ -248,7 +249,7 @@ def mark_tokens(*inputs: Any) -> None:
 
 
 def require_compiler(device: torch.device) -> None:
-    """ValueError where torch.compile has no compiler for a device."""
+    """Raise ValueError if torch.compile has no compiler for a device."""
     names = [os.environ.get("CXX", ""), "g++", "clang++"]
     want = "a C++ compiler (g++ or clang++, or CXX)"
     if device.type == "cuda":
@@ -274,7 +275,7 @@ class Mover(NamedTuple):
 
 
 def mover_of(device: torch.device) -> Mover | None:
-    """The copies between `device` and the host; None for a CPU, whose memory is the host's."""
+    """Return the copies between `device` and the host; None for a CPU, which has the host's memory."""
     if device.type == "cpu":
         return None
     return Mover(partial(Tensor.to, device="cpu"), partial(Tensor.to, device=device))
@@ -283,19 +284,20 @@ def mover_of(device: torch.device) -> Mover | None:
 class Residence:
     """Where the weights of one bound model are.
 
-    What moves is every parameter and buffer of the module, trained or not. The parameters stay the same
-    objects, so a tree of them stays valid: whoever reads one finds its values on either side.
+    Every parameter and buffer of the module moves, trained or not. The parameters stay the same objects,
+    so a tree of them stays valid: whoever reads one gets its values on either side.
     """
 
     def __init__(self, root: nn.Module, module: nn.Module):
-        self.root = root  # the module behind the apply
+        self.root = root  # the module that the apply calls
         self.module = module  # that was bound
-        self.name = _name(module)
+        origin = getattr(getattr(module, "config", None), "name_or_path", "")
+        self.name = f"{type(module).__name__} {origin}".strip()
         self.on_host = False
         self.mover: Mover | None = None  # chosen by the device of the weights when they first leave it
 
     def require_device(self, what: str) -> None:
-        """ValueError while the weights are on the host; `what` is the argument that brought them."""
+        """Raise ValueError while the weights are on the host; `what` is the argument with them."""
         if self.on_host:
             raise ValueError(
                 f"{what}: expected the weights of {self.name} on the device, got them on the host; call "
@@ -303,10 +305,10 @@ class Residence:
             )
 
     def move(self, where: Where) -> None:
-        """Move the weights there; nothing happens where they are there already.
+        """Move the weights there; do nothing if they are there already.
 
-        A move that fails on its way leaves a model that counts as on the host: moving it to the device again
-        completes it.
+        A move that fails on its way leaves a model that counts as on the host: moving it to the device
+        again completes it.
         """
         if where not in ("device", "host"):
             raise ValueError(f"where: expected 'device' or 'host', got {where!r}")
@@ -315,7 +317,8 @@ class Residence:
             self.on_host = True
             if self.mover is not None:
                 self.apply(self.mover.to_host)
-                _return_memory()
+                if torch.cuda.is_available():  # for engines, which take their memory on the device
+                    torch.cuda.empty_cache()
         if where == "device" and self.on_host:
             if self.mover is not None:
                 self.apply(self.mover.to_device)
@@ -325,15 +328,3 @@ class Residence:
         """Put `copy` of each parameter and buffer in its place."""
         # as Module.to does it: FSDP2 then registers the shards that it finds in the new memory
         self.root._apply(copy)
-
-
-def _name(module: nn.Module) -> str:
-    """The class of a module, and the folder or name that it was loaded from."""
-    origin = getattr(getattr(module, "config", None), "name_or_path", "")
-    return f"{type(module).__name__} {origin}".strip()
-
-
-def _return_memory() -> None:
-    """Give the memory that torch keeps for itself back to the device, for engines that take theirs there."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

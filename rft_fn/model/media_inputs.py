@@ -1,8 +1,7 @@
 """The inputs of models that see or hear: tensors of media, types of tokens, and positions.
 
-A placeholder is a token in whose place the model puts a feature of an image, a video or an audio. Which
-keywords a model takes is read from its forward, which tokens are placeholders from its config. `_FAMILIES`
-holds what neither tells.
+A placeholder is a token that the model replaces by a feature of an image, a video or an audio. The forward
+of a model tells which keywords it takes, its config which tokens are placeholders, and `_FAMILIES` the rest.
 """
 
 import inspect
@@ -49,14 +48,11 @@ def _family(model: Any) -> _Family:
     return _FAMILIES.get(model.config.model_type, _Family())
 
 
-# ------------------------------------------------------------------------------------------ placeholders
+# ---------- placeholders
 
 
 def placeholders(config: Any) -> dict[int, str]:
-    """The placeholders of a model, id -> "image", "video" or "audio".
-
-    Empty for the config of a text model.
-    """
+    """Return the placeholders of a model, id -> "image", "video" or "audio"; none for a text model."""
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     found: dict[int, str] = {}
     for part in (config, *parts):
@@ -68,19 +64,19 @@ def placeholders(config: Any) -> dict[int, str]:
 
 
 def placeholder_ids(config: Any) -> frozenset[int]:
-    """The tokens of a model that stand for media, and may not be sampled.
+    """Return the tokens of a model that stand for media, and may not be sampled.
 
-    Sampled, one would ask for a feature that is not there: an engine ends the response with it. So are those
-    around images that a model embeds in its own way wherever a pack has some (Ovis 2).
+    Sampled, one would ask for a feature that is not there: an engine ends the response with it. The same
+    holds for tokens around images that a model embeds in its own way in any pack with images (Ovis 2).
     """
     around = getattr(config, "visual_indicator_token_ids", None) or ()
     return frozenset(placeholders(config)) | frozenset(around)
 
 
 def sees_or_hears(lm: nn.Module) -> bool:
-    """Whether a model puts features of media in the place of tokens.
+    """Return whether a model puts features of media in the place of tokens.
 
-    One whose text attends to them across layers does not: all sequences of a pack would see them.
+    A model that attends to them across layers does not: all sequences of a pack would see them.
     """
     model = inside_adapters(lm)
     if not placeholders(getattr(model, "config", None)):
@@ -90,21 +86,21 @@ def sees_or_hears(lm: nn.Module) -> bool:
 
 
 def token_types(ids: Tensor, places: Mapping[int, str]) -> Tensor:
-    """0 for text, 1 for images, 2 for videos and 3 for audios, in the shape of `ids`."""
+    """Return 0 for text, 1 for images, 2 for videos and 3 for audios, in the shape of `ids`."""
     types = torch.zeros_like(ids)
     for token, kind in places.items():
         types = torch.where(ids == token, TYPES[kind], types)
     return types
 
 
-# ---------------------------------------------------------------------------------------------- positions
+# ---------- positions
 
 
 @torch.no_grad()
 def positions(lm: nn.Module, ids: Tensor, media: Mapping[str, Tensor] | None) -> Tensor:
-    """The positions [axes, T] of one sequence, by the model's own rule.
+    """Return the positions [axes, T] of one sequence, by the model's own rule.
 
-    `media` are the rows that the sequence owns. Three axes (time, height, width) where the model has them,
+    `media` are the rows that the sequence owns. Three axes (time, height, width) if the model has them,
     else one. The rule takes every placeholder among `ids` [T] for media.
     """
     owner = _rule_of(lm)
@@ -130,7 +126,7 @@ def positions(lm: nn.Module, ids: Tensor, media: Mapping[str, Tensor] | None) ->
 
 
 def _small(media: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The sizes and times of media, which rules of positions read, on the CPU; no pixels."""
+    """Return the sizes and times of media, which rules of positions read, on the CPU; no pixels."""
     found = {}
     for name, x in media.items():
         counts = name in _SECONDS or not x.is_floating_point()
@@ -140,15 +136,15 @@ def _small(media: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rule_of(lm: nn.Module) -> Any:
-    """The part of a model that knows the positions of media, None where they are those of text."""
+    """Return the part of a model that knows the positions of media; None if they are those of text."""
     return next((m for m in lm.modules() if hasattr(m, "get_rope_index")), None)
 
 
-# ------------------------------------------------------------------------------------------------- a pack
+# ---------- a pack
 
 
 class _Sequences(NamedTuple):
-    """The sequences of a pack, without its padding, and the media that each owns."""
+    """The sequences of a pack, without its padding, and the media of each."""
 
     ids: list[Tensor]  # K x [T_k]
     sampled: list[Tensor]  # K x [T_k] bool, of the policy
@@ -156,17 +152,17 @@ class _Sequences(NamedTuple):
     counts: dict[str, list[int]]  # name -> K numbers of rows
 
     def media(self, k: int) -> dict[str, Tensor]:
-        """The rows of sequence k."""
+        """Return the rows of sequence k."""
         return {name: x.split(self.counts[name])[k] for name, x in self.tensors.items()}
 
 
 def media_inputs(lm: nn.Module, pack: Packed, *, blind: bool = False) -> dict[str, Any]:
-    """The keyword arguments with which a model that sees or hears takes the media of a pack.
+    """Return the keyword arguments with which a model that sees or hears takes the media of a pack.
 
-    These are the tensors of which the pack has rows, types of tokens, and positions [1 + axes, 1, T], of
-    which the first are those of text. Of most models it is empty for a pack without media. With `blind` the
-    pack has placeholders without media, for which there are types and axes all the same. ValueError for a
-    sequence whose placeholders are not those of its media, and for tensors that the model does not take.
+    The tensors that the pack has rows of, types of tokens, and positions [1 + axes, 1, T], the first of
+    them those of text. Most models need none for a pack without media. With `blind` the pack has
+    placeholders without media, for which there are types and axes all the same. ValueError for a sequence
+    with other placeholders than media, and for tensors that the model does not take.
     """
     model = inside_adapters(lm)
     places = placeholders(model.config)
@@ -176,8 +172,8 @@ def media_inputs(lm: nn.Module, pack: Packed, *, blind: bool = False) -> dict[st
     if not blind:
         _check_counts(model, sequences, places)
     if _family(model).prefix:
-        behind = [sampled.cumsum(0).clamp(max=1) for sampled in sequences.sampled]
-        inputs["token_type_ids"] = _padded(torch.cat(behind), pack, value=1)[None]
+        suffix = [sampled.cumsum(0).clamp(max=1) for sampled in sequences.sampled]
+        inputs["token_type_ids"] = _padded(torch.cat(suffix), pack, value=1)[None]
         inputs["position_ids"] = pack.pos[None] + 1
     if not inputs and not blind:
         return inputs
@@ -198,7 +194,7 @@ def media_inputs(lm: nn.Module, pack: Packed, *, blind: bool = False) -> dict[st
 
 
 def _axes(model: Any, read: list[Tensor], sequences: _Sequences) -> list[Tensor]:
-    """The positions [axes, T_k] of each sequence, found once for those that are alike."""
+    """Return the positions [axes, T_k] of each sequence, computed once for sequences that are alike."""
     known: dict[str, Tensor] = {}
     own = []
     for k, ids in enumerate(read):
@@ -212,7 +208,7 @@ def _axes(model: Any, read: list[Tensor], sequences: _Sequences) -> list[Tensor]
 
 
 def _tensors(model: Any, sequences: _Sequences, takes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a pack by the names that a model takes.
+    """Return the tensors of a pack by the names that a model takes.
 
     ValueError for others, which would be lost in silence.
     """
@@ -223,7 +219,8 @@ def _tensors(model: Any, sequences: _Sequences, takes: Mapping[str, Any]) -> dic
         if name not in takes and (name not in _SECONDS or _rule_of(model) is None):
             raise ValueError(f"media: expected tensors that {type(model).__name__} takes, got {name}")
         if name in takes:
-            found[name] = _given(model, x, _family(model).leading)
+            x = x.to(_dtype(model)) if x.is_floating_point() else x
+            found[name] = x[None] if _family(model).leading else x
 
     # How many images each sequence has decides how they are cut.
     if "batch_num_images" in takes and "image_sizes" in found:
@@ -243,19 +240,17 @@ def _sequences(pack: Packed) -> _Sequences:
     sizes = torch.bincount(seq, minlength=pack.num_seqs).tolist()
     # The mask is about targets, so an input was sampled where the one before it is in the mask.
     sampled = torch.cat([mask.new_zeros(1), mask[:-1]]) & (pos > 0)
-    tensors: dict[str, Tensor] = {}
-    counts = {}
-    if pack.media is not None:
-        tensors = pack.media.sequences()
-        counts = {name: pack.media.count(name).tolist() for name in tensors}
+    media = pack.media
+    tensors: dict[str, Tensor] = {} if media is None else media.sequences()
+    counts = {} if media is None else {name: media.count(name).tolist() for name in tensors}
     return _Sequences(list(tokens.split(sizes)), list(sampled.split(sizes)), tensors, counts)
 
 
 def _read(ids: Tensor, sampled: Tensor, places: Mapping[int, str]) -> Tensor:
-    """The tokens of a sequence, those that the policy sampled as 0.
+    """Return the tokens of a sequence, with 0 for those that the policy sampled.
 
-    Where a placeholder is in the mask, this is no response but a prompt that is trained too: it is read as it
-    stands.
+    A placeholder in the mask shows that this is no response but a prompt that is trained too: it is read
+    as it is.
     """
     if bool((sampled & (token_types(ids, places) > 0)).any()):
         return ids
@@ -263,21 +258,12 @@ def _read(ids: Tensor, sampled: Tensor, places: Mapping[int, str]) -> Tensor:
 
 
 def _padded(x: Tensor, pack: Packed, value: int = 0) -> Tensor:
-    """x of all sequences with `value` for the padding behind them, on the device of the pack."""
+    """Pad x of all sequences with `value`, on the device of the pack."""
     return pad(x, (0, len(pack.tokens) - x.shape[-1]), value=value).to(pack.tokens.device)
 
 
-def _given(model: Any, x: Tensor, leading: bool) -> Tensor:
-    """A tensor of media in the type of the towers, with the dimensions of the family."""
-    if x.is_floating_point():
-        x = x.to(_dtype(model))
-    if leading:
-        x = x[None]
-    return x
-
-
 def _dtype(model: nn.Module) -> torch.dtype:
-    """The type in which the towers of a model compute; weights of few bits have none."""
+    """Return the type in which the towers of a model compute; weights of few bits have none."""
     for part in (*find(model).towers, model):
         for p in part.parameters():
             if p.is_floating_point():
@@ -286,7 +272,7 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _check_counts(model: Any, sequences: _Sequences, places: Mapping[int, str]) -> None:
-    """ValueError for a sequence that has more or fewer placeholders than features of media."""
+    """Raise ValueError for a sequence with more or fewer placeholders than features of media."""
     types = [token_types(ids, places) for ids in sequences.ids]
     for kind, number in TYPES.items():
         found = [int((each == number).sum()) for each in types]
@@ -303,7 +289,7 @@ def _check_counts(model: Any, sequences: _Sequences, places: Mapping[int, str]) 
 
 
 def described(lm: nn.Module, pack: Packed) -> str:
-    """The placeholders and the media of each sequence of a pack, in words."""
+    """Return the placeholders and the media of each sequence of a pack, in words."""
     model = inside_adapters(lm)
     sequences = _sequences(pack)
     types = [token_types(ids, placeholders(model.config)) for ids in sequences.ids]

@@ -29,12 +29,12 @@ class Device(NamedTuple):
 
 
 def choose(device: Device, dtype: torch.dtype, head: int) -> tuple[str, str | None]:
-    """(kernel, reason) for heads of size `head`.
+    """Return (kernel, reason) for heads of size `head`.
 
     The reason tells why it is not a faster kernel; None if nothing is missed. "flash3" (flash-attn 3,
     Hopper), "varlen" (flash attention within torch) and "flash2" (flash-attn 2) need CUDA 8.0 or later,
-    float16 or bfloat16, and heads of at most 256 in steps of 8. "sequence" runs everywhere: one causal sdpa
-    per sequence length. On the CPU it is the only one.
+    float16 or bfloat16, and heads of at most 256 in steps of 8. "sequence" runs everywhere: one causal
+    sdpa per sequence length. On the CPU it is the only one.
     """
     # No flash attention for this device, type or size of heads.
     if device.kind == "cpu":
@@ -63,7 +63,7 @@ def _imported(module: str, name: str) -> Callable | None:
 
 @cache
 def _kernels() -> dict[str, Callable]:
-    """The importable functions for sequences of different lengths, by the name of the kernel."""
+    """Return the importable functions for sequences of different lengths, by the name of the kernel."""
     found = {"varlen": _imported("torch.nn.attention.varlen", "varlen_attn")}
     found |= {name: _imported(module, "flash_attn_varlen_func") for name, module in _FLASH.items()}
     return {name: f for name, f in found.items() if f is not None}
@@ -91,13 +91,14 @@ def by_sequence(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within each sequence, by one sdpa for each of their lengths.
+    """Attend causally within each sequence, by one sdpa for each of their lengths.
 
-    q [T, H, D], k and v [T, H', D] -> [T, H, D]: softmax(scale q k^T) v, where `scale` defaults to
-    1 / sqrt(D). `sinks` [H] take part in each softmax as the score of a token without a value.
+    q [T, H, D], k and v [T, H', D] -> [T, H, D]: softmax(scale q k^T) v, where `scale` defaults to 1 /
+    sqrt(D). `sinks` [H] take part in each softmax as the score of a token without a value.
 
-    Without many sequences of one length there is one sdpa for each sequence. Every sequence is computed from
-    its own tokens only, in the same order whatever its neighbours hold. Differentiable, on any device.
+    Without many sequences of one length there is one sdpa for each sequence. Every sequence is computed
+    only from its own tokens, in the same order whatever its neighbours hold. Differentiable, on any
+    device.
     """
     # Put sequences of one length together, so that they are one batch.
     parts = bounds.runs
@@ -133,10 +134,10 @@ def by_tail(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`by_sequence` for the tokens that a pack keeps.
+    """Run `by_sequence` for the tokens that a pack keeps.
 
-    q [U, H, D], k and v [U, H', D] -> [U, H, D]: each kept token attends to its whole sequence, with the keys
-    and values of those that begin alike. One sdpa for each length and number of kept tokens.
+    q [U, H, D], k and v [U, H', D] -> [U, H, D]: each kept token attends to its whole sequence, with the
+    keys and values of those that begin alike. One sdpa for each length and number of kept tokens.
     """
     out = []
     for queries, keys, mask in bounds.tails:
@@ -144,7 +145,7 @@ def by_tail(
         batch = [rearrange(x, "n s h d -> n h s d") for x in each]
         y = _causal(batch[0], batch[1], batch[2], scale, sinks, mask)
         out.append(rearrange(y, "n h s d -> (n s) h d"))
-    return take_rows(torch.cat(out), bounds.untangled)
+    return take_rows(torch.cat(out), bounds.unpermute)
 
 
 def _causal(
@@ -155,31 +156,31 @@ def _causal(
     sinks: Tensor | None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention for a batch of sequences of one length, from their last tokens.
+    """Attend causally in a batch of sequences of one length, from their last tokens.
 
-    q [N, H, Q, D], k and v [N, H', S, D] -> [N, H, Q, D]. `mask` [Q, S] has the keys of each query, where
-    Q < S.
+    q [N, H, Q, D], k and v [N, H', S, D] -> [N, H, Q, D]. `mask` [Q, S] has the keys of each query, if Q <
+    S.
     """
     count = q.shape[2]
     size = k.shape[2]
     gqa = q.shape[1] != k.shape[1]
-    how: dict[str, Any] = {"scale": scale, "enable_gqa": gqa}
-    if sinks is None and mask is None:
-        return scaled_dot_product_attention(q, k, v, is_causal=size > 1, **how)
     if sinks is None:
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, **how)
+        causal = mask is None and size > 1
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
+        )
     # The sink is one more key of zeros, whose score is all in the mask.
     k = pad(k, (0, 0, 0, 1))
     v = pad(v, (0, 0, 0, 1))
     score = torch.full((count, size), -torch.inf, dtype=q.dtype, device=q.device).triu(1 + size - count)
     whole = torch.cat([score.expand(len(sinks), -1, -1), sinks[:, None, None].expand(-1, count, 1)], -1)
-    return scaled_dot_product_attention(q, k, v, attn_mask=whole[None], **how)
+    return scaled_dot_product_attention(q, k, v, attn_mask=whole[None], scale=scale, enable_gqa=gqa)
 
 
 def by_varlen(
     f: Callable, q: Tensor, k: Tensor, v: Tensor, bounds: SequenceBounds, *, scale: float | None = None
 ) -> Tensor:
-    """Causal attention within each sequence, by one kernel for the pack.
+    """Attend causally within each sequence, by one kernel for the pack.
 
     Shapes are those of `by_sequence`. `f` is torch's varlen_attn or flash-attn's flash_attn_varlen_func.
     Their keywords differ by version, so they are read from the signature.
@@ -212,14 +213,12 @@ def by_varlen(
             v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
     out = f(q, k, v, bounds.cu, bounds.cu, bounds.longest, bounds.longest, **options)
-    if isinstance(out, tuple):
-        return out[0]
-    return out
+    return out[0] if isinstance(out, tuple) else out
 
 
 @cache
 def _keywords(f: Callable) -> frozenset[str]:
-    """The names of a function's parameters; looked up once, not in every layer."""
+    """Return the names of a function's parameters; looked up once, not in every layer."""
     return frozenset(inspect.signature(f).parameters)
 
 
@@ -232,10 +231,10 @@ def packed(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`by_sequence` or `by_varlen`, chosen for these tensors.
+    """Run `by_sequence` or `by_varlen`, chosen for these tensors.
 
-    Warns once where it is not the fast one. Of a pack whose tokens that begin alike are computed once, they
-    are [U, H, D] of the tokens that it keeps, and so is the result.
+    Warns once if it is not the fast one. For a pack with tokens that begin alike and are computed once, q,
+    k, v are [U, H, D] of the tokens that it keeps, and so is the result.
     """
     kernel, why = choose(_device(q.device), q.dtype, q.shape[-1])
     if kernel != "sequence" and sinks is not None:
@@ -247,10 +246,9 @@ def packed(
     if why:
         warn_once(f"attention: packs take one sdpa for each sequence: {why}")
     shared = bounds.prefixes
-    if kernel == "sequence" and shared is None:
-        return by_sequence(q, k, v, bounds, scale=scale, sinks=sinks)
     if kernel == "sequence":
-        return by_tail(q, k, v, bounds, scale=scale, sinks=sinks)
+        attend = by_sequence if shared is None else by_tail
+        return attend(q, k, v, bounds, scale=scale, sinks=sinks)
     if shared is None:
         return by_varlen(_kernels()[kernel], q, k, v, bounds, scale=scale)
 

@@ -21,16 +21,16 @@ __all__ = [
 
 
 _LAST = ("attention_mask", "cache_position", "position_ids", "visual_pos_masks")  # [..., T]
-_FEATURES = "deepstack_visual_embeds"  # of each of some layers, [tokens in visual_pos_masks, D]
+_FEATURES = "deepstack_visual_embeds"  # of some layers, [tokens in visual_pos_masks, D]
 
 
 def cut_before(text: nn.Module) -> None:
-    """Have a text model cut its inputs to this process's tokens, where its boundaries have a whole pack."""
+    """Slice the inputs of a text model to this rank's tokens (sequence parallelism)."""
     text.register_forward_pre_hook(_cut, with_kwargs=True)
 
 
 def _cut(text: nn.Module, args: tuple, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """The arguments of one forward; ValueError for one of all tokens that is not known."""
+    """Return the arguments of one forward; ValueError for an unknown one that has all tokens."""
     bounds = inputs.get("rft_bounds")
     if bounds is None or bounds.whole is None:
         return None
@@ -52,7 +52,7 @@ def _cut(text: nn.Module, args: tuple, inputs: dict[str, Any]) -> tuple[tuple, d
     if args:
         _refuse(text, "positional arguments")
 
-    # features of visual tokens are told apart by their number alone
+    # features of visual tokens are told apart only by their number
     if inputs.get(_FEATURES) is not None:
         visual = inputs["visual_pos_masks"]
         first = int(visual[..., :start].sum())
@@ -78,16 +78,16 @@ _TOWERS = {
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of one model, found once: no part is a copy.
+    """The parts of one model: no part is a copy.
 
-    Of a model that only reads, `text` is the decoder or inside of it, and there are no towers.
+    The `text` of a model that only reads is the decoder or inside of it, and there are no towers.
     """
 
     model: Any  # the model of transformers, inside its adapters if it has some
     decoder: Any  # the part whose output is the hidden states [1, T, D]; adapters stay inside
     text: Any  # the part of the decoder that reads embedded tokens
     towers: tuple[nn.Module, ...]  # the parts that see or hear, and what joins them to the text model
-    head: Any  # the layer that makes logits of hidden states; None where there is none
+    head: Any  # the layer that makes logits of hidden states, or None
     sequence: SequenceAxis | None = None  # over which the tokens of a pack are split
 
     @property
@@ -97,11 +97,10 @@ class Parts:
 
 
 def find(module: nn.Module) -> Parts:
-    """The parts of a model, with or without adapters.
+    """Return the parts of a model, with or without adapters; a `Reader` (see `reader`) keeps its own.
 
-    A `Reader` (see `reader`) gives those that it has found. A module that is not from transformers is its own
-    decoder and has no head; its text model is the part called language_model or text_model, else the module
-    itself.
+    A module that is not from transformers is its own decoder and has no head; its text model is the part
+    called language_model or text_model, else the module itself.
     """
     known = getattr(module, "parts", None)
     if isinstance(known, Parts):
@@ -109,34 +108,28 @@ def find(module: nn.Module) -> Parts:
     model = inside_adapters(module)
     decoder = _decoder(model)
     text = _text(model, decoder)
-    return Parts(model, decoder, text, _towers(model, decoder, text), _head(model))
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return Parts(model, decoder, text, _towers(model, decoder, text), head)
 
 
 def inside_adapters(module: Any) -> Any:
-    """The model of transformers inside of peft's, or the module itself."""
-    if hasattr(module, "get_base_model"):
-        return module.get_base_model()
-    return module
+    """Return the model of transformers inside of peft's, or the module itself."""
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
 def text_config(module: nn.Module) -> Any:
-    """The config of a model's text model, which may be nested in the model's."""
+    """Return the config of a model's text model, which may be nested in the model's."""
     return inside_adapters(module).config.get_text_config()
 
 
 def text_model(root: nn.Module) -> nn.Module:
-    """The text model of a model that sees or hears, else the module itself."""
+    """Return the text model of a model that sees or hears, else the module itself."""
     parts = find(root)
-    if parts.towers:
-        return parts.text
-    return root
+    return parts.text if parts.towers else root
 
 
 def path_of(part: nn.Module, module: nn.Module) -> str:
-    """The name of a part inside a module, or "".
-
-    It is empty for the module itself, and for a part that is not inside.
-    """
+    """Return the name of a part inside a module; "" for the module itself, and for a part outside."""
     return next((name for name, m in module.named_modules() if m is part), "")
 
 
@@ -146,15 +139,7 @@ def _decoder(model: Any) -> Any:
         return base
     # The name that a class gives is not always that of the attribute (Llama 4): take the one model inside.
     inside = [m for m in model.children() if hasattr(m, "base_model")]
-    if len(inside) == 1:
-        return inside[0]
-    return model
-
-
-def _head(model: Any) -> Any:
-    if hasattr(model, "get_output_embeddings"):
-        return model.get_output_embeddings()
-    return None
+    return inside[0] if len(inside) == 1 else model
 
 
 def _text(model: Any, decoder: Any) -> Any:
@@ -170,9 +155,9 @@ def _text(model: Any, decoder: Any) -> Any:
 
 
 def _towers(model: Any, decoder: Any, text: Any) -> tuple[nn.Module, ...]:
-    """The parts beside the text model on the way to it.
+    """Return the parts next to the text model on the way to it.
 
-    Where no text model is known by name, those with the usual name of a tower.
+    If no text model is known by name, the parts with the usual name of a tower.
     """
     path = path_of(text, decoder).split(".")
     if path[-1] not in _TEXT:
@@ -199,12 +184,12 @@ def expected_counts(
     counts: Mapping[str, Sequence[int]],
     found: Sequence[int],
 ) -> tuple[list[int], list[int]]:
-    """(features of each sequence, media of each) of "image", "video" or "audio".
+    """Return (features of each sequence, media of each) of "image", "video" or "audio".
 
-    `tensors` have the rows of all sequences, `counts` their numbers of each sequence, `found` the numbers of
-    placeholders. Sizes are read where the model has a rule for them. Where nothing else comes with them, rows
-    of one tensor have equally many features: as many as most sequences have placeholders for a row. Of other
-    rows only it is known that there are some; the model itself compares the sums of a pack.
+    `tensors` have the rows of all sequences, `counts` their numbers of each sequence, `found` the numbers
+    of placeholders. Sizes are read if the model has a rule for them. If nothing else comes with them, rows
+    of one tensor have equally many features: as many as most sequences have placeholders for a row. Of
+    other rows only it is known that there are some; the model itself compares the sums of a pack.
     """
     names = [name for name, rows in counts.items() if kind_of(name) == kind and any(rows)]
     if not names:
@@ -216,10 +201,10 @@ def expected_counts(
         name, each = sizes
         return [int(x.sum()) for x in each.split(list(counts[name]))], media
 
-    # A tensor beside may make some rows smaller; the mask of pixels does not.
-    beside = [name for name in names if name != "pixel_attention_mask"]
+    # Another tensor may make some rows smaller; the mask of pixels does not.
+    others = [name for name in names if name != "pixel_attention_mask"]
     ratios = Counter(got / n for got, n in zip(found, media) if got and n)
-    if len(beside) > 1 or not ratios:
+    if len(others) > 1 or not ratios:
         wanted = [max(got, 1) for got in found]
         return [want * bool(n) for want, n in zip(wanted, media)], media
     most = max(ratios.values())
@@ -237,11 +222,11 @@ def kind_of(name: str) -> str:
 
 
 def _by_size(model: Any, kind: str, tensors: Mapping[str, Tensor]) -> tuple[str, Tensor] | None:
-    """(the name of the rows, the features [rows] of each), None where the model has no rule for them."""
+    """Return (the name of the rows, features [rows]); None if the model has no rule for them."""
     grid = _GRIDS.get(kind, "")
-    merged = _merged(getattr(model.config, "vision_config", None))
-    if grid in tensors and merged:
-        return grid, tensors[grid].cpu().prod(-1) // merged
+    side = getattr(getattr(model.config, "vision_config", None), "spatial_merge_size", None)
+    if grid in tensors and side:
+        return grid, tensors[grid].cpu().prod(-1) // side**2
     if kind != "audio":
         return None
     for name in _MASKS:
@@ -252,12 +237,4 @@ def _by_size(model: Any, kind: str, tensors: Mapping[str, Tensor]) -> tuple[str,
                 if isinstance(lengths, tuple):  # of what goes into the last layer, and of what leaves it
                     lengths = lengths[-1]
                 return name, torch.as_tensor(lengths)
-    return None
-
-
-def _merged(config: Any) -> int | None:
-    """The number of patches in a feature of a tower."""
-    side = getattr(config, "spatial_merge_size", None)
-    if side:
-        return side**2
     return None

@@ -1,4 +1,4 @@
-"""Weights in low precision, frozen under adapters: int8 and nf4.
+"""Linear layers by faster libraries, and weights in low precision, frozen under adapters: int8 and nf4.
 
 int8 is torchao's: one scale per row, on the CPU too. nf4 is bitsandbytes' (arXiv 2305.14314): four bits per
 weight. A folder that was saved so is loaded so.
@@ -50,15 +50,15 @@ class FastLinear(nn.Linear):
 def set_fast(module: nn.Module, on: bool) -> None:
     """Make all plain linear layers of a module `FastLinear`, or make those plain again.
 
-    Only the class of a layer changes: parameters, names and hooks stay. Left alone are layers of other
-    classes, with quantised weights, or with forwards from elsewhere, and every layer where the processor does
-    not gain by it.
+    Only the class of a layer changes: parameters, names and hooks stay. Layers of other classes, with
+    quantised weights, or with forwards from elsewhere stay as they are, and so does every layer if the
+    processor gains nothing.
     """
     from rft_kernels import products
 
     old: type[nn.Module] = FastLinear
     new: type[nn.Module] = nn.Linear
-    if on and products.packing().elements < math.inf:  # also what gains in sampling alone
+    if on and products.packing().elements < math.inf:  # also what gains only in sampling
         old, new = new, old
     for layer in module.modules():
         kind = type(layer)
@@ -69,7 +69,7 @@ def set_fast(module: nn.Module, on: bool) -> None:
 
 @contextmanager
 def packed(module: nn.Module) -> Iterator[None]:
-    """Run a module without gradients, on weights that stay as they are: each is packed once for oneDNN.
+    """Run a module without gradients, with each weight packed once for oneDNN.
 
     The packs are a second copy of the weights of its `FastLinear`, and are gone afterwards.
     """
@@ -86,7 +86,7 @@ def packed(module: nn.Module) -> Iterator[None]:
 
 
 def is_plain(layer: Any) -> TypeGuard[nn.Linear]:
-    """Whether a layer is one matrix, with or without bias, and nothing else."""
+    """Return whether a layer is one matrix, with or without bias, and nothing else."""
     return type(layer) in (nn.Linear, FastLinear)
 
 
@@ -96,11 +96,8 @@ def is_plain(layer: Any) -> TypeGuard[nn.Linear]:
 _LIBRARY = {"int8": "torchao", "nf4": "bitsandbytes"}
 
 
-# --------------------------------------------------------------------------------------------------- loaded
-
-
 def check(kind: str, name: str, *, rank: int, world: int, config: Any) -> None:
-    """ValueError where a run cannot train over a base in low precision.
+    """Raise ValueError if a run cannot train over a base in low precision.
 
     Nothing is loaded. `rank` is that of the new adapters, `config` the strategy's.
     """
@@ -108,7 +105,7 @@ def check(kind: str, name: str, *, rank: int, world: int, config: Any) -> None:
         return
     _require_library(kind)
 
-    # The base is frozen, so there have to be adapters.
+    # The base is frozen, so there must be adapters.
     if not rank and not Path(name, "adapter_config.json").is_file():
         raise ValueError(f"lora_rank: expected > 0 with quantize {kind}, which freezes the base, got 0")
 
@@ -131,14 +128,12 @@ def _require_library(kind: str) -> None:
 def options(
     kind: str, *, dtype: torch.dtype, device: torch.device, whole: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The keywords with which `from_pretrained` quantises, the parts at the paths `whole` excepted.
+    """Return the keywords for `from_pretrained` to quantise all but the parts at the paths `whole`.
 
-    ValueError for an unknown kind, and for one whose library is not installed.
+    ValueError for an unknown kind, and for one without its library.
     """
     _require_library(kind)
-    kept = None  # the library's own choice: the head and what is tied to it
-    if whole:
-        kept = [*whole, "lm_head"]
+    kept = [*whole, "lm_head"] if whole else None  # None: the head and what is tied to it
     if kind == "int8":
         from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
         from transformers import TorchAoConfig
@@ -146,16 +141,17 @@ def options(
         return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=kept)}
     from transformers import BitsAndBytesConfig
 
-    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
-    nf4["llm_int8_skip_modules"] = kept
-    return {"quantization_config": BitsAndBytesConfig(**nf4), "device_map": {"": device}}
-
-
-# ---------------------------------------------------------------------------------------------- recognised
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=kept,
+    )
+    return {"quantization_config": nf4, "device_map": {"": device}}
 
 
 def is_low(x: Any) -> bool:
-    """Whether a weight is in low precision."""
+    """Return whether a weight is in low precision."""
     is_int8 = type(x).__module__.partition(".")[0] == "torchao"
     return is_int8 or getattr(x, "quant_state", None) is not None
 
@@ -165,14 +161,15 @@ def _any_low(module: nn.Module) -> bool:
 
 
 def prepare(name: str, module: nn.Module) -> None:
-    """Have a model just loaded compute with gradients.
+    """Make a model just loaded compute with gradients.
 
     ValueError for weights of a byte or less that only their own library can read.
     """
-    layers: list[Any] = [m for m in module.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
-    for layer in layers:
+    layer: Any
+    for layer in module.modules():
         # bitsandbytes: a forward without a gradient would pack the weights into a form that no backward reads
-        layer.support_avx512bf16_for_cpu = False
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
     for key, p in module.named_parameters():
         if p.dtype.itemsize == 1 and not is_low(p):
             raise ValueError(
@@ -182,7 +179,7 @@ def prepare(name: str, module: nn.Module) -> None:
 
 
 def require_whole(module: nn.Module, what: str) -> None:
-    """ValueError for a module in low precision, which `what` cannot hold."""
+    """Raise ValueError for a module in low precision, which `what` cannot hold."""
     if _any_low(module):
         raise ValueError(
             f"quantize: expected full precision with {what}, got a quantised model, which trains on one "
@@ -191,24 +188,15 @@ def require_whole(module: nn.Module, what: str) -> None:
 
 
 def require_adapters(module: nn.Module) -> None:
-    """ValueError for a module in low precision without adapters.
-
-    Its linear layers cannot be trained.
-    """
+    """Raise ValueError for a module in low precision without adapters: it cannot be trained."""
     if _any_low(module) and not hasattr(module, "peft_config"):
         raise ValueError(
             "quantize: expected adapters on a quantised model, which is frozen, got none; set lora_rank"
         )
 
 
-# ---------------------------------------------------------------------------------------------- dequantized
-
-
 def whole(x: Tensor) -> Tensor:
-    """A weight in full precision, as the forward uses it.
-
-    One that is in full precision comes back itself.
-    """
+    """Return a weight in full precision, as the forward uses it; itself if it is already."""
     if not is_low(x):
         return x
     packing = getattr(x, "quant_state", None)
@@ -220,7 +208,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def nbytes(x: Any) -> int:
-    """The memory of a weight [bytes], its scales included."""
+    """Return the memory of a weight [bytes], its scales included."""
     packing = getattr(x, "quant_state", None)
     if packing is not None:
         size = x.numel() + packing.absmax.nbytes
@@ -233,33 +221,27 @@ def nbytes(x: Any) -> int:
 
 
 def count(x: Tensor) -> int:
-    """The number of elements of a weight in full precision."""
+    """Return the number of elements of a weight in full precision."""
     packing = getattr(x, "quant_state", None)
-    if packing is None:
-        return x.numel()
-    return packing.shape.numel()
+    return x.numel() if packing is None else packing.shape.numel()
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:
-    """The state of a module, its weights in full precision."""
+    """Return the state of a module, its weights in full precision."""
     if not _any_low(module):
         return module.state_dict()
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     own |= {name for name, _ in module.named_buffers()}
-    out: dict[str, Tensor] = {}
-    for name, x in module.state_dict(keep_vars=True).items():
-        if name in own:  # the rest are scales of packed weights
-            out[name] = whole(x).detach()
-    return out
+    every = module.state_dict(keep_vars=True)  # with scales of packed weights, which are left out
+    return {name: whole(x).detach() for name, x in every.items() if name in own}
 
 
 @torch.no_grad()
 def dequantize(module: Any) -> nn.Module:
-    """A model of transformers with its weights in full precision, in place."""
-    layers: list[tuple[str, Any]] = []
-    for name, m in module.named_modules():
-        if is_low(m._parameters.get("weight")):
-            layers.append((name, m))
+    """Put the weights of a model of transformers in full precision, in place."""
+    layers: list[tuple[str, Any]] = [
+        (name, m) for name, m in module.named_modules() if is_low(m._parameters.get("weight"))
+    ]
     for name, layer in layers:
         linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
         linear.weight = nn.Parameter(whole(layer.weight))

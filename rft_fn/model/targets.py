@@ -20,47 +20,39 @@ _HEADS = {"classifier", "embed_out", "lm_head", "score", "v_head", "value_head"}
 
 
 def linear(module: nn.Module) -> list[str]:
-    """The paths of all linear layers but the head over the vocabulary.
+    """Return the paths of all linear layers but the head over the vocabulary.
 
-    GPT-2's Conv1D is one. A linear layer of a class from a family's own file is one if it is made as torch's
-    is: others are routers, or have more than one matrix.
+    GPT-2's Conv1D is one. A linear layer of a class from a family's own file is one if it is made as
+    torch's is: others are routers, or have more than one matrix.
     """
     from transformers.pytorch_utils import Conv1D
 
     head = find(module).head
-    found = []
-    for name, m in module.named_modules():
-        if isinstance(m, (nn.Linear, Conv1D)) and _made_as_torchs(type(m)) and m is not head:
-            found.append(name)
-    return found
 
+    def as_torchs(kind: type[nn.Module]) -> bool:
+        return not kind.__module__.startswith("transformers.models.") or kind.__init__ is nn.Linear.__init__
 
-def _made_as_torchs(kind: type[nn.Module]) -> bool:
-    """Whether a class of linear layers is torch's, or one of a family that is made in the same way."""
-    return not kind.__module__.startswith("transformers.models.") or kind.__init__ is nn.Linear.__init__
+    layers = [(name, m) for name, m in module.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
+    return [name for name, m in layers if as_torchs(type(m)) and m is not head]
 
 
 def _of_towers(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """The paths inside the parts that see or hear."""
+    """Return the paths inside the parts that see or hear."""
     towers = [path_of(m, module) for m in find(module).towers]
     return [path for path in paths if any(path.startswith(f"{tower}.") for tower in towers)]
 
 
 def _of_text(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """The paths inside the text model: no head, no tower."""
+    """Return the paths inside the text model: no head, no tower."""
     parts = find(module)
     text = path_of(parts.text, module)
     in_towers = set(_of_towers(module, paths))
-    found = []
-    for path in paths:
-        in_text = not text or path.startswith(f"{text}.")
-        if in_text and path not in in_towers and not set(path.split(".")) & _HEADS:
-            found.append(path)
-    return found
+    in_text = [path for path in paths if not text or path.startswith(f"{text}.")]
+    return [path for path in in_text if path not in in_towers and not set(path.split(".")) & _HEADS]
 
 
 def _read_by_owner(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """The paths of layers whose weight their owner reads, instead of calling the layer.
+    """Return the paths of layers with a weight that their owner reads, instead of calling the layer.
 
     Adapters would be passed by. Mixers of states hand their output projection to a fused kernel.
     """
@@ -75,7 +67,7 @@ def _read_by_owner(module: nn.Module, paths: Sequence[str]) -> list[str]:
 
 @cache
 def _weights_read(kind: type) -> frozenset[str]:
-    """The names of layers whose weight a class of modules reads itself.
+    """Return the names of layers with a weight that a class of modules reads itself.
 
     Looking at its type is not reading.
     """
@@ -83,7 +75,7 @@ def _weights_read(kind: type) -> frozenset[str]:
 
 
 def _experts(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of routed experts by name, each [E, out, in]."""
+    """Return the weights of routed experts by name, each [E, out, in]."""
     found: dict[str, nn.Parameter] = {}
     for path, m in module.named_modules():
         if "expert" not in path.lower() or isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
@@ -95,14 +87,14 @@ def _experts(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _last_names(paths: Iterable[str]) -> str:
-    """The last parts of some paths, each once, as a list for a message."""
+    """Return the last parts of some paths, each once, as a list for a message."""
     return ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
 
 
 def not_taken_for_experts(module: Any, paths: Sequence[str]) -> list[str]:
-    """The paths without those that peft takes for routed experts.
+    """Return the paths without those that peft takes for routed experts.
 
-    Warns once where there are some. Routed experts had names in older files that shared experts and dense
+    Warns once if there are some. Routed experts had names in older files that shared experts and dense
     layers of such a model have today.
     """
     from peft import LoraConfig
@@ -121,10 +113,7 @@ def not_taken_for_experts(module: Any, paths: Sequence[str]) -> list[str]:
 
 
 def _shared(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """The paths of layers that share their weight.
-
-    Two adapters would be merged into it.
-    """
+    """Return the paths of layers that share their weight: two adapters would be merged into it."""
     owners: dict[int, list[str]] = {}
     for path in paths:
         weight = getattr(module.get_submodule(path), "weight", path)
@@ -161,22 +150,20 @@ def warn_of_left_out(module: nn.Module) -> None:
         )
 
 
-def _matches(path: str, name: str) -> bool:
-    """Whether `name` is a path, its end, or a part that it leads through; `*` stands for anything."""
-    return fnmatchcase(f".{path}.", f"*.{name}.*")
-
-
 def _matching(paths: Sequence[str], names: Iterable[str]) -> list[str]:
-    """The paths that match one of the names or more."""
+    """Return the paths that match one of the names or more.
+
+    A name is a path, its end, or a part that it leads through; `*` stands for anything.
+    """
     names = list(names)
-    return [path for path in paths if any(_matches(path, name) for name in names)]
+    return [path for path in paths if any(fnmatchcase(f".{path}.", f"*.{name}.*") for name in names)]
 
 
 def target_paths(
     module: nn.Module, target_modules: str | Sequence[str], exclude: Sequence[str] = ()
 ) -> list[str]:
-    """The full paths of the layers that get adapters; see `apply_lora_configuration`."""
-    # The layers that can have adapters, and those of them in the text model.
+    """Return the full paths of the layers that get adapters; see `apply_lora_configuration`."""
+    # The layers that can have adapters, and which of them are in the text model.
     every = linear(module)
     closed = {*_read_by_owner(module, every), *_shared(module, every)}
     every = [path for path in every if path not in closed]
@@ -199,10 +186,10 @@ def target_paths(
 
 
 def _named(every: Sequence[str], groups: Mapping[str, Sequence[str]], names: Sequence[str]) -> list[str]:
-    """The paths of `every` that match the names, or are in the groups with these names.
+    """Return the paths of `every` that match the names, or are in the groups with these names.
 
-    ValueError for a name that matches none. A name that the text model has is meant there: a tower is adapted
-    only by a path that leads there.
+    ValueError for a name that matches none. A name that the text model has is meant there: a tower is
+    adapted only by a path that leads there.
     """
     text = groups[AUTO]
     chosen: set[str] = set()
