@@ -28,13 +28,13 @@ _SCORE = "score.weight"
 
 
 def class_name(config: Any) -> str | None:
-    """The class for sequence classification that a config names; None if it names another."""
+    """Return the class for sequence classification that a config names; None if it names another."""
     names = getattr(config, "architectures", None) or []
     return next((name for name in names if name.endswith(SUFFIX)), None)
 
 
 def head_of(lm: Any) -> nn.Linear | None:
-    """The head of a model for sequence classification; None for any other model.
+    """Return the head of a model for sequence classification; None for any other model.
 
     ValueError for a head that is not one matrix, as encoders have.
     """
@@ -51,24 +51,20 @@ def head_of(lm: Any) -> nn.Linear | None:
 
 
 def usual_labels(count: int) -> list[str]:
-    """The names of labels that nobody named."""
-    if count == 1:
-        return ["score"]
-    return [f"LABEL_{i}" for i in range(count)]
+    """Return the names of labels that nobody named."""
+    return ["score"] if count == 1 else [f"LABEL_{i}" for i in range(count)]
 
 
 def labels(config: Any) -> list[str]:
-    """The names of a config's labels; a single one without a name is the score."""
-    found = [config.id2label[i] for i in range(config.num_labels)]
-    if found == ["LABEL_0"]:
-        return ["score"]
-    return found
+    """Return the names of a config's labels; a single one without a name is the score."""
+    names = [config.id2label[i] for i in range(config.num_labels)]
+    return ["score"] if names == ["LABEL_0"] else names
 
 
 def like(decoder: Any, names: Sequence[str]) -> Any:
-    """The model for sequence classification over such a decoder, with these labels and without memory.
+    """Return the model for sequence classification over such a decoder, with these labels and no memory.
 
-    None where transformers has none.
+    None if transformers has none.
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -86,34 +82,30 @@ def like(decoder: Any, names: Sequence[str]) -> Any:
         made = kind(config).to(next(decoder.parameters()).dtype)
 
     # It may be an encoder's class, or have a head of more layers.
-    prefix = f"{made.base_model_prefix}."
-    own = {prefix + name for name in _plain(decoder)} | {_SCORE}
+    names_inside = [
+        name.replace(".base_layer.", ".") for name in decoder.state_dict() if ".lora_" not in name
+    ]
+    own = {f"{made.base_model_prefix}.{name}" for name in names_inside} | {_SCORE}
     width = text_config(decoder).hidden_size
     if set(made.state_dict()) != own or made.score.weight.shape != (len(names), width):
         return None
     return made
 
 
-def _plain(decoder: nn.Module) -> set[str]:
-    """The names of a decoder's tensors without its adapters."""
-    names = decoder.state_dict()
-    return {name.replace(".base_layer.", ".") for name in names if ".lora_" not in name}
-
-
 def write(made: Any, folder: str | Path, decoder: Mapping[str, Tensor], score: Tensor) -> None:
-    """Write the weights of a decoder and of its head as the folder of a model that `like` made."""
+    """Write the weights of a decoder and its head as the folder of a model that `like` made."""
     tensors = {f"{made.base_model_prefix}.{name}": x for name, x in decoder.items()}
     made.save_pretrained(folder, state_dict={**tensors, _SCORE: score})
 
 
-# --------------------------------------------------------------------------------------------- padding
+# ---------- padding
 
-# A class of transformers scores the rightmost token that is not padding. Where padding also ends a text, that
-# is the token before the end.
+# A class of transformers scores the rightmost token that is not padding. If padding also ends a text, that is
+# the token before the end.
 
 
 def _ends(config: Any) -> set[int]:
-    """The ids of the tokens that end a text, by a config."""
+    """Return the ids of the tokens that end a text, by a config."""
     found = getattr(config, "eos_token_id", None)
     if found is None:
         return set()
@@ -121,7 +113,7 @@ def _ends(config: Any) -> set[int]:
 
 
 def _other_padding(config: Any) -> int:
-    """The id of a token that no text ends with: the first of a text, else the last of the vocabulary."""
+    """Return a token that no text ends with: the first of a text, else the last of the vocabulary."""
     ends = _ends(config)
     first = getattr(config, "bos_token_id", None)
     if first is not None and first not in ends:
@@ -130,7 +122,7 @@ def _other_padding(config: Any) -> int:
 
 
 def warn_of_padding(name: str, config: Any) -> None:
-    """Warn of a class whose padding ends texts, so that it scores another token than this library."""
+    """Warn of a class with padding that ends texts, so that it scores another token than this library."""
     text = config.get_text_config()
     if text.pad_token_id in _ends(text):
         warnings.warn(
@@ -143,7 +135,7 @@ def warn_of_padding(name: str, config: Any) -> None:
 
 
 def pad_alike(folder: str | Path, tokenizer: Any) -> None:
-    """Have the tokenizer and the config of a written folder pad with one token, which ends no text.
+    """Make the tokenizer and the config of a written folder pad with one token, which ends no text.
 
     Nothing is done to folders of other classes.
     """
@@ -158,8 +150,7 @@ def pad_alike(folder: str | Path, tokenizer: Any) -> None:
     if tokenizer.pad_token_id in {None, tokenizer.eos_token_id, *_ends(text)}:
         tokenizer = copy.deepcopy(tokenizer)
         own = text.pad_token_id
-        if own in {None, tokenizer.eos_token_id}:
-            own = _other_padding(text)
+        own = _other_padding(text) if own in {None, tokenizer.eos_token_id} else own
         if own < len(tokenizer):
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(own)
         else:  # the model has more words than the tokenizer: one of them gets a name

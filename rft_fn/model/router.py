@@ -4,7 +4,7 @@ apply, state = strategy.init(module, tx, aux=True)
 loss = nll(out.logp) + 0.01 * out.aux
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -23,7 +23,7 @@ MOST_ERROR = 0.02  # of weights that a way of scoring explains: twice the roundi
 
 
 def without_groups(module: nn.Module) -> None:
-    """Let experts in float64 compute one after the other: torch's product of groups has no such type."""
+    """Make experts in float64 compute one after the other: torch's grouped product has no such type."""
     part: Any
     for part in module.modules():
         grouped = getattr(getattr(part, "config", None), "_experts_implementation", None) == "grouped_mm"
@@ -42,8 +42,8 @@ class Heard(NamedTuple):
 class Balance:
     """The routers of a model, and how each makes probabilities of its logits.
 
-    Routers are found by the outputs that transformers records of a model: modules whose output is (logits,
-    weights, chosen). ValueError for a model without any, or with others.
+    Routers are the modules that transformers records outputs of as (logits, weights, chosen). ValueError
+    for a model without any, or with others.
     """
 
     def __init__(self, lm: nn.Module):
@@ -53,10 +53,10 @@ class Balance:
 
     @contextmanager
     def listen(self) -> Iterator[dict[str, Heard]]:
-        """The output of each router in the last forward inside of the context.
+        """Record the output of each router in the last forward inside of the context.
 
-        Hooks stay no longer: a copy of the model has none of them, and the second forward of checkpointing is
-        not heard.
+        Hooks stay no longer: a copy of the model has none of them, and the second forward of checkpointing
+        is not heard.
         """
         heard: dict[str, Heard] = {}
         handles = [m.register_forward_hook(partial(_note, heard, name)) for name, m in self.routers.items()]
@@ -68,14 +68,15 @@ class Balance:
 
     @torch.no_grad()
     def settle(self, heard: dict[str, Heard]) -> None:
-        """Find which probabilities the weights of each router are made of.
+        """Detect which probabilities the weights of each router are made of.
 
         ValueError for routers of another kind.
         """
         for name, x in heard.items():
             errors = {way: _error(way, x) for way in _WAYS}
             way = min(errors, key=lambda w: errors[w])
-            if _is_distribution(x.logits):
+            total = widen(x.logits).sum(-1)
+            if bool((x.logits >= 0).all()) and bool(((total - 1).abs() < MOST_ERROR).all()):
                 way = "given"
             elif errors[way] > MOST_ERROR:
                 raise ValueError(
@@ -87,22 +88,18 @@ class Balance:
     def __call__(
         self, heard: dict[str, Heard], pack: Packed, bounds: SequenceBounds | None
     ) -> tuple[Tensor, Tensor]:
-        """(aux [T], share [T]) of a pack.
+        """Return (aux [T], share [T]) of a pack.
 
-        aux is the mean of `balance` over the routers, share the largest share that one expert of any router
-        has of the choices in its sequence.
+        aux is the mean of `balance` over the routers, share the largest share that one expert of any
+        router has of the choices in its sequence.
         """
         real = _real(pack, bounds)
-        axis = None
-        if bounds is not None:
-            axis = bounds.sequence
-        auxes = []
-        shares = []
+        axis = None if bounds is None else bounds.sequence
+        outs = []
         for name, x in heard.items():
             p = _WAYS[self.ways[name]](widen(x.logits))
-            aux, share = balance(p, x.chosen, pack.seq, real, pack.num_seqs, sequence=axis)
-            auxes.append(aux)
-            shares.append(share)
+            outs.append(balance(p, x.chosen, pack.seq, real, pack.num_seqs, sequence=axis))
+        auxes, shares = zip(*outs)
         return torch.stack(auxes).mean(0), torch.stack(shares).amax(0)
 
 
@@ -115,12 +112,12 @@ def balance(
     *,
     sequence: SequenceAxis | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(aux [T], share [T]) of one router.
+    """Return (aux [T], share [T]) of one router.
 
-    p [T, E] are its probabilities, chosen [T, k] its choices. aux[t] = sum over e of f[e] p[t, e], with f[e]
-    = E / (k n) times the choices of e by the n `real` tokens of t's sequence, prompt and response: the
-    balance loss of a sequence (DeepSeek-V3, arXiv 2412.19437), one token at a time. It is 1 where experts are
-    used evenly and at most E / k; f has no gradient. share[t] is the largest f[e] k / E, over e. As no
+    p [T, E] are its probabilities, chosen [T, k] its choices. aux[t] = sum over e of f[e] p[t, e], with
+    f[e] = E / (k n) times the choices of e by the n `real` tokens of t's sequence, prompt and response:
+    the balance loss of a sequence (DeepSeek-V3, arXiv 2412.19437), one token at a time. It is 1 if experts
+    are used evenly and at most E / k; f has no gradient. share[t] is the largest f[e] k / E, over e. As no
     sequence reads another, a cut of the batch between sequences changes nothing; `sequence` adds up the
     choices of processes that share the tokens of a pack.
 
@@ -139,26 +136,17 @@ def balance(
 
 
 def _routers(lm: nn.Module) -> dict[str, nn.Module]:
-    """The routers of a model by name.
-
-    Their classes are those that transformers records `router_logits` of.
-    """
-    # The classes whose outputs transformers records as `router_logits`.
+    """Return the routers of a model by name: modules that transformers records `router_logits` of."""
     specs: list[Any] = []
     for m in lm.modules():
         recorded = (getattr(type(m), "_can_record_outputs", None) or {}).get("router_logits", [])
-        if isinstance(recorded, list):
-            specs += recorded
-        else:
-            specs.append(recorded)
+        specs += recorded if isinstance(recorded, list) else [recorded]
 
     # index 0: the router itself, whose output begins with logits; others are blocks around one
     classes = tuple({spec.target_class for spec in specs if getattr(spec, "index", None) == 0})
     found = {name: m for name, m in lm.named_modules() if isinstance(m, classes)}
     if not found:
-        why = "which has no routers of experts"
-        if specs:
-            why = "whose routers give no logits and choices"
+        why = "whose routers give no logits and choices" if specs else "which has no routers of experts"
         raise ValueError(f"aux: expected False for {type(lm).__name__}, {why}; leave router_aux at 0")
     return found
 
@@ -176,7 +164,7 @@ def _note(heard: dict[str, Heard], name: str, router: nn.Module, _: Any, out: An
 
 
 def _real(pack: Packed, bounds: SequenceBounds | None) -> Tensor:
-    """Whether each token [T] is no padding.
+    """Return whether each token [T] is no padding.
 
     Padding is at position 0 and begins no sequence.
     """
@@ -187,31 +175,21 @@ def _real(pack: Packed, bounds: SequenceBounds | None) -> Tensor:
     return begins | (pack.pos > 0)
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(-1)
-
-
 def _sigmoid(logits: Tensor) -> Tensor:
-    """A score for each expert by itself, as a distribution over the experts."""
+    """Return a score for each expert by itself, as a distribution over the experts."""
     score = logits.sigmoid()
     return score / score.sum(-1, keepdim=True)
 
 
-def _given(probabilities: Tensor) -> Tensor:
-    """The output of routers that give probabilities in the place of logits."""
-    return probabilities
-
-
-_WAYS = {"softmax": _softmax, "sigmoid": _sigmoid, "given": _given}
-
-
-def _is_distribution(x: Tensor) -> bool:
-    total = widen(x).sum(-1)
-    return bool((x >= 0).all()) and bool(((total - 1).abs() < MOST_ERROR).all())
+_WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": _sigmoid,
+    "given": lambda probabilities: probabilities,  # some routers give these in place of logits
+}
 
 
 def _error(way: str, x: Heard) -> float:
-    """The largest difference between a router's weights and its probabilities, both as shares.
+    """Return the largest difference between a router's weights and its probabilities, both as shares.
 
     Only chosen experts count, and numbers that are not finite do not.
     """
