@@ -1,4 +1,4 @@
-"""Models and tokenizers loaded by name."""
+"""Models, tokenizers and processors loaded by name."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from rft_fn.model.lora import CONFIG, read_adapter_config, require_plain_adapter
 from rft_fn.model.materialize import on_meta
 from rft_fn.model.model_names import resolve
 from rft_fn.model.parts import find, inside_adapters, path_of
-from rft_fn.model.pretrained import Kind, from_pretrained, kind_of, loaded, skeleton
+from rft_fn.model.pretrained import from_pretrained, kind_of, loaded, skeleton
 from rft_fn.model.processors import MARK, ChunkProcessor, PatchProcessor
 from rft_fn.model.save import quiet
 
@@ -27,26 +27,17 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- models and tokenizers loaded by name
-
-
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
 
 def usual_device(device: str | torch.device | None) -> torch.device:
-    """The given device, else the GPU if there is one, else the CPU."""
-    if device:
-        return torch.device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("cpu")
+    """Return the given device, else the GPU if there is one, else the CPU."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def usual_dtype(device: torch.device) -> torch.dtype:
-    """float32 on the CPU, where bf16 is unusably slow, else bf16."""
-    if device.type == "cpu":
-        return torch.float32
-    return torch.bfloat16
+    """Return float32 on the CPU, where bf16 is unusably slow, else bf16."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def load(
@@ -61,23 +52,23 @@ def load(
     trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
-    """A language model by name, or from a module.
+    """Load a language model by name, or prepare a module.
 
-    `path_or_module` is a folder, a hub name, "tiny", "smollm2-135m", or a module that exists. A config with
-    towers gives a model that sees or hears, any other a causal language model. Of a model that also speaks,
-    only the part that reads and writes text is loaded. dtype defaults to float32 on the CPU (where bf16 is
-    unusably slow) and to bf16 on a GPU; a module keeps its own. A folder of adapters gives its base model
-    with them, to be trained further. With `meta` the module comes without memory, and binding it reads its
-    weights: a sharded strategy reads each process's shards only.
+    `path_or_module` is a folder, a hub name, "tiny", "smollm2-135m", or a module that exists. A config
+    with towers gives a model that sees or hears, any other a causal language model. From a model that also
+    speaks, only the part that reads and writes text is loaded. dtype defaults to float32 on the CPU (where
+    bf16 is unusably slow) and to bf16 on a GPU; a module keeps its own. A folder of adapters gives its
+    base model with them, to be trained further. With `meta` the module comes without memory, and binding
+    it reads its weights: a sharded strategy reads each process's shards only.
 
     `quantize` holds the linear layers in low precision, to be frozen under adapters: "int8" by torchao,
-    "nf4" by bitsandbytes; "none" is in full, even where they were saved in low; else as they were saved.
-    Parts that see or hear stay in full. `freeze` names parts that are not trained, see `freeze.freeze`.
+    "nf4" by bitsandbytes; "none" is in full, even if they were saved in low; else as they were saved.
+    Parts that see or hear stay in full. `freeze` names parts that are not trained, see `layers.freeze`.
     `trust_remote_code` runs Python files of the model's folder. Further keywords go to transformers'
     `from_pretrained`.
 
-    ValueError for a name that is none of these, for tensors that are missing, unexpected or of another shape
-    than the config's, for weights with NaN or inf, and for a pattern to freeze that matches nothing.
+    ValueError for a name that is none of these, for tensors that are missing, unexpected or of another
+    shape than the config's, for weights with NaN or inf, and for a pattern to freeze that matches nothing.
     """
     device = usual_device(device)
     if isinstance(path_or_module, nn.Module):
@@ -86,44 +77,36 @@ def load(
         if not any(p.is_meta for p in module.parameters()):  # one without memory gets it later, as it is
             module = module.to(device=device, dtype=dtype)
     else:
-        how = {"dtype": dtype or usual_dtype(device), "trust_remote_code": trust_remote_code, **kwargs}
-        module = _named(resolve(str(path_or_module)), device, meta, quantize, how)
+        options = {"dtype": dtype or usual_dtype(device), "trust_remote_code": trust_remote_code} | kwargs
+        module = _named(resolve(str(path_or_module)), device, meta, quantize, options)
     if gradient_checkpointing:
-        _checkpoint(module)
+        enable: Any = getattr(module, "activation_checkpointing_enable", None)  # its name since 5.23
+        enable = enable or module.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return frozen(module, freeze)
 
 
-def _checkpoint(module: Any) -> None:
-    """Turn on gradient checkpointing of a model of transformers."""
-    if hasattr(module, "activation_checkpointing_enable"):  # its name since 5.23
-        enable = module.activation_checkpointing_enable
-    else:
-        enable = module.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-
-
-def _named(name: str, device: torch.device, meta: bool, quantize: str, how: Mapping[str, Any]) -> nn.Module:
-    """The model of a folder or hub name.
-
-    Of a folder of adapters it is the base model with these.
-    """
+def _named(
+    name: str, device: torch.device, meta: bool, quantize: str, options: Mapping[str, Any]
+) -> nn.Module:
+    """Load the model of a folder or hub name; of a folder of adapters the base model with these."""
     if Path(name, CONFIG).is_file():
         base = _base_of(name)
         if read_adapter_config(name).get("task_type") == "SEQ_CLS":
             raise _not_language(name, "adapters of a reward model")
-        return with_adapter(_named(resolve(base), device, meta, quantize, how), name)
-    _require_language(name, how["trust_remote_code"])
+        return with_adapter(_named(resolve(base), device, meta, quantize, options), name)
+    _require_language(name, options["trust_remote_code"])
     if not meta:
-        return _with_memory(name, device, quantize, how)
+        return _with_memory(name, device, quantize, options)
 
     # The sharded strategies hold no weights in low precision.
     if quantize not in ("", "none"):
         raise ValueError(f"quantize: expected none on several processes, got {quantize}; start one")
-    return on_meta(name, device=device, **how)
+    return on_meta(name, device=device, **options)
 
 
 def _require_language(name: str, trust_remote_code: bool) -> None:
-    """ValueError for a reward model, of which transformers would make a language model with a new head."""
+    """Raise ValueError for a reward model, which transformers would give a new head."""
     found = classifier.class_name(kind_of(name, trust_remote_code).config)
     if Path(name, classifier.HEADS).is_file():
         found = "a decoder with heads of scores"
@@ -137,15 +120,18 @@ def _not_language(name: str, found: str) -> ValueError:
     )
 
 
-def _with_memory(name: str, device: torch.device, quantize: str, how: Mapping[str, Any]) -> nn.Module:
-    made = kind_of(name, how["trust_remote_code"])
+def _with_memory(name: str, device: torch.device, quantize: str, options: Mapping[str, Any]) -> nn.Module:
+    """Load a model with memory; in low precision its parts that see or hear stay in full."""
+    dtype, trust = options["dtype"], options["trust_remote_code"]
+    made = kind_of(name, trust)
     if made.is_part:
-        how = {"config": made.config, **how}
+        options = {"config": made.config, **options}
     kind = quantize.removeprefix("none")
     if kind:
-        whole = _kept_whole(made, how)
-        how = {**how, **low.options(kind, dtype=how["dtype"], device=device, whole=whole)}
-    module: Any = loaded(made.factory, name, **how).to(device)
+        model = skeleton(made.config, made.factory, dtype=dtype, trust_remote_code=trust)
+        towers = [path_of(tower, model) for tower in find(model).towers]
+        options = {**options, **low.options(kind, dtype=dtype, device=device, whole=towers)}
+    module: Any = loaded(made.factory, name, **options).to(device)
     low.prepare(name, module)
     if kind and module.hf_quantizer.pre_quantized:
         raise ValueError(f"quantize: expected none for {name}, which is quantised already, got {kind}")
@@ -155,21 +141,12 @@ def _with_memory(name: str, device: torch.device, quantize: str, how: Mapping[st
 
 
 def base_folder(folder: str) -> str:
-    """The folder or hub name of the base model, for a folder of adapters; else `folder` itself."""
-    if Path(folder, CONFIG).is_file():
-        return resolve(_base_of(folder))
-    return folder
-
-
-def _kept_whole(kind: Kind, how: Mapping[str, Any]) -> list[str]:
-    """The paths of the parts that see or hear, which a quantised model has in full precision."""
-    options = {"dtype": how["dtype"], "trust_remote_code": how["trust_remote_code"]}
-    model = skeleton(kind.config, kind.factory, **options)
-    return [path_of(tower, model) for tower in find(model).towers]
+    """Return the folder or hub name of the base model, for a folder of adapters; else `folder` itself."""
+    return resolve(_base_of(folder)) if Path(folder, CONFIG).is_file() else folder
 
 
 def read_config(name: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The config of a model, by the names that `load` takes; of adapters that of their base.
+    """Return the config of a model, by the names that `load` takes; for adapters that of their base.
 
     ValueError for a name that is none of these.
     """
@@ -177,7 +154,7 @@ def read_config(name: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def read_window(name: str | Path) -> int | None:
-    """The most tokens that a model reads, by its config; None without a limit, or without a config."""
+    """Return the most tokens that a model reads, by its config; None without a limit, or a config."""
     folder = base_folder(resolve(str(name)))
     if Path(folder).is_dir() and not Path(folder, "config.json").is_file():
         return None
@@ -185,7 +162,7 @@ def read_window(name: str | Path) -> int | None:
 
 
 def _base_of(folder: str) -> str:
-    """The model that a folder of adapters is for."""
+    """Return the model that a folder of adapters is for."""
     config = read_adapter_config(folder)
     path = Path(folder, CONFIG)
     base = config.get("base_model_name_or_path")
@@ -203,17 +180,18 @@ def _base_of(folder: str) -> str:
 
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model, with a padding token.
+    """Load the tokenizer of a model, with a padding token.
 
     Names are those that `load` takes. A folder of adapters without a tokenizer has its base model's.
-    ValueError where there is none, for one without a token that ends a response, and for a chat template that
+    ValueError if there is none, for one without a token that ends a response, and for a chat template that
     does not parse.
     """
     from transformers import AutoTokenizer
 
     # A folder of adapters has mostly no tokenizer.
     folder = resolve(str(name))
-    if not _has_tokenizer(folder):
+    is_folder = Path(folder).is_dir()  # else a hub name
+    if is_folder and not any(next(Path(folder).glob(pattern), None) for pattern in _TOKENIZERS):
         if not Path(folder, CONFIG).is_file():
             raise ValueError(f"tokenizer: expected one in {folder}, got no tokenizer.json or the like")
         folder = resolve(_base_of(folder))
@@ -229,12 +207,6 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
         tokenizer.pad_token = tokenizer.eos_token
     _check_template(folder, tokenizer)
     return tokenizer
-
-
-def _has_tokenizer(folder: str) -> bool:
-    if not Path(folder).is_dir():
-        return True  # a hub name
-    return any(next(Path(folder).glob(pattern), None) for pattern in _TOKENIZERS)
 
 
 def _check_template(folder: str, tokenizer: Any) -> None:
@@ -267,7 +239,7 @@ _NAMES = {
 
 
 def ActorLanguage(path_or_module: str | Path | nn.Module, **options: Any) -> Actor:
-    """(module, modality) of a model that reads text.
+    """Return (module, modality) of a model that reads text.
 
     `options` are those of `load`. ValueError for a model that sees or hears.
     """
@@ -275,7 +247,7 @@ def ActorLanguage(path_or_module: str | Path | nn.Module, **options: Any) -> Act
 
 
 def ActorVL(path_or_module: str | Path | nn.Module, **options: Any) -> Actor:
-    """(module, modality) of a model that reads text, images and videos.
+    """Return (module, modality) of a model that reads text, images and videos.
 
     `options` are those of `load`. ValueError for a model that does not see, and for one that hears too.
     """
@@ -283,7 +255,7 @@ def ActorVL(path_or_module: str | Path | nn.Module, **options: Any) -> Actor:
 
 
 def ActorAL(path_or_module: str | Path | nn.Module, **options: Any) -> Actor:
-    """(module, modality) of a model that reads text and audio.
+    """Return (module, modality) of a model that reads text and audio.
 
     `options` are those of `load`. ValueError for a model that does not hear, and for one that sees too.
     """
@@ -291,7 +263,7 @@ def ActorAL(path_or_module: str | Path | nn.Module, **options: Any) -> Actor:
 
 
 def ActorOmni(path_or_module: str | Path | nn.Module, **options: Any) -> Actor:
-    """(module, modality) of a model that reads text, images, videos and audio.
+    """Return (module, modality) of a model that reads text, images, videos and audio.
 
     `options` are those of `load`. ValueError for a model that does not both see and hear.
     """
@@ -306,9 +278,7 @@ def _actor(source: str | Path | nn.Module, expected: ActorModality, options: dic
     else:
         config = read_config(source, trust_remote_code=options.get("trust_remote_code", False))
         name = str(source)
-    found = ActorModality.LANGUAGE_ONLY
-    if config is not None:
-        found = modality.of_config(config)
+    found = ActorModality.LANGUAGE_ONLY if config is None else modality.of_config(config)
     if found is not expected:
         raise ValueError(
             f"model: expected {expected.value} for {_NAMES[expected]}, got {name}, which is {found.value}; "
@@ -324,18 +294,23 @@ _TOWERS = ("vision_config", "audio_config", "thinker_config")
 
 
 def load_processor(name: str | Path) -> Any:
-    """The processor of a model that sees or hears; None for one of text alone.
+    """Load the processor of a model that sees or hears; None for a model of text.
 
-    Names are those that `load` takes. Models of Qwen's VL families have one without torchvision, and without
-    video files; SmolVLM has one of images alone without torchvision and num2words. ValueError where the model
-    has towers and its folder no processor that can be loaded.
+    Names are those that `load` takes. Models of Qwen's VL families have one without torchvision, and
+    without video files; SmolVLM has one of images only without torchvision and num2words. ValueError if
+    the model has towers and its folder no processor that can be loaded.
     """
     from transformers import AutoProcessor
+    from transformers.utils import cached_file
 
     folder = base_folder(resolve(str(name)))
     if Path(folder, MARK).is_file():
         return PatchProcessor.from_pretrained(folder)
-    config = _config(folder)
+    stored = cached_file(folder, "config.json", _raise_exceptions_for_missing_entries=False)
+    try:
+        config = {} if stored is None else json.loads(Path(stored).read_text())
+    except ValueError as error:
+        raise ValueError(f"model: {stored}: expected JSON, got {error}") from error
     towers = [tower for tower in _TOWERS if tower in config]
     if not towers:
         return None
@@ -353,7 +328,8 @@ def load_processor(name: str | Path) -> Any:
     if hasattr(found, "image_processor") or hasattr(found, "feature_extractor"):
         return found
     without_torchvision = _WITHOUT_TORCHVISION.get(config.get("model_type", ""))
-    if without_torchvision is not None and _has_images(folder):
+    about = [Path(folder, name) for name in ("preprocessor_config.json", "processor_config.json")]
+    if without_torchvision is not None and any(path.is_file() for path in about):
         return without_torchvision(folder)
     raise ValueError(
         f"model: {folder} has {', '.join(towers)}, but no processor for what it sees or hears: {why}; "
@@ -361,36 +337,21 @@ def load_processor(name: str | Path) -> Any:
     )
 
 
-def _config(folder: str) -> dict[str, Any]:
-    """The config of a model as it is stored; {} where there is none."""
-    from transformers.utils import cached_file
-
-    found = cached_file(folder, "config.json", _raise_exceptions_for_missing_entries=False)
-    if found is None:
-        return {}
-    try:
-        return json.loads(Path(found).read_text())
-    except ValueError as error:
-        raise ValueError(f"model: {found}: expected JSON, got {error}") from error
-
-
-def _has_images(folder: str) -> bool:
-    """Whether a folder tells how its images are processed."""
-    return any(Path(folder, name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
-
-
 def _smolvlm(folder: str) -> Any:
-    """SmolVLM's processor of images alone: they stand in the text as those of Idefics3 do."""
+    """Make SmolVLM's processor of images only: they are in the text as in Idefics3's."""
     from transformers import AutoTokenizer, Idefics3Processor
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     tokenizer = from_pretrained(AutoTokenizer, folder, what="tokenizer")
     images = SmolVLMImageProcessorPil.from_pretrained(folder)
-    how = {}
     about = Path(folder, "processor_config.json")
-    if about.is_file() and "image_seq_len" in (found := json.loads(about.read_text())):
-        how["image_seq_len"] = found["image_seq_len"]
-    return Idefics3Processor(images, tokenizer, chat_template=tokenizer.chat_template, **how)
+    stored = json.loads(about.read_text()) if about.is_file() else {}
+    return Idefics3Processor(
+        images,
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+        image_seq_len=stored.get("image_seq_len", 169),  # transformers' own default
+    )
 
 
 _WITHOUT_TORCHVISION = {"smolvlm": _smolvlm} | dict.fromkeys(

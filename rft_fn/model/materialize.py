@@ -8,7 +8,6 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -39,7 +38,7 @@ class Group(NamedTuple):
 
 
 def groups(module: Any, stored: Iterable[str]) -> tuple[list[Group], list[str]]:
-    """(groups of the names in a model's files, names unknown to the model).
+    """Return (groups of the names in a model's files, names unknown to the model).
 
     `module` is as transformers makes it. It remembers the rules that applied: it is saved by them again.
     """
@@ -61,8 +60,7 @@ def groups(module: Any, stored: Iterable[str]) -> tuple[list[Group], list[str]]:
     for key in sorted(stored, key=loading.dot_natural_key):  # experts in the order of their numbers
         name, pattern = loading.rename_source_key(key, renamings, converters, module.base_model_prefix, own)
         if name not in own and key in own:  # a file that has the new name already
-            name = key
-            pattern = None
+            name, pattern = key, None
         if name in own:
             group = found.setdefault(name, Group(name, of_pattern.get(pattern), []))
             group.sources.append((pattern or key, key))
@@ -73,27 +71,18 @@ def groups(module: Any, stored: Iterable[str]) -> tuple[list[Group], list[str]]:
 
 
 def converted(group: Group, read: Callable[[str], Any], skeleton: Any) -> dict[str, Any]:
-    """The tensors of the model that a group becomes, by name.
+    """Return the tensors of the model that a group becomes, by name.
 
-    `read` gives the tensor of a name in the files, or a slice to read it by; a group without a rule passes it
-    on unread. `skeleton` is the model as transformers makes it, whose shapes some rules look at.
+    `read` gives the tensor of a name in the files, or a slice to read it by; a group without a rule passes
+    it on unread. `skeleton` is the model as transformers makes it: some rules look at its shapes.
     """
     if group.rule is None:
         return {group.name: read(group.sources[0][1])}
     rule = copy.deepcopy(group.rule)
     for pattern, key in group.sources:
-        rule.add_tensor(group.name, key, pattern, partial(_whole, read, key))
+        rule.add_tensor(group.name, key, pattern, lambda key=key: read(key)[...])
     made = rule.convert(group.name, model=skeleton, config=skeleton.config)
-    out = {}
-    for name, x in made.items():
-        if isinstance(x, list):
-            x = x[0]
-        out[name] = x
-    return out
-
-
-def _whole(read: Callable[[str], Any], key: str) -> Any:
-    return read(key)[...]
+    return {name: x[0] if isinstance(x, list) else x for name, x in made.items()}
 
 
 # ---------- the files of a model, and the tensors in them
@@ -108,7 +97,7 @@ class Stored(NamedTuple):
 
 
 def folder_of(name: str) -> Path:
-    """The folder of a model; a hub name is fetched into its cache first."""
+    """Return the folder of a model; a hub name is fetched into its cache first."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -117,9 +106,9 @@ def folder_of(name: str) -> Path:
 
 
 def files(folder: Path) -> list[Path]:
-    """The files with a model's weights.
+    """Return the files with a model's weights: those with transformers' names, if there are some.
 
-    Where some have transformers' names, these alone. ValueError for none.
+    ValueError for none.
     """
     named = sorted([*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors")])
     found = named or sorted(folder.glob("*.safetensors"))
@@ -132,7 +121,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def stored(skeleton: nn.Module, paths: list[Path]) -> Stored:
-    """The tensors that files hold for a model on the meta device.
+    """Return the tensors that files hold for a model on the meta device.
 
     `skeleton` is as transformers makes it. ValueError for a file that is cut off, and for tensors that are
     missing, unexpected or of another shape.
@@ -144,7 +133,14 @@ def stored(skeleton: nn.Module, paths: list[Path]) -> Stored:
     made: dict[str, Tensor] = {}
     by_names: dict[tuple[str, ...], Group] = {}
     for group in found:
-        tensors = _shaped(group, shapes, skeleton, paths[0].parent)
+        try:
+            tensors = converted(group, shapes.__getitem__, skeleton)
+        except (ValueError, RuntimeError, AttributeError) as error:
+            what = f"{len(group.sources)} like {group.sources[0][1]}"
+            raise ValueError(
+                f"model: {paths[0].parent}: expected tensors that {group.name} can be made of, got {what}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
         made |= tensors
         by_names[tuple(tensors)] = group
 
@@ -155,7 +151,7 @@ def stored(skeleton: nn.Module, paths: list[Path]) -> Stored:
 
 
 def _headers(paths: list[Path]) -> tuple[dict[str, Tensor], dict[str, Path]]:
-    """(a tensor without memory for each one in the files, the file of each)."""
+    """Return (a tensor without memory for each one in the files, the file of each)."""
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, Tensor] = {}
@@ -171,25 +167,8 @@ def _headers(paths: list[Path]) -> tuple[dict[str, Tensor], dict[str, Path]]:
     return shapes, where
 
 
-def _shaped(
-    group: Group, shapes: Mapping[str, Tensor], skeleton: nn.Module, folder: Path
-) -> dict[str, Tensor]:
-    """The tensors that a group becomes, without memory.
-
-    ValueError where its rule does not fit.
-    """
-    try:
-        return converted(group, shapes.__getitem__, skeleton)
-    except (ValueError, RuntimeError, AttributeError) as error:
-        what = f"{len(group.sources)} like {group.sources[0][1]}"
-        raise ValueError(
-            f"model: {folder}: expected tensors that {group.name} can be made of, got {what}: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-
-
 def _check_names(out: Stored, made: Mapping[str, Tensor], unexpected: list[str]) -> None:
-    """ValueError for tensors that are missing, unexpected or of another shape."""
+    """Raise ValueError for tensors that are missing, unexpected or of another shape."""
     own = out.skeleton.state_dict(keep_vars=True)
     shapes = []
     for name, x in made.items():
@@ -201,7 +180,9 @@ def _check_names(out: Stored, made: Mapping[str, Tensor], unexpected: list[str])
     told = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unexpected))
     out.skeleton._adjust_missing_and_unexpected_keys(told)
     parameters = {name for name in missing if isinstance(own[name], nn.Parameter)}
-    incomplete(_folder(out), told.missing_keys | parameters, told.unexpected_keys, shapes)
+    incomplete(
+        next(iter(out.where.values())).parent, told.missing_keys | parameters, told.unexpected_keys, shapes
+    )
 
 
 def _untie(out: Stored) -> None:
@@ -229,12 +210,8 @@ def _separate(module: Any, name: str) -> None:
     module.all_tied_weights_keys.pop(name, None)
 
 
-def _folder(out: Stored) -> Path:
-    return next(iter(out.where.values())).parent
-
-
 def aliases(skeleton: nn.Module) -> dict[str, list[str]]:
-    """All names of each tensor in a model's state, by the first of them."""
+    """Return all names of each tensor in a model's state, by the first of them."""
     same: dict[int, list[str]] = {}
     for name, x in skeleton.state_dict(keep_vars=True).items():
         same.setdefault(id(x), []).append(name)
@@ -243,7 +220,7 @@ def aliases(skeleton: nn.Module) -> dict[str, list[str]]:
 
 @contextmanager
 def slices(out: Stored, *some: Group) -> Iterator[Callable[[str], Any]]:
-    """A function from a tensor's name in the files to its slice.
+    """Yield a function from a tensor's name in the files to its slice.
 
     Only the files of these groups are open, and only meanwhile: the part of a file that was read stays in
     memory until it is closed.
@@ -252,9 +229,7 @@ def slices(out: Stored, *some: Group) -> Iterator[Callable[[str], Any]]:
 
     paths = {out.where[key] for group in some for _, key in group.sources}
     with ExitStack() as stack:
-        opened: dict[Path, Any] = {}
-        for path in paths:
-            opened[path] = stack.enter_context(safe_open(path, "pt"))
+        opened: dict[Path, Any] = {path: stack.enter_context(safe_open(path, "pt")) for path in paths}
         yield lambda key: opened[out.where[key]].get_slice(key)
 
 
@@ -279,11 +254,11 @@ def on_meta(
     factory: Any = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """The language model of a folder or hub name on the meta device.
+    """Make the language model of a folder or hub name on the meta device.
 
     `factory` may be another auto class of transformers to make it with. `materialize` gives it memory on
-    `device`, and its weights. ValueError for a model without safetensors, or whose files hold other tensors
-    than it has.
+    `device`, and its weights. ValueError for a model without safetensors, or with files that hold other
+    tensors than it has.
     """
     # The files are read again when the model gets memory.
     folder = folder_of(name)
@@ -296,27 +271,30 @@ def on_meta(
         )
 
     # The skeleton stays as transformers makes it; the module may be sharded or get adapters.
-    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **kwargs}
-    made = require_held(str(folder), kind.config, factory or kind.factory, **options)
-    _keep_wide(made, dtype)
-    found = stored(made, paths)
+    made = require_held(
+        str(folder),
+        kind.config,
+        factory or kind.factory,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        **kwargs,
+    )
+
+    # transformers loads some of it in float32: the norms of some models in float16
+    wide = [re.compile(x.replace("*", ".*")) for x in made._get_dtype_plan(dtype)]
+    for name, x in made.state_dict(keep_vars=True).items():
+        if any(pattern.search(name) for pattern in wide):
+            x.data = x.data.float()
+    weights = stored(made, paths)
     module = copy.deepcopy(made)
-    module.rft_weights = _Weights(found, str(folder), device)
+    module.rft_weights = _Weights(weights, str(folder), device)
     return module
 
 
-def _keep_wide(module: Any, dtype: torch.dtype) -> None:
-    """Keep in float32 what transformers loads in float32: the norms of some models in float16."""
-    plan = [re.compile(x.replace("*", ".*")) for x in module._get_dtype_plan(dtype)]
-    for name, x in module.state_dict(keep_vars=True).items():
-        if any(pattern.search(name) for pattern in plan):
-            x.data = x.data.float()
-
-
 def keep_part(module: nn.Module, part: nn.Module) -> None:
-    """Have a part of a module read its weights from the module's files.
+    """Make a part that is kept without the rest of its module read its weights from the module's files.
 
-    For a part that is kept without the rest. Does nothing for a module that has its weights.
+    Does nothing for a module that has its weights.
     """
     source = _source(module)
     if source is None or source is part:
@@ -326,17 +304,17 @@ def keep_part(module: nn.Module, part: nn.Module) -> None:
 
 
 def _source(module: nn.Module) -> Any:
-    """The module that `on_meta` made, perhaps inside `module`; else None."""
+    """Return the module that `on_meta` made, perhaps inside `module`; else None."""
     return next((m for m in module.modules() if "rft_weights" in m.__dict__), None)
 
 
 @torch.no_grad()
 def materialize(module: nn.Module) -> nn.Module:
-    """The same module, with memory and weights if `load(meta=True)` made it, sharded or not.
+    """Give a module that `load(meta=True)` made memory and weights, sharded or not, and return it.
 
-    Each process keeps the part of each tensor that it holds; persistent buffers are weights too. Adapters and
-    heads that were added to it must have been made with memory, as `apply_lora_configuration` does.
-    ValueError for weights with NaN or inf.
+    Each process keeps its part of each tensor; persistent buffers are weights too. Adapters and heads that
+    were added to it must have memory, as `apply_lora_configuration` makes them. ValueError for weights
+    with NaN or inf.
     """
     part = _source(module)
     if part is None:
@@ -368,12 +346,7 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
             if p is not None:
                 ties.setdefault(id(p), []).append((m, name))
 
-    def allocated(x: Tensor) -> Tensor:
-        if x.is_meta:
-            return torch.empty_like(x, device=device)
-        return x
-
-    module._apply(allocated)
+    module._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
     for places in ties.values():
         owner, own_name = places[0]
         for m, name in places[1:]:
@@ -381,9 +354,9 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
 
 
 def _homes(module: nn.Module, weights: _Weights, kept: set[str]) -> dict[str, Tensor]:
-    """The tensor of `module` for each name of a tensor in the whole model.
+    """Return the tensor of `module` for each name of a tensor in the whole model.
 
-    Tensors that are not in `module` have none, nor have its parameters that are named in `kept`.
+    Tensors outside of `module` have none, nor have its parameters named in `kept`.
     """
     plain: dict[str, Tensor] = {}
     for name, x in module.state_dict(keep_vars=True).items():
@@ -398,10 +371,7 @@ def _homes(module: nn.Module, weights: _Weights, kept: set[str]) -> dict[str, Te
 
 
 def _fill(module: nn.Module, weights: _Weights, kept: set[str]) -> None:
-    """Read the weights of `module` from the files, one group at a time.
-
-    Its parameters that are named in `kept` stay as they are.
-    """
+    """Read the weights of `module` from the files, one group at a time; those in `kept` stay."""
     # Only tensors that have a place are converted and read.
     homes = _homes(module, weights, kept)
     order = list(homes)
@@ -419,22 +389,14 @@ def _fill(module: nn.Module, weights: _Weights, kept: set[str]) -> None:
                 if not is_finite(local(home)):
                     bad.append(order.index(name))
 
-    # Every process raises for the same tensor, whichever of them holds the bad part.
-    first = _first_of_all(module, min(bad, default=len(order)))
+    # Every process raises for the same tensor, whichever of them holds the bad part of a sharded module.
+    first = min(bad, default=len(order))
+    sharded: Any = next((p for p in module.parameters() if hasattr(p, "device_mesh")), None)
+    if sharded is not None:
+        import torch.distributed as dist
+
+        smallest = torch.tensor(first, device=sharded.device_mesh.device_type)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        first = int(smallest)
     if first < len(order):
         raise ValueError(f"model: {weights.folder}: {order[first]}: expected finite numbers, got NaN or inf")
-
-
-def _first_of_all(module: nn.Module, index: int) -> int:
-    """The smallest index over all processes, where the module is sharded.
-
-    Each process sees its own part only.
-    """
-    sharded: Any = next((p for p in module.parameters() if hasattr(p, "device_mesh")), None)
-    if sharded is None:
-        return index
-    import torch.distributed as dist
-
-    found = torch.tensor(index, device=sharded.device_mesh.device_type)
-    dist.all_reduce(found, dist.ReduceOp.MIN)
-    return int(found)

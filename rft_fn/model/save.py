@@ -1,4 +1,4 @@
-"""A model as a folder that transformers or peft loads."""
+"""A model as a folder that transformers or peft loads, and weights copied into a bound model."""
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,23 +24,19 @@ __all__ = ["assign", "full", "local", "put", "quiet", "save"]
 
 
 def full(x: Tensor) -> Tensor:
-    """A tensor put together, which takes all ranks where it is sharded."""
+    """Put a tensor together, which takes all ranks if it is sharded."""
     together = getattr(x, "full_tensor", None)
-    if together is None:
-        return x
-    return together()
+    return x if together is None else together()
 
 
 def local(x: Tensor) -> Tensor:
-    """The part of a tensor that this process holds."""
+    """Return the part of a tensor that this process holds."""
     part = getattr(x, "to_local", None)
-    if part is None:
-        return x
-    return part()
+    return x if part is None else part()
 
 
 def put(p: Any, whole: Any) -> None:
-    """Copy a whole tensor into `p`, or a part where `p` is sharded.
+    """Copy a whole tensor into `p`, or a part if `p` is sharded.
 
     `whole` may be the slice of a tensor in a file, which is read only as far as needed.
     """
@@ -63,12 +59,12 @@ def put(p: Any, whole: Any) -> None:
 def assign(params: Mapping[str, Tensor], source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
     """Copy `source` into the tensors of `params`, by name and in place.
 
-    Tensors that `source` does not have keep their values. `params` are those of `bind` or of a state, sharded
-    by FSDP2 or by ZeRO or whole; `source` is another model's params, sharded or not, a dict, or what
-    `Strategy.export` gives. All ranks call it alike. Moments and masters in an optimizer's state do not
-    follow. ValueError for a name or a shape that `params` does not have, for a source without a tensor, and
-    for weights that a ZeRO optimizer holds. After an error from a mapping nothing has changed; after one from
-    an iterable, only the tensors before it.
+    Tensors that `source` does not have keep their values. `params` are those of `bind` or of a state,
+    sharded by FSDP2 or by ZeRO or whole; `source` is another model's params, sharded or not, a dict, or
+    what `Strategy.export` gives. All ranks call it alike. Moments and masters in an optimizer's state do
+    not follow. ValueError for a name or a shape that `params` does not have, for a source without a
+    tensor, and for weights that a ZeRO optimizer holds. After an error from a mapping nothing has changed;
+    after one from an iterable, only the tensors before it.
     """
     pairs: Any = source
     if isinstance(source, Mapping):
@@ -79,7 +75,14 @@ def assign(params: Mapping[str, Tensor], source: Mapping[str, Tensor] | Iterable
     count = 0
     for name, x in pairs:
         _check(params, name, x)
-        _assign_one(params[name], x.detach())
+        p, x = params[name], full(x.detach())
+        if hasattr(p, "ds_id"):
+            from deepspeed import zero
+
+            with zero.GatheredParameters([p], modifier_rank=0):
+                p.data.copy_(x)
+        else:
+            put(p, x)
         count += 1
     if not count:
         raise ValueError("source: expected a tensor or more, got none (an export is read only once)")
@@ -97,17 +100,6 @@ def _check(params: Mapping[str, Tensor], name: str, x: Tensor) -> None:
             f"params: {name}: expected a model without an optimizer under ZeRO, whose engine holds the "
             "weights that count; st.restore gives it others"
         )
-
-
-def _assign_one(p: Tensor, x: Tensor) -> None:
-    x = full(x)
-    if hasattr(p, "ds_id"):
-        from deepspeed import zero
-
-        with zero.GatheredParameters([p], modifier_rank=0):
-            p.data.copy_(x)
-    else:
-        put(p, x)
 
 
 # ---------- a model as a folder that transformers or peft loads
@@ -137,12 +129,12 @@ def quiet() -> Iterator[None]:
 
 
 def _whole(x: Tensor) -> Tensor:
-    """A tensor on the host; a sharded one put together, which takes all ranks."""
+    """Put a tensor together on the host; a sharded one takes all ranks."""
     return full(x.detach()).cpu()
 
 
 def _with_ties(module: nn.Module, new: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`new`, with each tensor by all the names of its tied parameter."""
+    """Return `new`, with each tensor by all the names of its tied parameter."""
     ties: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         ties.setdefault(id(p), []).append(name)
@@ -155,10 +147,10 @@ def _with_ties(module: nn.Module, new: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def _written_here(module: nn.Module) -> Iterator[None]:
-    """Have transformers write on this rank, whatever its place in a process group.
+    """Make transformers write on this rank, whatever its place in a process group.
 
-    By itself it writes on rank 0 alone, and leaves an empty folder on the others. But the caller decides who
-    writes: a module on one process is no part of the group.
+    By itself it writes only on rank 0, and leaves an empty folder on the others. But the caller decides
+    who writes: a module on one process is no part of the group.
     """
     had = hasattr(module, "should_save_on_this_rank")
     if had:
@@ -172,10 +164,7 @@ def _written_here(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _in_full(module: Any) -> Iterator[None]:
-    """Have transformers write a quantised model as one that is not.
-
-    The weights to write are dequantised.
-    """
+    """Make transformers write a quantised model as one that is not, from dequantised weights."""
     quantizer = module.__dict__.get("hf_quantizer")
     if quantizer is None:
         yield
@@ -200,27 +189,20 @@ def save(
 ) -> Path:
     """Write `module`, with `weights` substituted for its parameters, and its tokenizer as a folder.
 
-    transformers loads it, or `load_critic` where it is a critic. Of a module with adapters it holds these
-    alone, for peft or `load` to put on the base model; with `merge` it is the plain model, adapters
-    multiplied into it. `tokenizer` may be None, or a processor. The files of the processor that a model was
-    loaded with are kept. `weights` are those of `Strategy.export`, or pairs by the
-    module's own names (with `merge` also by the plain model's).
+    transformers loads it, or `load_critic` if it is a critic. For a module with adapters it holds only
+    these, for peft or `load` to put on the base model; with `merge` it is the plain model, adapters
+    multiplied into it. `tokenizer` may be None, or a processor. The files of the processor that a model
+    was loaded with are kept. `weights` are those of `Strategy.export`, or pairs by the module's own names
+    (with `merge` also by the plain model's).
 
-    A sharded module is put together by all ranks; the one with `write` writes. ValueError for names that the
-    module does not have, and for weights with NaN or inf.
+    A sharded module is put together by all ranks; the one with `write` writes. ValueError for names that
+    the module does not have, and for weights with NaN or inf.
     """
     # The module's whole state, with the given weights in it.
-    given = weights or ()
-    if isinstance(weights, Export):
-        given = weights.own()
+    given = weights.own() if isinstance(weights, Export) else weights or ()
     new = _with_ties(module, {name: _whole(x) for name, x in given})
     state = quantize.state(module)
-    tensors: dict[str, Tensor] = {}
-    for name, x in state.items():
-        if name in new:
-            tensors[name] = new.pop(name)
-        else:
-            tensors[name] = _whole(x)
+    tensors = {name: new.pop(name) if name in new else _whole(x) for name, x in state.items()}
 
     # The plain model, if adapters are merged; weights may also be given by its names.
     if merge and hasattr(module, "get_base_model"):
@@ -248,7 +230,7 @@ def save(
 
 
 def _keep_processor(module: Any, folder: Path) -> None:
-    """Put the processor's files of the folder that a model was loaded from beside it.
+    """Copy the processor's files of the folder that a model was loaded from into `folder`.
 
     Without them a model that sees or hears could not be given anything again. Files that are there stay.
     """
@@ -266,7 +248,7 @@ def _keep_processor(module: Any, folder: Path) -> None:
 
 
 def _file_of(model: str, name: str) -> Path | None:
-    """A file of a model's folder, or of the cache of a hub name."""
+    """Return a file of a model's folder, or of the cache of a hub name."""
     if not model:
         return None
     path = Path(model, name)
@@ -276,10 +258,8 @@ def _file_of(model: str, name: str) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model, name)
-    if isinstance(found, str):
-        return Path(found)
-    return None
+    cached = try_to_load_from_cache(model, name)
+    return Path(cached) if isinstance(cached, str) else None
 
 
 @contextmanager
