@@ -27,7 +27,7 @@ __all__ = ["load_critic", "load_reward", "save_critic", "save_reward"]
 
 
 def saved_heads(folder: Any, file: str) -> dict[str, Tensor] | None:
-    """The tensors of a file beside a decoder; None for a module, and for a folder without the file."""
+    """Return the tensors of a file of heads; None for a module, and for a folder without the file."""
     from safetensors.torch import load_file
 
     if isinstance(folder, nn.Module) or not Path(folder, file).is_file():
@@ -44,9 +44,9 @@ def headless(
     meta: bool,
     **kwargs: Any,
 ) -> nn.Module:
-    """The model that an auto class of transformers reads from a folder without a head over the vocabulary.
+    """Load the model that an auto class of transformers reads from a folder without a vocabulary head.
 
-    `model.load`, which would miss that head, takes the module as it is: with its weights, or with none yet.
+    `model.load`, which would miss that head, takes the module: with its weights, or with none yet.
     """
     device = usual_device(device)
     dtype = dtype or usual_dtype(device)
@@ -83,24 +83,28 @@ def load_critic(
     freeze: Sequence[str] = (),
     **kwargs: Any,
 ) -> Critic:
-    """A `Critic` of whatever `model.load` takes, or of a folder that `save_critic` wrote.
+    """Load a `Critic` from whatever `model.load` takes, or from a folder that `save_critic` wrote.
 
-    Its head is zeros, or as it was saved. A module is taken over, not copied: an actor's own would be trained
-    by both. `freeze` names parts of the decoder that are not trained; the other arguments are those of
-    `model.load`. ValueError for a name or a module that is no
-    language model.
+    Its head is zeros, or as it was saved. A module is taken over, not copied: an actor's own would be
+    trained by both. `freeze` names parts of the decoder that are not trained; the other arguments are
+    those of `model.load`. ValueError for a name or a module that is no language model.
     """
     from transformers import AutoModel
 
-    # A folder with a trained head holds a decoder alone.
-    how: dict[str, Any] = {"dtype": dtype, "device": device}
+    # A folder with a trained head holds only a decoder.
     trained = saved_heads(path_or_module, Critic.file)
-    if trained is None:
-        how |= {"meta": meta, **kwargs}
-    else:
-        path_or_module = headless(AutoModel, str(path_or_module), **how, meta=meta, **kwargs)
-
-    lm = load(path_or_module, gradient_checkpointing=gradient_checkpointing, quantize="none", **how)
+    lm: Any = path_or_module
+    if trained is not None:
+        lm = headless(AutoModel, str(lm), dtype=dtype, device=device, meta=meta, **kwargs)
+    lm = load(
+        lm,
+        dtype=dtype,
+        device=device,
+        gradient_checkpointing=gradient_checkpointing,
+        meta=meta,
+        quantize="none",
+        **kwargs,  # of no use for a module that is loaded already
+    )
     critic = Critic(lm)
     if trained is not None:
         critic.head.load_state_dict(trained)
@@ -145,35 +149,43 @@ def load_reward(
     freeze: Sequence[str] = (),
     **kwargs: Any,
 ) -> RewardModel:
-    """A `RewardModel` of a folder that `save_reward` or transformers wrote, or a new one.
+    """Load a `RewardModel` from a folder that `save_reward` or transformers wrote, or make a new one.
 
-    Folders and modules of transformers' class for sequence classification have heads by the labels of their
-    config; labels without a name get those of `heads`. A folder of peft's LoRA adapters for such a model
-    (task_type SEQ_CLS) gives its base model with them, to be trained further. With `new` the heads are new
-    ones of 0, named `heads` ("score" unless given) over whatever `model.load` takes, and `pool` is how they
-    pool ("last" unless given). Warns of a class whose padding also ends texts, which transformers scores one
-    token earlier. A module is taken over, not copied. `freeze` names parts that are not trained; the other
-    arguments are those of `model.load`.
+    Folders and modules of transformers' class for sequence classification have heads by the labels of
+    their config; labels without a name get those of `heads`. A folder of peft's LoRA adapters for such a
+    model (task_type SEQ_CLS) gives its base model with them, to be trained further. With `new` the heads
+    are new ones of 0, named `heads` ("score" unless given) over whatever `model.load` takes, and `pool` is
+    how they pool ("last" unless given). Warns of a class with padding that also ends texts, which
+    transformers scores one token earlier. A module is taken over, not copied. `freeze` names parts that
+    are not trained; the other arguments are those of `model.load`.
 
     ValueError for a folder without heads unless they are to be new, for `heads` and a `pool` that are not
-    those of the folder, and for adapters whose base model is not there.
+    those of the folder, and for adapters without their base model.
     """
-    how: dict[str, Any] = {"dtype": dtype, "device": device}
-    source = _source(path_or_module, meta, {**how, **kwargs})
+    source = _source(path_or_module, meta, {"dtype": dtype, "device": device, **kwargs})
     if source.tensors is None and not new:
         raise ValueError(
             f"reward model: {_name(path_or_module)}: expected a model with heads, "
             f"got one without{source.why}; "
             "new=True (train_rm.py without --keep-heads) puts new ones on it"
         )
-    if isinstance(source.lm, (str, Path)):
-        how |= {"meta": meta, **kwargs}
-    lm = load(source.lm, gradient_checkpointing=gradient_checkpointing, quantize="none", **how)
-
+    lm = load(
+        source.lm,
+        dtype=dtype,
+        device=device,
+        gradient_checkpointing=gradient_checkpointing,
+        meta=meta,
+        quantize="none",
+        **kwargs,  # of no use for a module that is loaded already
+    )
     if new:
         model = RewardModel(lm, heads=heads or ("score",), pool=pool or "last")
     else:
-        _check_pool(path_or_module, pool, source.pool)
+        if pool not in ("", source.pool):
+            name = _name(path_or_module)
+            raise ValueError(
+                f"pool: expected {source.pool!r}, by which the heads of {name} were trained, got {pool!r}"
+            )
         model = RewardModel(lm, heads=_renamed(path_or_module, source.heads, heads), pool=source.pool)
         assert source.tensors is not None
         model.load_state_dict(source.tensors, strict=False)
@@ -181,8 +193,8 @@ def load_reward(
     return model
 
 
-def _source(given: Any, meta: bool, how: dict[str, Any]) -> _Source:
-    """What there is of a reward model in a module or a folder."""
+def _source(given: Any, meta: bool, options: dict[str, Any]) -> _Source:
+    """Return what there is of a reward model in a module or a folder."""
     from transformers import AutoModel, AutoModelForSequenceClassification
 
     if isinstance(given, nn.Module):
@@ -193,21 +205,21 @@ def _source(given: Any, meta: bool, how: dict[str, Any]) -> _Source:
         classifier.warn_of_padding(_name(given), config)
         return _Source(given, {_SCORE: head.weight.detach()}, _labels(config))
 
-    # A decoder with our heads beside it.
+    # A decoder with our heads in a file.
     folder = resolve(str(given))
     tensors = saved_heads(folder, RewardModel.file)
     if tensors is not None:
         heads, pool = _described(folder)
-        return _Source(headless(AutoModel, folder, meta=meta, **how), tensors, heads, pool)
+        return _Source(headless(AutoModel, folder, meta=meta, **options), tensors, heads, pool)
 
     # Adapters and a head, whose base model is elsewhere.
     if Path(folder, CONFIG).is_file():
-        return _adapted(folder, meta, how)
+        return _adapted(folder, meta, options)
 
     # A model for sequence classification, ours or of others.
     if classifier.class_name(read_config(folder)) is None:
         return _Source(given)
-    lm: Any = headless(AutoModelForSequenceClassification, folder, meta=meta, **how)
+    lm: Any = headless(AutoModelForSequenceClassification, folder, meta=meta, **options)
     head = classifier.head_of(lm)
     assert head is not None
     classifier.warn_of_padding(folder, lm.config)
@@ -222,8 +234,8 @@ def _source(given: Any, meta: bool, how: dict[str, Any]) -> _Source:
     return _Source(lm, {_SCORE: _in_files(folder, head.weight.detach())}, heads, pool)
 
 
-def _adapted(folder: str, meta: bool, how: dict[str, Any]) -> _Source:
-    """What peft saved of a reward model: adapters for its base model, and the head whole.
+def _adapted(folder: str, meta: bool, options: dict[str, Any]) -> _Source:
+    """Return what peft saved of a reward model: adapters for its base model, and the head whole.
 
     Adapters of other task types have no head.
     """
@@ -240,9 +252,9 @@ def _adapted(folder: str, meta: bool, how: dict[str, Any]) -> _Source:
 
     # The base may have a head as well; that of the adapters takes its place.
     if classifier.class_name(read_config(base)) is None:
-        lm = load(base, meta=meta, quantize="none", **how)
+        lm = load(base, meta=meta, quantize="none", **options)
     else:
-        lm = headless(AutoModelForSequenceClassification, base, meta=meta, **how)
+        lm = headless(AutoModelForSequenceClassification, base, meta=meta, **options)
     names = classifier.usual_labels(len(head))
     classifier.warn_of_padding(folder, inside_adapters(lm).config)
     return _Source(with_adapter(lm, folder, without="score"), {_SCORE: head}, named_heads(names))
@@ -253,7 +265,7 @@ def _labels(config: Any) -> tuple[Head, ...]:
 
 
 def _in_files(folder: str, read: Tensor) -> Tensor:
-    """The head in the precision of a folder's files; `read` where these are no safetensors."""
+    """Return the head in the precision of a folder's files; `read` if these are no safetensors."""
     from safetensors import safe_open
 
     if not read.is_meta and not any(Path(folder).glob("*.safetensors")):
@@ -266,7 +278,7 @@ def _in_files(folder: str, read: Tensor) -> Tensor:
 
 
 def _described(folder: str) -> tuple[tuple[Head, ...], str]:
-    """(heads, pool) as our file in a folder has them."""
+    """Return (heads, pool) as our file in a folder has them."""
     path = Path(folder, HEADS)
     try:
         saved = json.loads(path.read_text())
@@ -276,7 +288,7 @@ def _described(folder: str) -> tuple[tuple[Head, ...], str]:
 
 
 def _renamed(given: Any, saved: tuple[Head, ...], heads: Sequence[str | Head]) -> tuple[Head, ...]:
-    """The heads of a folder, with the names asked for if theirs are transformers' numbers."""
+    """Return the heads of a folder, renamed as asked if their names are transformers' numbers."""
     if not heads:
         return saved
     asked = named_heads(heads)
@@ -291,17 +303,8 @@ def _renamed(given: Any, saved: tuple[Head, ...], heads: Sequence[str | Head]) -
     )
 
 
-def _check_pool(given: Any, pool: str, saved: str) -> None:
-    if pool not in ("", saved):
-        raise ValueError(
-            f"pool: expected {saved!r}, by which the heads of {_name(given)} were trained, got {pool!r}"
-        )
-
-
 def _name(given: Any) -> str:
-    if isinstance(given, nn.Module):
-        return type(given).__name__
-    return str(given)
+    return type(given).__name__ if isinstance(given, nn.Module) else str(given)
 
 
 def save_reward(
@@ -309,9 +312,9 @@ def save_reward(
 ) -> Path:
     """Write a reward model, with `weights` substituted for its parameters, as a folder for `load_reward`.
 
-    `weights` are as `Strategy.export` gives them. Pooled by the last token, it is a folder of transformers'
-    AutoModelForSequenceClassification where that has a class for the decoder; a warning says where not. That
-    class looks for the last token that is no padding: padding that also ends texts is replaced by another.
-    ValueError for a weight that the model does not have.
+    `weights` are as `Strategy.export` gives them. Pooled by the last token, it is a folder of
+    transformers' AutoModelForSequenceClassification if that has a class for the decoder; a warning says if
+    not. That class looks for the last token that is no padding: padding that also ends texts is replaced
+    by another. ValueError for a weight that the model does not have.
     """
     return save_headed(folder, reward_model, weights)

@@ -33,12 +33,12 @@ __all__ = [
 class Headed(Reader):
     """The decoder of a language model, for a head of a subclass.
 
-    Of `lm` only the decoder stays (with its adapters, if it has some): the head over the vocabulary is
-    neither kept nor trained. Dropout is off for good. ValueError for a module whose decoder cannot be told
-    from its head.
+    Only the decoder of `lm` stays (with its adapters, if it has some): the head over the vocabulary is
+    neither kept nor trained. Dropout is off for good. ValueError for a module with a decoder that cannot
+    be told from its head.
     """
 
-    file: str  # with the heads, in a folder with the decoder alone
+    file: str  # with the heads, in a folder with the decoder
 
     def __init__(self, lm: nn.Module):
         super().__init__()
@@ -60,19 +60,19 @@ class Headed(Reader):
         attention.turn_on(self.decoder)
 
     def train(self, mode: bool = True) -> Self:
-        """Nothing: the outputs are a function of (params, pack), so dropout stays off."""
+        """Do nothing: the outputs are a function of (params, pack), so dropout stays off."""
         return self
 
     def hidden(self, pack: Packed, bounds: SequenceBounds | None) -> Tensor:
-        """The hidden states [T, D] of a pack."""
+        """Return the hidden states [T, D] of a pack."""
         mode = self.mode or POSITIONS
         return run(self.decoder, pack, bounds, mode=mode, share=self.shared).last_hidden_state[0]
 
     def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
-        """Write these weights, whole and by their names, as a decoder with the heads beside it.
+        """Write these weights, whole and by their names, as a decoder with the heads in a file of ours.
 
-        The decoder is written as transformers does it (its AutoModel reads it), adapters multiplied into what
-        they adapt.
+        The decoder is written as transformers does it (its AutoModel reads it), adapters multiplied into
+        what they adapt.
         """
         from safetensors.torch import save_file
 
@@ -86,7 +86,7 @@ class Headed(Reader):
 
 
 def zeros(decoder: nn.Module, size: int, *, bias: bool) -> nn.Linear:
-    """A head of `size` numbers, all 0, on the device of a decoder and in float32 at least."""
+    """Make a head of `size` numbers, all 0, on the device of a decoder and in float32 at least."""
     width = text_config(decoder).hidden_size
     dtype = wide(next(decoder.parameters()).dtype)
     head = nn.Linear(width, size, bias=bias, device="meta", dtype=dtype).to_empty(device=home(decoder))
@@ -96,7 +96,7 @@ def zeros(decoder: nn.Module, size: int, *, bias: bool) -> nn.Linear:
 
 
 def below(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The weights below `prefix`, by the rest of their names."""
+    """Return the weights below `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
 
 
@@ -106,9 +106,9 @@ def below(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 class Critic(Headed):
     """V(state before `target[t]`) = head(hidden[t]) [T], label-aligned like log-probs, 0 outside mask.
 
-    `hidden[t]` is the hidden state of input t. The head is linear, in float32 at least, and starts at 0, so
-    V = 0 before the first update whatever the rewards' scale. ValueError for a module whose decoder cannot be
-    told from its head.
+    `hidden[t]` is the hidden state of input t. The head is linear, in float32 at least, and starts at 0,
+    so V = 0 before the first update whatever the rewards' scale. ValueError for a module with a decoder
+    that cannot be told from its head.
     """
 
     file = "value_head.safetensors"
@@ -124,7 +124,7 @@ class Critic(Headed):
 
 @torch.no_grad()
 def values(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
-    """The values [T] of each pack, without gradient: the baseline of an advantage.
+    """Return the values [T] of each pack, without gradient: the baseline of an advantage.
 
     `packing.unpack` makes them [B, S]. ValueError for the apply of a model that gives none.
     """
@@ -138,10 +138,10 @@ def values(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Te
 
 
 def explained_variance(value: Tensor, ret: Tensor, mask: Tensor) -> float:
-    """1 - Var(ret - value) / Var(ret) over mask.
+    """Return 1 - Var(ret - value) / Var(ret) over mask.
 
-    1 is a perfect critic, 0 one that knows only the mean (or a return that does not vary), below 0 one that
-    is worse than that.
+    1 is a perfect critic, 0 one that knows only the mean (or a return that does not vary), below 0 one
+    that is worse than that.
     """
     check.shapes(value=(value, "..."), ret=(ret, "..."), mask=(mask, "..."))
     rest = (ret - value)[mask].double().var(correction=0)
@@ -174,10 +174,10 @@ class Head:
 
 
 def final_scores(score: Tensor, mask: Tensor) -> Tensor:
-    """The scores of whole rows: score [B, S, H] at the last token in mask [B, S] of each row -> [B, H].
+    """Return the scores of whole rows: score [B, S, H] at the last token in mask [B, S] -> [B, H].
 
-    `score` is `st.score(..., fields=("score",)).score` of the experience that `packing.scored` makes, `mask`
-    that experience's. ValueError for a row without a token in mask.
+    `score` is `st.score(..., fields=("score",)).score` of the experience that `packing.scored` makes,
+    `mask` that experience's. ValueError for a row without a token in mask.
     """
     check.shapes(score=(score, "B S H"), mask=(mask, "B S"))
     empty = (~mask.any(1)).nonzero()[:, 0].tolist()
@@ -188,7 +188,7 @@ def final_scores(score: Tensor, mask: Tensor) -> Tensor:
 
 
 def calibrated(score: Tensor, heads: Sequence[Head]) -> Tensor:
-    """(score - shift) / scale of each head: [..., H] -> [..., H]."""
+    """Return (score - shift) / scale of each head: [..., H] -> [..., H]."""
     _check(score, heads)
     shift = score.new_tensor([head.shift for head in heads])
     scale = score.new_tensor([head.scale for head in heads])
@@ -196,7 +196,7 @@ def calibrated(score: Tensor, heads: Sequence[Head]) -> Tensor:
 
 
 def standardized(score: Tensor, heads: Sequence[Head]) -> tuple[Head, ...]:
-    """Heads whose calibrated scores of these held-out rows [N, H] have mean 0 and standard deviation 1.
+    """Calibrate heads by held-out rows [N, H]: scores of mean 0 and standard deviation 1.
 
     ValueError for fewer than two rows, for a head that scores all alike, and for NaN or inf.
     """
@@ -214,12 +214,12 @@ def standardized(score: Tensor, heads: Sequence[Head]) -> tuple[Head, ...]:
 
 
 def tempered(chosen: Tensor, rejected: Tensor, heads: Sequence[Head]) -> tuple[Head, ...]:
-    """Heads whose differences of calibrated scores are logits of a preference, by held-out pairs [N, H].
+    """Calibrate heads by held-out pairs [N, H]: differences of scores are logits of a preference.
 
     The scale of each head is the temperature T > 0 with the least cross-entropy of sigmoid((chosen -
-    rejected) / T) to the label (N + 1) / (N + 2), as in Platt (1999): with the label 1, pairs that are all in
-    order would have T = 0. The shift is the mean of both sides. ValueError for a head that orders the pairs
-    no better than chance, and for NaN or inf.
+    rejected) / T) to the label (N + 1) / (N + 2), as in Platt (1999): with the label 1, pairs that are all
+    in order would have T = 0. The shift is the mean of both sides. ValueError for a head that orders the
+    pairs no better than chance, and for NaN or inf.
     """
     _check(chosen, heads)
     check.shapes(chosen=(chosen, "N H"), rejected=(rejected, "N H"))
@@ -233,7 +233,7 @@ def tempered(chosen: Tensor, rejected: Tensor, heads: Sequence[Head]) -> tuple[H
 
 
 def _temperature(name: str, margin: Tensor) -> float:
-    """The temperature of margins [N]: a root of d/d(1/T) of the cross-entropy, which is convex in 1/T."""
+    """Solve d/d(1/T) of the cross-entropy of margins [N] = 0 for T; it is convex in 1/T."""
     label = (len(margin) + 1) / (len(margin) + 2)
     size = margin.abs().mean()
     if not margin.mean() * (label - 0.5) > 0:
@@ -247,10 +247,7 @@ def _temperature(name: str, margin: Tensor) -> float:
     for _ in range(80):
         middle = (low + high) / 2
         slope = (margin * (torch.sigmoid(margin / size * math.exp(middle)) - label)).sum()
-        if slope < 0:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if slope < 0 else (low, middle)
     return float(size) / math.exp(low)
 
 
@@ -296,12 +293,10 @@ class RewardModel(Headed):
         self.heads = named_heads(heads)
         self.pool = pool
         self.score = zeros(self.decoder, len(self.heads), bias=False)
-        self.query: nn.Linear | None = None
-        if pool == "attention":
-            self.query = zeros(self.decoder, 1, bias=False)
+        self.query = zeros(self.decoder, 1, bias=False) if pool == "attention" else None
 
     def with_calibration(self, heads: Sequence[Head]) -> "RewardModel":
-        """This same model, its heads' calibration replaced in place; ValueError for other names."""
+        """Replace the heads' calibration in place; ValueError for other names."""
         own = [head.name for head in self.heads]
         given = [head.name for head in heads]
         if own != given:
@@ -312,19 +307,16 @@ class RewardModel(Headed):
     def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
         """Write these weights, whole and by their names, as a folder for `load_reward`.
 
-        Where transformers has a class for the decoder, and its pooling is that by the last token, the folder
-        is one of that class. Else it is a decoder with the heads beside it, and a warning says so. Names,
-        pooling and calibration stand in a file of ours either way.
+        If transformers has a class for the decoder, and pooling is by the last token, the folder is one of
+        that class. Else it is a decoder with the heads in a file of ours, and a warning says so. Names,
+        pooling and calibration are in a file of ours either way.
         """
-        Path(folder, self.file).unlink(missing_ok=True)  # of a model that stood here before
-        made = None
-        why = f"pooling by {self.pool}"
-        if self.pool == "last":
-            made = classifier.like(self.decoder, [head.name for head in self.heads])
-            why = f"heads on {type(self.decoder).__name__}"
-
+        Path(folder, self.file).unlink(missing_ok=True)  # of a model that was here before
+        last = self.pool == "last"
+        made = classifier.like(self.decoder, [head.name for head in self.heads]) if last else None
         if made is None:
             super().save_pretrained(folder, state_dict)
+            why = f"heads on {type(self.decoder).__name__}" if last else f"pooling by {self.pool}"
             warnings.warn(
                 f"reward model: {folder} is for model.load_reward alone: transformers has no "
                 f"class with {why}",
@@ -338,10 +330,9 @@ class RewardModel(Headed):
 
     def read(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
         hidden = self.hidden(pack, bounds).to(self.score.weight.dtype)
-        columns = [self.score(hidden)]
-        if self.query is not None:
-            columns.append(self.query(hidden))
-        return TokenOut(logp=torch.zeros_like(hidden[:, 0]), score=torch.cat(columns, -1))
+        layers = [self.score] if self.query is None else [self.score, self.query]
+        score = torch.cat([layer(hidden) for layer in layers], -1)
+        return TokenOut(logp=torch.zeros_like(hidden[:, 0]), score=score)
 
     def finish(self, out: TokenOut, pack: Packed) -> TokenOut:
         assert out.score is not None
@@ -355,12 +346,13 @@ class RewardModel(Headed):
 
 
 def running_mean(value: Tensor, share: Tensor) -> Tensor:
-    """The weighted means [T, H] of value [T, H] over the tokens up to each of its sequence.
+    """Return the weighted means [T, H] of value [T, H] over the tokens of a sequence up to each.
 
         mean[t] = (1 - share[t]) mean[t-1] + share[t] value[t]
 
-    `share` [T] is the part of each token in the weight of all up to it, 1 for the first of a sequence. It is
-    in float64, as the recurrence is: in float32 1 - share has two digits of the share of one token in 1e5.
+    `share` [T] is the part of each token in the weight of all up to it, 1 for the first of a sequence. It
+    is in float64, as the recurrence is: in float32 1 - share has two digits of the share of one token in
+    1e5.
     """
     check.shapes(value=(value, "T H"), share=(share, "T"))
     kept = (1 - share).expand(value.shape[1], -1)
@@ -369,10 +361,10 @@ def running_mean(value: Tensor, share: Tensor) -> Tensor:
 
 
 def softmax_share(logit: Tensor, seq: Tensor) -> Tensor:
-    """exp(logit[t]) / sum of exp(logit[s]) over the tokens s <= t of the same sequence, [T].
+    """Return exp(logit[t]) / sum of exp(logit[s]) over the tokens s <= t of the same sequence, [T].
 
     `seq` [T] is the sequence of each token, one after the other. However far logits lie apart, nothing
-    overflows, and a token's share is that among those before it alone. In float64, see `running_mean`.
+    overflows, and a token's share is only among those before it. In float64, see `running_mean`.
     """
     check.shapes(logit=(logit, "T"), seq=(seq, "T"))
     # After each round `total` is the log of the sum over twice as many tokens that end here.
@@ -388,14 +380,10 @@ def softmax_share(logit: Tensor, seq: Tensor) -> Tensor:
 
 
 def named_heads(heads: Sequence[str | Head]) -> tuple[Head, ...]:
-    """Heads by their names, or as they are. ValueError for none, and for two with one name."""
+    """Return heads by their names. ValueError for none, and for two with one name."""
     if isinstance(heads, str):
         raise ValueError(f"heads: expected a sequence of names, got the one string {heads!r}")
-    made = []
-    for head in heads:
-        if isinstance(head, str):
-            head = Head(head)
-        made.append(head)
+    made = [Head(head) if isinstance(head, str) else head for head in heads]
     names = [head.name for head in made]
     if not names:
         raise ValueError("heads: expected one or more, got none")

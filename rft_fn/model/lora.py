@@ -32,9 +32,9 @@ __all__ = [
 BELOW = "base_model.model."  # in front of the name of every tensor that peft saves
 
 # Fields of peft's config that leave adapters what `_product` computes, whatever is in them. A field that is
-# not here has to be empty, or as peft has it by default: it may make of adapters more than their weights.
+# not here must be empty, or peft's default: it may make of adapters more than their weights.
 _PLAIN = frozenset({
-    # where they come from and which layers they are on
+    # their origin, and which layers they are on
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
     # their size and scale, which peft's layers have
@@ -59,44 +59,21 @@ def apply_lora_configuration(
     exclude: Sequence[str] = (),
     seed: int = 0,
 ) -> nn.Module:
-    """`module` with new trainable LoRA adapters (arXiv 2106.09685).
+    """Put new trainable LoRA adapters (arXiv 2106.09685) on `module`, and return it.
 
-    They have rank `rank` and are scaled by alpha / rank.
+    They have rank `rank` and are scaled by alpha / rank. `target_modules`: "auto" is every linear layer of
+    the text model, never the head, never a part that sees or hears; "towers" those of these parts;
+    "all-linear" every one of the model but the head; else names of layers or of parts that hold some, in
+    which `*` stands for anything. Several are a list, or one string with commas ("auto,visual.merger").
+    `exclude` names those without adapters. Routed experts, and layers with a weight that a model reads
+    without calling them, have none; a warning names them.
 
-    `target_modules`: "auto" is every linear layer of the text model, never the head, never a part that sees
-    or hears; "towers" those of these parts; "all-linear" every one of the model but the head; else names of
-    layers or of parts that hold some, in which `*` stands for anything. Several are a list, or one string
-    with commas ("auto,visual.merger"). `exclude` names those without adapters. Routed experts, and layers
-    whose weight a model reads without calling them, have none; a warning names them.
-
-    B starts at 0; A is drawn from `seed` and the layer's name, so it is the same on every process, and with
-    `load(meta=True)` too. ValueError for a rank below 1, for a module that has adapters already, for names
-    that it does not have, and for dropout, which would make log-probs random.
+    B starts at 0; A is drawn from `seed` and the layer's name, so it is the same on every process, and
+    with `load(meta=True)` too. ValueError for a rank below 1, for a module that has adapters already, for
+    names that it does not have, and for dropout, which would make log-probs random.
     """
     from peft import LoraConfig
 
-    # Which layers get adapters, and a warning for those that cannot.
-    _check_lora(module, rank, alpha, dropout)
-    paths = not_taken_for_experts(module, target_paths(module, target_modules, exclude))
-    warn_of_left_out(module)
-
-    # peft matches the ends of paths: whatever else ends like one of ours is left out by name.
-    also = []
-    for path in linear(module):
-        if path not in paths and any(path.endswith(f".{x}") for x in paths):
-            also.append(path)
-    options: dict[str, Any] = {
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "target_modules": paths,
-        "exclude_modules": also or None,
-        "task_type": "CAUSAL_LM",
-    }
-    return wrapped(module, LoraConfig(**options), seed)
-
-
-def _check_lora(module: nn.Module, rank: int, alpha: float, dropout: float) -> None:
     if rank < 1:
         raise ValueError(f"rank: expected >= 1, got {rank}")
     if hasattr(module, "peft_config"):
@@ -111,10 +88,27 @@ def _check_lora(module: nn.Module, rank: int, alpha: float, dropout: float) -> N
             f"dropout: expected 0, got {dropout}: log-probs of the trainer and the sampler would differ"
         )
 
+    # Which layers get adapters, and a warning for those that cannot.
+    paths = not_taken_for_experts(module, target_paths(module, target_modules, exclude))
+    warn_of_left_out(module)
+
+    # peft matches the ends of paths: whatever else ends like one of ours is left out by name.
+    others = [path for path in linear(module) if path not in paths]
+    also = [path for path in others if any(path.endswith(f".{x}") for x in paths)]
+    config: Any = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        target_modules=paths,
+        exclude_modules=also or None,
+        task_type="CAUSAL_LM",
+    )
+    return wrapped(module, config, seed)
+
 
 @torch.no_grad()
 def wrapped(module: Any, config: Any, seed: int) -> nn.Module:
-    """`module` inside peft, with adapters drawn from `seed`.
+    """Put `module` inside peft, with adapters drawn from `seed`.
 
     The adapters have memory even if the module has none.
     """
@@ -144,7 +138,7 @@ def wrapped(module: Any, config: Any, seed: int) -> nn.Module:
 
 
 def home(module: nn.Module) -> torch.device:
-    """The device of a module, or the one where it will be materialized."""
+    """Return the device of a module, or the one where it will be materialized."""
     for m in module.modules():
         if "rft_weights" in m.__dict__:
             return m.__dict__["rft_weights"].device
@@ -152,12 +146,12 @@ def home(module: nn.Module) -> torch.device:
 
 
 def _adapted(module: nn.Module) -> list[tuple[str, Any]]:
-    """(name, layer) of every layer with adapters."""
+    """Return (name, layer) of every layer with adapters."""
     return [(name, m) for name, m in module.named_modules() if len(getattr(m, "lora_A", ()))]
 
 
 def require_plain_lora(name: Any, config: Mapping[str, Any]) -> None:
-    """ValueError for the fields of peft's config of adapters that are more than LoRA of linear layers.
+    """Raise ValueError for fields of peft's config that make adapters more than LoRA of linear layers.
 
     They may be those of a file, written by a peft that knows more of them.
     """
@@ -177,7 +171,7 @@ def require_plain_lora(name: Any, config: Mapping[str, Any]) -> None:
 
 
 def require_plain_adapters(module: Any) -> None:
-    """ValueError for a module with adapters of peft that are more than LoRA of linear layers."""
+    """Raise ValueError for a module with adapters of peft that are more than LoRA of linear layers."""
     for config in getattr(module, "peft_config", {}).values():
         require_plain_lora(type(module).__name__, vars(config))
 
@@ -186,21 +180,19 @@ def require_plain_adapters(module: Any) -> None:
 
 
 def _product(layer: Any, base: Tensor, pairs: Sequence[tuple[str, Tensor, Tensor]]) -> Tensor:
-    """base + sum of scale B A over adapters, rounded once.
+    """Return base + sum of scale B A over adapters, rounded once.
 
     It is computed in float32 at least; the result has the type of `base`.
     """
     out = base.to(wide(base.dtype))
     for adapter, a, b in pairs:
         step = layer.scaling[adapter] * (b.to(out) @ a.to(out))
-        if layer.fan_in_fan_out:
-            step = step.T
-        out = out + step
+        out = out + (step.T if layer.fan_in_fan_out else step)
     return out.to(base.dtype)
 
 
 def plain_name(module: nn.Module, name: str) -> str:
-    """The name that a parameter has in the model without adapters."""
+    """Return the name that a parameter has in the model without adapters."""
     if hasattr(module, "get_base_model"):
         name = name.removeprefix(BELOW)
     return name.replace(".base_layer.", ".")
@@ -208,9 +200,9 @@ def plain_name(module: nn.Module, name: str) -> str:
 
 @torch.no_grad()
 def merged(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights with LoRA adapters merged into them, by the plain model's names.
+    """Merge LoRA adapters into the weights, by the plain model's names: base + scale B A.
 
-    Each base weight has scale B A added. Weights of a module without adapters come back as they are.
+    Weights of a module without adapters come back unchanged.
     """
     out = dict(weights)
     for name, layer in _adapted(module):
@@ -228,11 +220,11 @@ def merged(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor
 class Export(Iterator[tuple[str, Tensor]]):
     """The trained weights for an engine: (name, full tensor) pairs, once.
 
-    Of a module with adapters the names are those of the plain model, and an adapted layer's weight is its
-    base weight plus scale B A; frozen weights are left out. These are copies, which no later update changes.
-    `own` gives the same weights by the module's names, adapters too; they may be the parameters themselves.
-    `full` puts one parameter together: where that takes all ranks, all have to iterate. With `finite`,
-    ValueError at a tensor with NaN or inf.
+    For a module with adapters the names are those of the plain model, and an adapted layer's weight is its
+    base weight plus scale B A; frozen weights are left out. These are copies, which no later update
+    changes. `own` gives the same weights by the module's names, adapters too; they may be the parameters
+    themselves. `full` puts one parameter together: if that takes all ranks, all must iterate. With
+    `finite`, ValueError at a tensor with NaN or inf.
     """
 
     def __init__(
@@ -261,36 +253,36 @@ class Export(Iterator[tuple[str, Tensor]]):
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of the plain model's weights that are left out because nothing trains them."""
+        """Return names of the plain model's weights that are left out because nothing trains them."""
         module = self.module
         if module is None:
             return frozenset()
         trained = {name.partition(".lora_")[0] for name in self.params if ".lora_" in name}
         merged_here = {f"{path}.base_layer.weight" for path in trained}
-        left_out = []
-        for name, p in module.named_parameters():
-            sent = name in self.params or name in merged_here or ".lora_" in name or is_low(p)
-            if not sent:
-                left_out.append(plain_name(module, name))
-        return frozenset(left_out)
+        sent = self.params.keys() | merged_here
+        left_out = [
+            name
+            for name, p in module.named_parameters()
+            if not (name in sent or ".lora_" in name or is_low(p))
+        ]
+        return frozenset(plain_name(module, name) for name in left_out)
 
     def full(self, p: Tensor) -> Tensor:
-        """A parameter put together, in full precision."""
+        """Put a parameter together, in full precision."""
         return self.gathered(whole(p))
 
     def copied(self, p: Tensor) -> Tensor:
-        """A parameter put together, in memory that is not its own: an update is in place."""
+        """Put a parameter together in new memory: an update is in place."""
         x = self.full(p)
         if is_low(p):  # its numbers were unpacked
             return x
         (mine,) = local_parts([p])
-        if x.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr():
-            return x.clone()
-        return x
+        shared = x.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
+        return x.clone() if shared else x
 
     @torch.no_grad()
     def own(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by the module's own names."""
+        """Yield full tensors by the module's own names."""
         for name, p in self.params.items():
             yield name, self.full(p)
 
@@ -317,7 +309,7 @@ class Export(Iterator[tuple[str, Tensor]]):
                 yield plain_name(module, name), self.copied(p)
 
     def _one_merged(self, layer: Any, path: str, every: Mapping[str, Tensor]) -> Tensor:
-        """The weight of one layer with its active adapters in it."""
+        """Return the weight of one layer with its active adapters in it."""
         read = self.full if layer.active_adapters else self.copied
         base = read(every[f"{path}.base_layer.weight"])
         pairs = []
@@ -332,10 +324,11 @@ class Export(Iterator[tuple[str, Tensor]]):
 
 
 def without_adapters(module: nn.Module, apply: Apply) -> Apply:
-    """`apply` with adapters off: the model before LoRA, without a second copy.
+    """Return `apply` with adapters off: the model before LoRA, without a second copy.
 
     It serves as the reference of a KL: `score(without_adapters(module, apply), state.params, packs)`, and
-    never has a gradient. Works for the `apply` of every strategy. ValueError for a module without adapters.
+    never has a gradient. Works for the `apply` of every strategy. ValueError for a module without
+    adapters.
     """
     layers = [layer for _, layer in _adapted(module)]
     if not layers:
@@ -364,12 +357,11 @@ _HEADS = ("score", "classifier")  # peft's own guesses at the name of a head, bo
 
 @torch.no_grad()
 def with_adapter(module: nn.Module, folder: str | Path, *, without: str = "") -> nn.Module:
-    """`module` with the adapters that were saved in `folder`, to be trained further.
+    """Put the adapters that were saved in `folder` on `module`, to be trained further.
 
-    `without` names a layer that was saved whole beside the adapters, and is left out.
-
-    ValueError for adapters that are more than LoRA of linear layers, and for tensors that are missing,
-    unexpected or of another shape.
+    `without` names a layer that was saved whole with the adapters, and is left out. ValueError for
+    adapters that are more than LoRA of linear layers, and for tensors that are missing, unexpected or of
+    another shape.
     """
     # Make adapters by the saved config, to be filled.
     path = Path(folder, _ADAPTER)
@@ -384,10 +376,9 @@ def with_adapter(module: nn.Module, folder: str | Path, *, without: str = "") ->
     # The names in the file are without that of the adapter.
     named = dict(model.named_parameters())
     own = {name.replace(".default.", "."): name for name in named if ".lora_" in name}
-    wrong = sorted(own.keys() ^ stored.keys())
-    for name in own.keys() & stored.keys():
-        if stored[name].shape != named[own[name]].shape:
-            wrong.append(name)
+    both = own.keys() & stored.keys()
+    wrong = [*(own.keys() ^ stored.keys())]
+    wrong += [name for name in both if stored[name].shape != named[own[name]].shape]
     if wrong:
         raise ValueError(
             f"model: {path}: expected the {len(own)} tensors of its config and base model, missing, "
@@ -400,7 +391,7 @@ def with_adapter(module: nn.Module, folder: str | Path, *, without: str = "") ->
 
 
 def _made(module: nn.Module, saved: dict[str, Any], folder: str | Path) -> nn.Module:
-    """`module` with new adapters by a saved config. ValueError for one that peft makes no plain LoRA of."""
+    """Put new adapters on `module` by a saved config. ValueError if peft makes no plain LoRA of it."""
     from peft import LoraConfig
 
     require_plain_lora(folder, saved)
@@ -417,7 +408,7 @@ def _made(module: nn.Module, saved: dict[str, Any], folder: str | Path) -> nn.Mo
 
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:
-    """The config of a folder of adapters. ValueError for one that is no mapping in JSON."""
+    """Return the config of a folder of adapters. ValueError for one that is no mapping in JSON."""
     path = Path(folder, CONFIG)
     try:
         found = json.loads(path.read_text())
@@ -429,7 +420,7 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_adapters(folder: str | Path) -> dict[str, Tensor]:
-    """The tensors of a folder of adapters, by the names that peft saved them under.
+    """Return the tensors of a folder of adapters, by the names that peft saved them under.
 
     ValueError for a folder without them, and for a file that is not whole.
     """
