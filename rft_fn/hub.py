@@ -8,11 +8,11 @@ from pathlib import Path
 
 __all__ = ["did_you_mean", "unreachable"]
 
-_PATIENCE = 5  # seconds that the hub has to answer, where its own client would try for a minute
+_PATIENCE = 5  # seconds that the hub has to answer; its own client would try for a minute
 
 
 def unreachable(*, patience: float = _PATIENCE) -> str:
-    """The reason why the hub cannot be reached within `patience` seconds; empty where it can."""
+    """Return the reason why the hub cannot be reached within `patience` seconds; empty if it can."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -28,20 +28,16 @@ def unreachable(*, patience: float = _PATIENCE) -> str:
 
 
 def did_you_mean(name: str, *, known: Sequence[str] = ()) -> str:
-    """ "; did you mean X or Y?" for a name that is missing, or "".
+    """Return "; did you mean X or Y?" for a name that is missing, or "".
 
-    Similar names come from the files beside `name`, and from `known`. Where folders of its path are missing
-    too, they are for the first of these.
+    Similar names come from the folder of `name`, and from `known`. If folders of its path are missing too,
+    they are for the first of these.
     """
     path = Path(name)
     while not path.parent.is_dir():
         path = path.parent
-    here: list[str] = []
-    if path.parent != path:
-        here = [entry.name for entry in path.parent.iterdir()]
+    here = [entry.name for entry in path.parent.iterdir()] if path.parent != path else []
     near = difflib.get_close_matches(path.name, here, n=3)
     found = [str(path.parent / other) for other in near]
     found += difflib.get_close_matches(name, known, n=1)
-    if not found:
-        return ""
-    return f"; did you mean {' or '.join(found)}?"
+    return f"; did you mean {' or '.join(found)}?" if found else ""

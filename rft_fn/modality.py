@@ -47,7 +47,7 @@ MODALITY_PARAMETERS: dict[ActorModality, frozenset[str]] = {
 
 
 def get_supported_parameters(modality: ActorModality | str) -> frozenset[str]:
-    """The names of the tensors that an actor takes besides tokens.
+    """Return the names of the tensors that an actor takes besides tokens.
 
     ValueError for an unknown modality.
     """
@@ -59,30 +59,25 @@ def get_supported_parameters(modality: ActorModality | str) -> frozenset[str]:
 
 
 def check_parameters(modality: ActorModality | str, names: Iterable[str]) -> None:
-    """ValueError that names the tensors which an actor would not read.
-
-    Nothing is dropped in silence.
-    """
+    """Raise ValueError that names the tensors which an actor would not read."""
     supported = get_supported_parameters(modality)
     unknown = sorted(set(names) - supported)
     if not unknown:
         return
-    known = "none"
-    if supported:
-        known = f"some of {sorted(supported)}"
+    known = f"some of {sorted(supported)}" if supported else "none"
     raise ValueError(f"media: expected {known} for {ActorModality(modality).value}, got {unknown}")
 
 
 def of_config(config: Any) -> ActorModality:
-    """The modality of the model that `model.load` makes of a config of transformers.
+    """Return the modality of the model that `model.load` makes of a config of transformers.
 
-    It is found by the arguments of the model's forward and by the towers that the config describes.
+    It depends on the arguments of the model's forward and on the towers that the config describes.
     """
     kind = class_of(config)
-    if kind is None:
-        names = _described(config)
-    else:
-        names = _read_by(kind, thinker(config))
+    names = frozenset() if kind is None else _read_by(kind, thinker(config))
+    if kind is None:  # by the towers in the config
+        names |= _VISION if getattr(config, "vision_config", None) is not None else frozenset()
+        names |= _AUDIO if getattr(config, "audio_config", None) is not None else frozenset()
     sees = bool(names & _VISION)
     hears = bool(names & _AUDIO)
     if sees and hears:
@@ -95,24 +90,29 @@ def of_config(config: Any) -> ActorModality:
 
 
 def thinker(config: Any) -> Any:
-    """The config of the part that reads and writes text, in a model that also speaks; else the config."""
+    """Return the config of the part that reads and writes text, in a model that also speaks."""
     return getattr(config, "thinker_config", None) or config
 
 
 def class_of(config: Any) -> type | None:
-    """The class of transformers for a config: one that sees or hears, else a causal language model.
+    """Return the class of transformers for a config: one that sees or hears, else a causal language model.
 
-    None for a config that transformers does not know: its folder has Python code. A checkpoint of the text
-    model alone stays one: its config has the text model's type, or names the text model's class.
+    None for a config that transformers does not know: its folder has Python code. A checkpoint of only the
+    text model stays one: its config has the text model's type, or names the text model's class.
     """
-    text, whole = _classes(thinker(config))
-    if whole is None or _is_named(text, config):
-        return text
-    return whole
+    from transformers.models.auto import modeling_auto as auto
+
+    kind = type(thinker(config))
+    text: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    tables = [table.get(kind, None) for table in _tables(thinker(config)).values()]
+    whole = next((cls for cls in tables if cls is not None), None)
+    named = getattr(config, "architectures", None) or []
+    is_text = whole is None or (text is not None and text.__name__ in named)
+    return text if is_text else whole
 
 
 def auto_class(config: Any) -> str:
-    """The name of transformers' auto class that makes the model of a config."""
+    """Return the name of transformers' auto class that makes the model of a config."""
     kind = class_of(config)
     for name, table in _tables(thinker(config)).items():
         if kind is not None and table.get(type(thinker(config)), None) is kind:
@@ -121,10 +121,10 @@ def auto_class(config: Any) -> str:
 
 
 def _tables(config: Any) -> dict[str, Any]:
-    """transformers' tables of models that see or hear, by the auto class that reads each.
+    """Return transformers' tables of models that see or hear, by the auto class that reads each.
 
-    Some models that hear, such as Audio Flamingo 3, stand only among those of sequence to sequence, where the
-    rest are encoders with decoders.
+    Some models that hear, such as Audio Flamingo 3, are only among those of sequence to sequence, where
+    the rest are encoders with decoders.
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -136,39 +136,9 @@ def _tables(config: Any) -> dict[str, Any]:
     return tables
 
 
-def _classes(config: Any) -> tuple[type | None, type | None]:
-    """(the causal language model, the model that sees or hears) of a config in transformers' tables."""
-    from transformers.models.auto import modeling_auto as auto
-
-    text: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    found = [table.get(type(config), None) for table in _tables(config).values()]
-    whole = next((kind for kind in found if kind is not None), None)
-    return text, whole
-
-
-def _is_named(kind: type | None, config: Any) -> bool:
-    """Whether the config names this class as the one that was saved."""
-    named = getattr(config, "architectures", None) or []
-    return kind is not None and kind.__name__ in named
-
-
 def _read_by(kind: type, config: Any) -> frozenset[str]:
-    """The media that a class takes, less those of a tower that its config leaves out."""
+    """Return the media that a class takes, without those of a tower that its config leaves out."""
     names = frozenset(inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
-    seen = names & _VISION
-    heard = names & _AUDIO
-    if getattr(config, "vision_config", config) is None:
-        seen = frozenset()
-    if getattr(config, "audio_config", config) is None:
-        heard = frozenset()
+    seen = frozenset() if getattr(config, "vision_config", config) is None else names & _VISION
+    heard = frozenset() if getattr(config, "audio_config", config) is None else names & _AUDIO
     return seen | heard
-
-
-def _described(config: Any) -> frozenset[str]:
-    """The media of a model whose class is not known, by the towers in its config."""
-    names: frozenset[str] = frozenset()
-    if getattr(config, "vision_config", None) is not None:
-        names |= _VISION
-    if getattr(config, "audio_config", None) is not None:
-        names |= _AUDIO
-    return names

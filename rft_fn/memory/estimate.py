@@ -1,9 +1,9 @@
 """Estimates the memory of each rank of a run before it starts.
 
-A module is traced on the meta device; its backend's `Layout` tells what each process keeps of it.
+A module is traced on the meta device; the `Layout` of its backend tells what each process keeps of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -39,10 +39,10 @@ class Sampler:
 
 
 def attempt(name: str, f: Callable[[], T], default: T, unknown: list[str]) -> T:
-    """f(), or the default and a line in `unknown`.
+    """Return f(), or the default and add a line to `unknown`.
 
-    Custom models and transforms may read values, which the meta device has not; an estimate must not stop a
-    run.
+    Custom models and transforms may read values, which the meta device has not; an estimate must not stop
+    a run.
     """
     try:
         return f()
@@ -53,25 +53,21 @@ def attempt(name: str, f: Callable[[], T], default: T, unknown: list[str]) -> T:
 
 
 def _itemsize(kind: str) -> int:
-    """Bytes per number of an engine: bfloat16 on a GPU, float32 on a CPU."""
-    if kind == "cuda":
-        return 2
-    return 4
+    """Return the bytes per number of an engine: bfloat16 on a GPU, float32 on a CPU."""
+    return 2 if kind == "cuda" else 4
 
 
 def weights_of(module: nn.Module, kind: str) -> int:
-    """The weights of an engine of this process, in full precision [bytes]."""
+    """Return the weights of an engine of this process, in full precision [bytes]."""
     total = 0
     for p in module.parameters():
-        size = p.element_size()
-        if p.is_floating_point() or quantize.is_low(p):
-            size = _itemsize(kind)
-        total += quantize.count(p) * size
+        full = p.is_floating_point() or quantize.is_low(p)
+        total += quantize.count(p) * (_itemsize(kind) if full else p.element_size())
     return total
 
 
 def _cache(module: nn.Module, kind: str, sampler: Sampler) -> int:
-    """The keys and values of the sequences that an engine samples [bytes]."""
+    """Return the keys and values of the sequences that an engine samples [bytes]."""
     if not sampler.length or not hasattr(module, "config"):
         return 0
     config: Any = module.config
@@ -84,34 +80,27 @@ def _cache(module: nn.Module, kind: str, sampler: Sampler) -> int:
 
 
 def _packs(module: nn.Module, kind: str) -> int:
-    """The second copies of an engine's weights, in oneDNN's order [bytes]."""
+    """Return the second copies of an engine's weights, in oneDNN's order [bytes]."""
     from rft_kernels import products
 
     if kind != "cpu":
         return 0
     least = products.packing().elements
     # the engine's own layers are in full precision, whatever those of the trainer are
-    packed = 0
-    for layer in module.modules():
-        weight = layer._parameters.get("weight")
-        if weight is None or not (is_plain(layer) or quantize.is_low(weight)):
-            continue
-        if quantize.count(weight) >= least:
-            packed += quantize.count(weight)
-    return _itemsize(kind) * packed
+    weights = [(layer, layer._parameters.get("weight")) for layer in module.modules()]
+    linear = [w for layer, w in weights if w is not None and (is_plain(layer) or quantize.is_low(w))]
+    return _itemsize(kind) * sum(n for n in map(quantize.count, linear) if n >= least)
 
 
 def stays(samplers: Sequence[Sampler | None], kind: str) -> bool:
-    """Whether the weights of engines never leave the device, as on a CPU."""
+    """Return whether the weights of engines never leave the device, as on a CPU."""
     found = [sampler for sampler in samplers if sampler is not None]
     return any(kind == "cpu" or not sampler.sleeps for sampler in found)
 
 
 def size_of(module: nn.Module, kind: str, sampler: Sampler, unknown: list[str]) -> int:
-    """The weights and the cache of an engine, and its packs [bytes]."""
-    packs = 0
-    if sampler.packs:
-        packs = _packs(module, kind)
+    """Return the weights and the cache of an engine, and its packs [bytes]."""
+    packs = _packs(module, kind) if sampler.packs else 0
     cache = attempt("cache of the engine", partial(_cache, module, kind, sampler), 0, unknown)
     return weights_of(module, kind) + packs + cache
 
@@ -132,7 +121,7 @@ class _Held(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Bytes of one model's forward and backward beside those."""
+    """Bytes of one model's forward and backward, without those."""
 
     activations: int = 0
     head: int = 0
@@ -141,19 +130,15 @@ class _Work(NamedTuple):
 
 
 def _shard(p: Tensor, n: int, dtype: torch.dtype | None) -> Tensor:
-    """The largest of n shards of a parameter along its first dim, without memory."""
+    """Return the largest of n shards of a parameter along its first dim, without memory."""
     shape = list(p.shape)
     if shape:
         shape[0] = -(-shape[0] // n)
     return torch.empty(shape, dtype=trace.dtype_of(p, dtype), device="meta")
 
 
-def _shards(named: dict[str, nn.Parameter], n: int, dtype: torch.dtype | None) -> tree.Named:
-    return tree.Named((name, _shard(p, n, dtype)) for name, p in named.items())
-
-
 def _sums(layout: Layout, trained: dict[str, nn.Parameter], n: int) -> tree.Named:
-    """Sums of gradients, sharded over n, without memory."""
+    """Return sums of gradients, sharded over n, without memory."""
     sums = tree.Named()
     for name, p in trained.items():
         shard = _shard(p, n, layout.kept)
@@ -162,12 +147,10 @@ def _sums(layout: Layout, trained: dict[str, nn.Parameter], n: int) -> tree.Name
 
 
 def _parameters(layout: Layout, module: nn.Module) -> int:
-    """The parameters of a model [bytes]."""
+    """Return the parameters of a model [bytes]."""
     total = 0
     for p in module.parameters():
-        kept = layout.frozen
-        if p.requires_grad:
-            kept = layout.kept
+        kept = layout.kept if p.requires_grad else layout.frozen
         if quantize.is_low(p):
             total += quantize.nbytes(p)
         else:
@@ -176,7 +159,7 @@ def _parameters(layout: Layout, module: nn.Module) -> int:
 
 
 def _held(layout: Layout, module: nn.Module, tx: Transform | None, unknown: list[str]) -> _Held:
-    """Bytes of a model that last, and of its update."""
+    """Return the bytes of a model that last, and of its update."""
     parameters = _parameters(layout, module)
     if tx is None:
         return _Held(parameters, 0, 0, 0)
@@ -184,7 +167,7 @@ def _held(layout: Layout, module: nn.Module, tx: Transform | None, unknown: list
     gradients = _sums(layout, trained, layout.gradients)
 
     # the optimizer's state is what its own `init` makes of parameters without memory
-    params = _shards(trained, layout.optimizer, layout.stepped)
+    params = tree.Named((name, _shard(p, layout.optimizer, layout.stepped)) for name, p in trained.items())
     wrapped = layout.wrap_optimizer(tx, params)
     opt = attempt("optimizer", lambda: wrapped.init(params), None, unknown)
     optimizer = trace.nbytes(*(x for x in tree.leaves(opt) if isinstance(x, Tensor)))
@@ -199,85 +182,89 @@ def _held(layout: Layout, module: nn.Module, tx: Transform | None, unknown: list
     return _Held(parameters, trace.nbytes(*gradients.values()), optimizer, update)
 
 
-def _gathered(layout: Layout, module: nn.Module) -> int:
-    """Whole parameters that exist while they are used, and buffers of their gradients [bytes]."""
-    if layout.cast_copy:
-        return sum(trace.dtype_of(p, layout.computed).itemsize * p.numel() for p in module.parameters())
-    if not layout.gathered or layout.groups is None:
-        return 0
-    whole: list[int] = []
-    reduced: list[int] = []
-    for group in layout.groups(module):
-        whole.append(sum(trace.dtype_of(p, layout.computed).itemsize * p.numel() for p in group))
-        reduced.append(sum(layout.sum_dtype(p.dtype).itemsize * p.numel() for p in group if p.requires_grad))
-    # those of the root from its forward to the end; one block in use while the next one is on its way
-    return whole[-1] + 2 * max(whole[:-1], default=0) + max(reduced[:-1], default=0)
+@dataclass(frozen=True)
+class _Tracer:
+    """Traces packs of `budget` tokens of models that are laid out alike."""
 
+    layout: Layout
+    budget: int
+    kind: str
+    fused: bool
+    chunk_size: int
+    unknown: list[str]
 
-def _work(layout: Layout, module: nn.Module, tokens: int, kind: str, options: dict[str, Any]) -> _Work:
-    """Bytes of forward and backward of a pack of `tokens`."""
+    def work(self, module: nn.Module, example: Example | None) -> _Work:
+        """Return the bytes of forward and backward of a pack full of an example, or else of text."""
+        name = f"activations of {type(module).__name__}"
+        if example is not None and find(module).towers:
+            work = partial(self._work, module, example)
+            with_media = attempt(f"{name} with media", work, None, self.unknown)
+            if with_media is not None:
+                return with_media
+        return attempt(name, partial(self._work, module, None), _Work(), self.unknown)
 
-    def step(tokens: int, **more: Any) -> trace.Step:
-        copy = trace.on_meta(module, layout.computed)
-        how = {"kind": kind, "groups": layout.groups, "shard": layout.gradients, **options, **more}
-        return trace.step(copy, tokens, **how)
+    def _work(self, module: nn.Module, example: Example | None) -> _Work:
+        gathered = self._gathered(module)
+        if self.layout.sequence == 1:
+            return _Work(*self._step(module, self.budget, example), gathered=gathered)
 
-    gathered = _gathered(layout, module)
-    if layout.sequence == 1:
-        return _Work(*step(tokens), gathered=gathered)
+        # each process has its part of the tokens, and all towers
+        part = self._step(module, -(-self.budget // self.layout.sequence), None)
+        if example is None:
+            return _Work(*part, gathered=gathered)
+        with_media = self._step(module, self.budget, example).activations
+        towers = max(with_media - self._step(module, self.budget, None).activations, 0)
+        return _Work(part.activations + towers, part.head, part.backward, gathered)
 
-    # each process has its part of the tokens, and all towers
-    part = step(-(-tokens // layout.sequence), example=None)
-    work = _Work(*part, gathered=gathered)
-    if options.get("example") is None:
-        return work
-    towers = max(step(tokens).activations - step(tokens, example=None).activations, 0)
-    return work._replace(activations=part.activations + towers)
+    def _step(self, module: nn.Module, tokens: int, example: Example | None) -> trace.Step:
+        return trace.step(
+            trace.on_meta(module, self.layout.computed),
+            tokens,
+            kind=self.kind,
+            fused=self.fused,
+            chunk_size=self.chunk_size,
+            groups=self.layout.groups,
+            shard=self.layout.gradients,
+            example=example,
+        )
 
+    def forward(self, module: nn.Module, example: Example | None) -> int:
+        """Return the bytes of a forward without a backward of a pack, without the parameters."""
+        name = type(module).__name__
+        if any(line.startswith(f"activations of {name}: ") for line in self.unknown):
+            return 0
 
-def _works(
-    layout: Layout,
-    module: nn.Module,
-    tokens: int,
-    kind: str,
-    options: dict[str, Any],
-    example: Example | None,
-    unknown: list[str],
-) -> _Work:
-    """`_work` of packs full of an example, for a model that reads media; else, or where it fails, of text."""
-    name = f"activations of {type(module).__name__}"
-    if example is not None and find(module).towers:
-        full = partial(_work, layout, module, tokens, kind, options | {"example": example})
-        found = attempt(f"{name} with media", full, None, unknown)
-        if found is not None:
-            return found
-    return attempt(name, partial(_work, layout, module, tokens, kind, options), _Work(), unknown)
+        def peak() -> int:
+            return trace.forward(
+                trace.on_meta(module, self.layout.computed),
+                -(-self.budget // self.layout.sequence),
+                kind=self.kind,
+                fused=self.fused,
+                chunk_size=self.chunk_size,
+                example=example if find(module).towers else None,
+            )
 
+        return attempt(f"forward of {name}", peak, 0, self.unknown) + self._gathered(module)
 
-def _forward(
-    layout: Layout,
-    module: nn.Module,
-    budget: int,
-    kind: str,
-    options: dict[str, Any],
-    example: Example | None,
-    unknown: list[str],
-) -> int:
-    """Bytes of a forward without a backward of a pack, beside the parameters."""
+    def _gathered(self, module: nn.Module) -> int:
+        """Return the whole parameters that exist while used, and buffers of their gradients [bytes]."""
+        layout = self.layout
 
-    name = type(module).__name__
-    if any(line.startswith(f"activations of {name}: ") for line in unknown):
-        return 0
+        def size(params: Iterable[nn.Parameter]) -> int:
+            return sum(trace.dtype_of(p, layout.computed).itemsize * p.numel() for p in params)
 
-    def peak() -> int:
-        reads = None
-        if find(module).towers:
-            reads = example
-        tokens = -(-budget // layout.sequence)
-        copy = trace.on_meta(module, layout.computed)
-        return trace.forward(copy, tokens, kind=kind, example=reads, **options)
-
-    return attempt(f"forward of {name}", peak, 0, unknown) + _gathered(layout, module)
+        if layout.cast_copy:
+            return size(module.parameters())
+        if not layout.gathered or layout.groups is None:
+            return 0
+        whole: list[int] = []
+        reduced: list[int] = []
+        for group in layout.groups(module):
+            whole.append(size(group))
+            trained = [p for p in group if p.requires_grad]
+            reduced.append(sum(layout.sum_dtype(p.dtype).itemsize * p.numel() for p in trained))
+        # the root's from its forward to the end; one block in use while the next one is on its way
+        return whole[-1] + 2 * max(whole[:-1], default=0) + max(reduced[:-1], default=0)
 
 
 def estimate(
@@ -293,7 +280,7 @@ def estimate(
     judges: Sequence[tuple[nn.Module, Sampler]] = (),
     placed: bool = False,
 ) -> Estimate:
-    """Memory of one process with these models and their optimizers.
+    """Estimate the memory of one process with these models and their optimizers.
 
     The optimizer of a model that only scores is None. A pack has `budget` tokens, and all of them count as
     responses; a model that takes one sequence at a time has at most that. kind: "cuda" or "cpu". `fused` and
@@ -306,108 +293,74 @@ def estimate(
     if not models or budget < 1:
         raise ValueError(f"models, budget: expected at least one of each, got {len(models)} and {budget}")
     unknown: list[str] = []
+    tracer = _Tracer(layout, budget, kind, fused, chunk_size, unknown)
     held = [_held(layout, module, tx, unknown) for module, tx in models]
 
     # models work one after the other: the largest counts
     trained = [module for module, tx in models if tx is not None]
-    work = _Work()
-    options = {"fused": fused, "chunk_size": chunk_size}
-    for module in trained:
-        found = _works(layout, module, budget, kind, options, example, unknown)
-        work = max(work, found, key=sum)
-    forward = partial(_forward, layout, budget=budget, kind=kind, options=options, example=example)
+    work = max([_Work(), *(tracer.work(module, example) for module in trained)], key=sum)
+    asked = [Asked("rewards", _class(x), _parameters(layout, x), tracer.forward(x, example)) for x in rewards]
+    asked += [Asked("judges", _class(x), size_of(x, kind, judge, unknown)) for x, judge in judges]
 
-    # a forward alone is more than a training step only for a model that is not trained
+    # an engine, with the weights that it is given
+    first = models[0][0]
+    engine = 0 if sampler is None else size_of(first, kind, sampler, unknown)
+    delivered = 0 if sampler is None else weights_of(first, kind)
+
+    # a forward without a backward is more than a training step only for a model that is not trained
     scorers = {id(module): module for module, _ in models if placed or module not in trained}
+    scored = max((tracer.forward(module, example) for module in scorers.values()), default=0)
 
-    scalars = [
-        Asked("rewards", type(module).__name__, _parameters(layout, module), forward(module, unknown=unknown))
-        for module in rewards
-    ]
-    asked = (*scalars, *_judges(judges, kind, unknown))
-    engine, delivered = _engine(models[0][0], kind, sampler, unknown)
+    # the media of a pack are on the device; on a CPU those of a step are in the same memory
+    in_step = 0 if example is None else example.prompts * example.nbytes
+    in_pack = 0 if example is None else example.copies(budget) * example.nbytes
     out = Estimate(
         parameters=sum(x.parameters for x in held),
         gradients=max(x.gradients for x in held),  # one model's after the other's
         optimizer=sum(x.optimizer for x in held),
-        **work._asdict(),
+        activations=work.activations,
+        head=work.head,
+        backward=work.backward,
+        gathered=work.gathered,
         update=max(x.update for x in held),
         engine=engine,
-        host=0,
+        host=0 if kind == "cpu" else in_step,
         awake=stays([sampler, *(judge for _, judge in judges)], kind),
-        media=_media(example, budget, kind),
+        media=in_pack + in_step if kind == "cpu" else in_pack,
+        unknown=tuple(unknown),
         frozen=sum(x.parameters for x, (_, tx) in zip(held, models) if tx is None),
         policy=held[0].parameters,
         rewards=sum(x.held for x in asked if x.kind == "rewards"),
         judges=sum(x.held for x in asked if x.kind == "judges"),
         delivered=delivered,
-        scored=max((forward(module, unknown=unknown) for module in scorers.values()), default=0),
-        asked=asked,
+        scored=scored,
+        asked=tuple(asked),
         placed=placed,
-        models=_names(models, rewards, [module for module, _ in judges], sampler),
+        models=Models(
+            policy=(_class(first),),
+            trained=tuple(map(_class, trained)),
+            frozen=tuple(_class(module) for module, tx in models if tx is None),
+            rewards=tuple(map(_class, rewards)),
+            judges=tuple(_class(module) for module, _ in judges),
+            engine=() if sampler is None else ("engine",),
+        ),
     )
-    out = replace(out, unknown=tuple(unknown))
-    if kind == "cpu":
-        return out
-    if example is not None:
-        out = replace(out, host=example.prompts * example.nbytes)
-    return _moved(layout, out)
+    return out if kind == "cpu" else _moved(layout, out)
 
 
-def _engine(module: nn.Module, kind: str, sampler: Sampler | None, unknown: list[str]) -> tuple[int, int]:
-    """(bytes of the engine that copies a model, bytes of the weights that it is given); 0 without one."""
-    if sampler is None:
-        return 0, 0
-    return size_of(module, kind, sampler, unknown), weights_of(module, kind)
-
-
-def _media(example: Example | None, budget: int, kind: str) -> int:
-    """The media on the device [bytes]: those of a pack, on a CPU those of a step too."""
-    if example is None:
-        return 0
-    count = example.copies(budget)
-    if kind == "cpu":
-        count += example.prompts
-    return count * example.nbytes
-
-
-def _judges(judges: Sequence[tuple[nn.Module, Sampler]], kind: str, unknown: list[str]) -> list[Asked]:
-    """The judges, with the weights and caches of their engines."""
-    return [
-        Asked("judges", type(module).__name__, size_of(module, kind, judge, unknown))
-        for module, judge in judges
-    ]
-
-
-def _names(
-    models: Sequence[Model], rewards: Sequence[nn.Module], judges: Sequence[nn.Module], sampler: Any
-) -> Models:
-    """The classes of the models, by their use; the engine by that of the model that it copies."""
-
-    def classes(modules: Sequence[nn.Module]) -> tuple[str, ...]:
-        return tuple(type(module).__name__ for module in modules)
-
-    engine: tuple[str, ...] = ()
-    if sampler is not None:
-        engine = ("engine",)
-    return Models(
-        policy=classes([models[0][0]]),
-        trained=classes([module for module, tx in models if tx is not None]),
-        frozen=classes([module for module, tx in models if tx is None]),
-        rewards=classes(rewards),
-        judges=classes(judges),
-        engine=engine,
-    )
+def _class(module: nn.Module) -> str:
+    return type(module).__name__
 
 
 def _moved(layout: Layout, x: Estimate) -> Estimate:
-    """The estimate with what lives in host memory counted there."""
+    """Return the estimate with what lives in host memory counted there."""
     resting = set(layout.on_host)
     sizes: dict[str, Any] = dict.fromkeys(layout.on_host, 0)
     if "parameters" in resting:  # those of all models
         resting |= {"rewards"}
         sizes |= dict.fromkeys(("frozen", "policy", "rewards"), 0)
-        sizes["asked"] = tuple(_without_weights(asked) for asked in x.asked)
+        # also while a reward model works; a judge has its own engine
+        sizes["asked"] = tuple(a if a.kind == "judges" else a._replace(held=0) for a in x.asked)
     if x.placed:  # each of them rests there in some phase
         resting |= {"parameters", "optimizer", "rewards"}
     if not x.awake:
@@ -417,10 +370,3 @@ def _moved(layout: Layout, x: Estimate) -> Estimate:
         host += x.parameters + x.gradients
         sizes["update"] = x.gradients  # the updates, as they come back
     return replace(x, host=host, **sizes)
-
-
-def _without_weights(x: Asked) -> Asked:
-    """A reward model whose weights are on the host also while it works; a judge has an engine of its own."""
-    if x.kind == "judges":
-        return x
-    return x._replace(held=0)

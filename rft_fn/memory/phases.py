@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class Phase(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The peak of the phase [bytes]."""
+        """Return the peak of the phase [bytes]."""
         return self.held + self.work
 
 
@@ -101,32 +101,32 @@ class Estimate:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases of a step, in their order."""
+        """Return the phases of a step, in their order."""
         return tuple(self._phase(name) for name in PHASES)
 
     @property
     def training(self) -> int:
-        """The peak of forward and backward."""
+        """Return the peak of forward and backward."""
         return self._phase("train").total
 
     @property
     def updating(self) -> int:
-        """The peak of an update."""
+        """Return the peak of an update."""
         return self._phase("update").total
 
     @property
     def sampling(self) -> int:
-        """The peak while the engine samples."""
+        """Return the peak while the engine samples."""
         return self._phase("generate").total
 
     @property
     def total(self) -> int:
-        """The peak of all phases."""
+        """Return the peak of all phases."""
         return max(phase.total for phase in self.phases)
 
     @property
     def largest(self) -> Phase:
-        """The phase with the peak of the run; training, where others are alike."""
+        """Return the phase with the peak of the run; training, if others are alike."""
         phases = sorted(self.phases, key=lambda phase: phase.name != "train")
         return max(phases, key=lambda phase: phase.total)
 
@@ -146,22 +146,19 @@ class Estimate:
         return Phase(name, self._names(kinds), sum(sizes[kind] for kind in kinds), work.get(name, 0))
 
     def _judging(self, kinds: list[str]) -> Phase:
-        """The phase of the rewards, while the model is asked that takes most.
+        """Return the phase of the rewards, while the model is asked that takes most.
 
-        With placement each reward model is alone on the device, and so is each judge that sleeps.
+        With placement one reward model at a time is on the device, and so is one judge if they sleep.
         """
         sizes = self._sizes()
-        alone = set()
-        if self.placed:
-            alone.add("rewards")
-        if not self.awake:
-            alone.add("judges")
-        others = [kind for kind in kinds if kind not in alone]
+        one_at_a_time = {"rewards"} if self.placed else set()
+        one_at_a_time |= set() if self.awake else {"judges"}
+        others = [kind for kind in kinds if kind not in one_at_a_time]
         held = sum(sizes[kind] for kind in others)
         phases = [Phase("judge", self._names(others), held, 0)]
         for x in self.asked:
             phase = phases[0]._replace(work=x.work)
-            if x.kind in alone:
+            if x.kind in one_at_a_time:
                 phase = phase._replace(models=(*phase.models, x.name), held=held + x.held)
             phases.append(phase)
         return max(phases, key=lambda phase: phase.total)
@@ -170,7 +167,7 @@ class Estimate:
         return tuple(model for kind in kinds for model in getattr(self.models, kind))
 
     def _sizes(self) -> dict[str, int]:
-        """The bytes of all models of each kind."""
+        """Return the bytes of all models of each kind."""
         return {
             "policy": self.policy,
             "trained": self.parameters - self.frozen + self.optimizer,
@@ -181,7 +178,7 @@ class Estimate:
         }
 
     def _on_device(self, phase: str) -> list[str]:
-        """The kinds of models that are on the device in a phase."""
+        """Return the kinds of models that are on the device in a phase."""
         there = set(PHASES[phase])
         if not self.placed:  # the policy is one of these
             there = there - {"policy"} | {"trained", "frozen", "rewards"}
@@ -217,21 +214,17 @@ _VERBS = {
 
 
 def _size(n: float) -> str:
-    if n >= 2**30:
-        return f"{n / 2**30:.2f} GiB"
-    return f"{n / 2**20:.1f} MiB"
+    return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
 
 
 def table(x: Estimate, *, available: int, host: int, remedy: str) -> str:
-    """An estimate as a table, a line for each part, and whether it fits.
+    """Format an estimate as a table, a line for each part, and whether it fits.
 
-    `available` and `host` are the memory of the device and of the host [bytes]. `remedy` is printed where the
+    `available` and `host` are the memory of the device and of the host [bytes]. `remedy` is printed if the
     device has too little.
     """
     notes = dict(_NOTES)
-    notes["engine"] = "while it samples, asleep in host memory"
-    if x.awake:
-        notes["engine"] = "all the time"
+    notes["engine"] = "all the time" if x.awake else "while it samples, asleep in host memory"
     notes["host"] = f"of {_size(host)} of host memory"
 
     lines = []
@@ -239,98 +232,72 @@ def table(x: Estimate, *, available: int, host: int, remedy: str) -> str:
         if getattr(x, name):
             lines.append(f"  {name:<12}{_size(getattr(x, name)):>11}  {note}")
     if x.placed:
-        lines += [_line(phase) for phase in x.phases]
+        for phase in x.phases:
+            models = ", ".join(phase.models) or "no model"
+            lines.append(
+                f"  {'in ' + phase.name:<12}{_size(phase.total):>11}  {models} ({_size(phase.held)})"
+            )
     lines += [f"  not known, and not counted: {line}" for line in x.unknown]
 
     # the last line compares the largest phase with what there is
-    phase = _VERBS[x.largest.name]
     if x.host > host:
         verdict = "does not fit the host"
     elif x.total > available:
         verdict = f"does not fit: {remedy}"
     else:
         verdict = "fits"
-    lines.append(f"  {'peak':<12}{_size(x.total):>11}  in {phase}, of {_size(available)}: {verdict}")
+    verb = _VERBS[x.largest.name]
+    lines.append(f"  {'peak':<12}{_size(x.total):>11}  in {verb}, of {_size(available)}: {verdict}")
     return "\n".join(lines)
 
 
-def _line(phase: Phase) -> str:
-    """The peak of a phase, and the models that are on the device in it."""
-    models = ", ".join(phase.models) or "no model"
-    return f"  {'in ' + phase.name:<12}{_size(phase.total):>11}  {models} ({_size(phase.held)})"
-
-
 def host_memory() -> int:
-    """Host memory per process of this machine [bytes]."""
+    """Return host memory per process of this machine [bytes]."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _on_gpu() -> dict[str, int]:
-    return {
-        "allocated": torch.cuda.memory_allocated(),
-        "peak": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.memory_reserved(),
-    }
-
-
-def _on_host() -> dict[str, int]:
+def _used() -> dict[str, int]:
+    if torch.cuda.is_available():
+        return {
+            "allocated": torch.cuda.memory_allocated(),
+            "peak": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+        }
     import resource
 
-    resident = 0
-    statm = Path("/proc/self/statm")
-    if statm.exists():  # on Linux
-        resident = int(statm.read_text().split()[1]) * resource.getpagesize()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform != "darwin":  # where it is in KiB
-        peak *= 1024
+    statm = Path("/proc/self/statm")  # on Linux
+    resident = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {"resident": resident, "peak": max(peak, resident)}  # the kernel counts its peak in batches
 
 
 def report(prefix: str = "") -> dict[str, int]:
-    """Memory that this process holds, by name [bytes]; rank 0 prints it.
+    """Return the memory that this process holds, by name [bytes]; rank 0 prints it.
 
     "allocated", "peak" and "reserved" of the GPU, or "resident" and "peak" of the process without one. The
     line that is printed has the largest over the ranks.
     """
-    found = _on_gpu() if torch.cuda.is_available() else _on_host()
-    most = dist.all_reduce(found, "max")
+    used = _used()
+    most = dist.all_reduce(used, "max")
     if dist.is_main():
         text = ", ".join(f"{name} {n / 2**30:.2f} GiB" for name, n in most.items())
-        if prefix:
-            text = f"{prefix}: {text}"
-        print(text, flush=True)
-    return found
+        print(f"{prefix}: {text}" if prefix else text, flush=True)
+    return used
 
 
 # ---------- the record in which each backend describes how it lays out a model
 
 
-class WrapOptimizer(Protocol):
-    """Wraps an optimizer as a backend runs it."""
+WrapOptimizer = Callable[[Transform, Mapping[str, Tensor]], Transform]
+"""(tx, params) -> the transform that updates params: tx, with clipping or float32 masters around it."""
 
-    def __call__(self, tx: Transform, params: Mapping[str, Tensor], /) -> Transform:
-        """The transform that updates `params`: `tx`, with clipping or float32 masters around it."""
-        ...
+Groups = Callable[[nn.Module], Sequence[Sequence[nn.Parameter]]]
+"""Root -> its parameters that are gathered and reduced together.
 
-
-class Groups(Protocol):
-    """Groups the parameters of a module by when they are used."""
-
-    def __call__(self, root: nn.Module, /) -> Sequence[Sequence[nn.Parameter]]:
-        """Parameters that are gathered and reduced together.
-
-        The last group is the root's: it stays gathered from its forward to the end of the backward.
-        """
-        ...
-
-
-def _unchanged(tx: Transform, params: Mapping[str, Tensor]) -> Transform:
-    return tx
-
-
-def _same(dtype: torch.dtype) -> torch.dtype:
-    return dtype
+The last group is the root's: it stays gathered from its forward to the end of the backward.
+"""
 
 
 @dataclass(frozen=True)
@@ -353,9 +320,9 @@ class Layout:
     computed: torch.dtype | None = None  # in forward and backward
 
     # the optimizer
-    wrap_optimizer: WrapOptimizer = _unchanged
+    wrap_optimizer: WrapOptimizer = lambda tx, params: tx
     flat_copy: bool = False  # it holds a copy of the parameters that it steps
-    sum_dtype: Callable[[torch.dtype], torch.dtype] = _same  # of gradients, by the parameter's
+    sum_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype  # of gradients, by the parameter's
 
     # copies for the time of a forward and backward
     cast_copy: bool = False  # all parameters in the computed type
@@ -379,34 +346,27 @@ class Example(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The media of one prompt [bytes]."""
+        """Return the media of one prompt [bytes]."""
         return sum(x.numel() * x.element_size() for x in self.media.values())
 
     def copies(self, tokens: int) -> int:
-        """How many of it fill a pack of `tokens`: one at least."""
+        """Return how many of it fill a pack of `tokens`: one at least."""
         return max(tokens // len(self.ids), 1)
 
     def repeated(self, n: int) -> tuple[list[int], dict[str, Tensor]]:
-        """(tokens, media) of n of it, one after the other; numbers that are no whole ones have no values."""
+        """Return (tokens, media) of n of it in a row; float tensors are on the meta device."""
         media = {}
         for name, x in self.media.items():
-            if x.is_floating_point():
-                x = torch.empty_like(x, device="meta")
-            media[name] = torch.cat([x] * n)
+            row = torch.empty_like(x, device="meta") if x.is_floating_point() else x
+            media[name] = torch.cat([row] * n)
         return list(self.ids) * n, media
 
 
 def largest(prompts: Iterable[Any], count: int = 0) -> Example | None:
-    """The prompt with the most media, None where none has any. `count` prompts are in a step.
+    """Return the prompt with the most media, None if none has any. `count` prompts are in a step.
 
     Prompts are records with `ids` and `media`, as `data.take` gives them.
     """
-    found: Example | None = None
-    for prompt in prompts:
-        media = getattr(prompt, "media", None)
-        if not media:
-            continue
-        example = Example(prompt.ids, media, count)
-        if found is None or example.nbytes > found.nbytes:
-            found = example
-    return found
+    with_media = [prompt for prompt in prompts if getattr(prompt, "media", None)]
+    examples = [Example(prompt.ids, prompt.media, count) for prompt in with_media]
+    return max(examples, key=lambda example: example.nbytes, default=None)

@@ -1,13 +1,13 @@
 """Traces one step of a model on the meta device, and counts its bytes.
 
 Tensors have shapes there and no memory. The step is the model's own forward and backward, so everything that
-an architecture keeps for its backward is counted, whatever the architecture. Only attention is a stand-in: it
-keeps the same tensors as flash attention (no [T, T]).
+an architecture keeps for its backward is counted. Only attention is replaced: it keeps the same tensors as
+flash attention (no [T, T]).
 """
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rft_fn import logprob, optim, tree
-from rft_fn import model as model_lib
 from rft_fn.memory import without_values
 from rft_fn.memory.phases import Example, Groups
 from rft_fn.memory.without_values import Answers, Constants, Values
 from rft_fn.model import reader
+from rft_fn.model.bind import wrap_for_training
 from rft_fn.model.parts import find
 from rft_fn.model.reader import Reader
 from rft_fn.types import Media, Packed, Sampling, Transform
@@ -29,15 +29,15 @@ __all__ = ["Live", "Step", "dtype_of", "nbytes", "on_meta", "step", "update"]
 
 
 def nbytes(*tensors: Tensor) -> int:
-    """The size of tensors [bytes]."""
+    """Return the size of tensors [bytes]."""
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
 class Live(TorchDispatchMode):
     """Counts the bytes of live tensors, `now` and at the `peak`.
 
-    Only tensors that are made while it is on count; `known` tensors, and those that share memory with them,
-    are not counted.
+    Only tensors that are made while it is on count, without `known` tensors and those that share memory
+    with them.
     """
 
     def __init__(self, known: Sequence[Tensor] = ()):
@@ -71,14 +71,14 @@ class Step(NamedTuple):
 
 
 def dtype_of(p: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The type of a parameter that is cast to `dtype`, which leaves whole numbers alone."""
+    """Return the type of a parameter that is cast to `dtype`, which leaves whole numbers unchanged."""
     if dtype is None or not p.is_floating_point():
         return p.dtype
     return dtype
 
 
 def on_meta(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy of a module without memory, in `dtype` if one is given."""
+    """Copy a module without memory, in `dtype` if one is given."""
 
     def empty(x: Tensor) -> Tensor:
         if not isinstance(x, nn.Parameter):
@@ -90,56 +90,26 @@ def on_meta(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def _pack(tokens: int, example: Example | None = None) -> Packed:
-    """A pack of one sequence, all of it responses; of as many examples as fit, if there is one."""
+    """Return a pack of one sequence, all of it responses, or as many examples as fit."""
     read: list[int] = []
     media = None
     if example is not None:
         read, rows = example.repeated(example.copies(tokens))
         media = Media.of_prompts([rows])
     ids = torch.tensor(read + [0] * (tokens - len(read)))
-    zero = torch.zeros_like(ids)
     number = torch.zeros(len(ids))
-    same: dict[str, Any] = {"tokens": ids, "target": ids, "pos": torch.arange(len(ids)), "seq": zero}
-    same["mask"] = torch.ones_like(ids, dtype=torch.bool)
-    return Packed(**same, old_logp=number, adv=number, w=number, media=media, num_seqs=1)
-
-
-def _decoder(root: nn.Module) -> nn.Module | None:
-    """The part of a root that gives the last hidden states."""
-    if isinstance(root, Reader):
-        return root.parts.decoder
-    return None
-
-
-def _root(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_size: int) -> nn.Module:
-    """The module as it is trained, with the stand-in for attention."""
-    # the workspace that suits the device, which is not the meta device
-    if kind == "cpu" and not chunk_size:
-        chunk_size = max(int(logprob.default_workspace_mb(kind) * 2**20 / 4 / tokens), 1)
-    options: dict[str, Any] = {"fused": fused, "chunk_size": chunk_size, "sampling": Sampling()}
-    root = model_lib.wrap_for_training(module, entropy=True, **options)
-
-    without_values.put_into(find(root).model, kind=kind)
-
-    # packs are taken as usual: without values nothing can be compared
-    with Answers():
-        reader.assume_packing(root)
-    return root
-
-
-def _moved(root: nn.Module, values: Values) -> Callable[[Tensor], Tensor]:
-    """A function that puts a tensor on the meta device.
-
-    For a model that sees or hears whole numbers have values there: it reads where media are.
-    """
-    reads = bool(find(root).towers)
-
-    def moved(x: Tensor) -> Tensor:
-        if reads and not x.is_floating_point() and not x.is_meta:
-            return values.on_meta(x)
-        return x.to("meta")
-
-    return moved
+    return Packed(
+        tokens=ids,
+        target=ids,
+        pos=torch.arange(len(ids)),
+        seq=torch.zeros_like(ids),
+        mask=torch.ones_like(ids, dtype=torch.bool),
+        old_logp=number,
+        adv=number,
+        w=number,
+        media=media,
+        num_seqs=1,
+    )
 
 
 class _Reduced:
@@ -153,7 +123,7 @@ class _Reduced:
             p.register_post_accumulate_grad_hook(self.arrived)
 
     def arrived(self, p: Tensor) -> None:
-        """The gradient of p is there."""
+        """Note that the gradient of p is there."""
         self.waiting.discard(id(p))
         if self.waiting:
             return
@@ -172,39 +142,52 @@ class _Phases:
         self.head: int | None = None
 
     def decoder_done(self, module: nn.Module, inputs: Any, out: Any) -> None:
-        """A forward hook of the decoder: the head's peak is counted from here."""
+        """Count the head's peak from here: a forward hook of the decoder."""
         self.activations = self.live.peak = self.live.now
         hidden = out.last_hidden_state
         if hidden.requires_grad:
             hidden.register_hook(self.head_done)
 
     def head_done(self, grad: Tensor) -> None:
-        """A backward hook of the hidden states: the gradient has come through the head."""
+        """Note the peak of the head: a backward hook of the hidden states."""
         if self.head is None:
             self.head = self.live.peak
 
     def forward_done(self) -> None:
-        """Without a decoder the activations are those of the whole forward."""
+        """Take the activations of the whole forward, without a decoder."""
         if self.activations is None:
             self.activations = self.live.now
 
     def step(self) -> Step:
-        """The phases of a step that is over."""
+        """Return the phases of a step that is over."""
         activations = self.activations or 0
-        head = self.live.peak
-        if self.head is not None:
-            head = self.head
-        head = max(head, activations)
+        head = max(self.live.peak if self.head is None else self.head, activations)
         return Step(activations, head - activations, max(self.live.peak - head, 0))
 
 
-def _ready(
-    module: nn.Module, tokens: int, example: Example | None, how: dict[str, Any]
+def _prepare(
+    module: nn.Module, tokens: int, example: Example | None, kind: str, fused: bool, chunk_size: int
 ) -> tuple[nn.Module, Packed, Values, Live]:
-    """(the root of a module, a full pack on the meta device, its values, a counter that knows them)."""
-    root = _root(module, tokens=tokens, **how)
+    """Return (the module as it is trained, a full pack, its values, a counter that knows both)."""
+    # the workspace that suits the device, which is not the meta device
+    if kind == "cpu" and not chunk_size:
+        chunk_size = max(int(logprob.default_workspace_mb(kind) * 2**20 / 4 / tokens), 1)
+    root = wrap_for_training(module, entropy=True, fused=fused, chunk_size=chunk_size, sampling=Sampling())
+    without_values.put_into(find(root).model, kind=kind)
+
+    # packs are taken as usual: without values nothing can be compared
+    with Answers():
+        reader.assume_packing(root)
+
+    # a model that sees or hears reads where media are: whole numbers have values on the meta device
     values = Values()
-    pack = tree.map(_moved(root, values), _pack(tokens, example))
+    reads = bool(find(root).towers)
+
+    def moved(x: Tensor) -> Tensor:
+        known = reads and not x.is_floating_point() and not x.is_meta
+        return values.on_meta(x) if known else x.to("meta")
+
+    pack = tree.map(moved, _pack(tokens, example))
     return root, pack, values, Live([*root.parameters(), *root.buffers(), *tree.leaves(pack)])
 
 
@@ -219,23 +202,21 @@ def step(
     shard: int = 1,
     example: Example | None = None,
 ) -> Step:
-    """Bytes of forward and backward of a pack of `tokens`.
+    """Return the bytes of forward and backward of a pack of `tokens`.
 
-    The module is on the meta device, and consumed. kind: "cpu" or "cuda", on which attention and the head's
-    workspace differ. `example` fills the pack, else it is text. groups(root) are the parameters whose
-    gradients are reduced together, to a `shard`-th. An error that the module raises on the meta device
-    (mostly because it reads a value) passes through.
+    The module is on the meta device, and consumed. kind: "cpu" or "cuda", on which attention and the
+    head's workspace differ. `example` fills the pack, else it is text. groups(root) are the parameters
+    with gradients that are reduced together, to a `shard`-th. An error that the module raises on the meta
+    device (mostly because it reads a value) passes through.
     """
-    how: dict[str, Any] = {"kind": kind, "fused": fused, "chunk_size": chunk_size}
-    root, pack, values, live = _ready(module, tokens, example, how)
+    root, pack, values, live = _prepare(module, tokens, example, kind, fused, chunk_size)
     if groups is not None:
         for group in groups(root):
             _Reduced(group, shard, live)  # their hooks keep it
 
     phases = _Phases(live)
-    part = _decoder(root)
-    if part is not None:
-        part.register_forward_hook(phases.decoder_done)
+    if isinstance(root, Reader):
+        root.parts.decoder.register_forward_hook(phases.decoder_done)
 
     # a loss that depends on every output, as those with an entropy bonus or a value do
     with live, Answers(), values, Constants(values):
@@ -256,19 +237,18 @@ def forward(
     chunk_size: int = 0,
     example: Example | None = None,
 ) -> int:
-    """The peak of a forward of a pack of `tokens` without gradients [bytes].
+    """Return the peak of a forward of a pack of `tokens` without gradients [bytes].
 
     The arguments are those of `step`, and the module is consumed too.
     """
-    how: dict[str, Any] = {"kind": kind, "fused": fused, "chunk_size": chunk_size}
-    root, pack, values, live = _ready(module, tokens, example, how)
+    root, pack, values, live = _prepare(module, tokens, example, kind, fused, chunk_size)
     with torch.no_grad(), live, Answers(), values, Constants(values):
         root(pack)
     return live.peak
 
 
 def update(tx: Transform, opt: Any, params: tree.Named, grads: tree.Named) -> int:
-    """The peak of an update beside its arguments, on the meta device [bytes]."""
+    """Return the peak of an update, without its arguments, on the meta device [bytes]."""
     live = Live([x for x in tree.leaves((opt, params, grads)) if isinstance(x, Tensor)])
     with torch.no_grad(), live:
         updates, _ = tx.update(grads, opt, params)

@@ -17,9 +17,6 @@ from rft_fn.model.parts import find
 __all__ = ["Answers", "Constants", "Values", "put_into"]
 
 
-# ---------- models on the meta device
-
-
 _MOST = 2**24  # elements of a tensor whose values are computed
 _EQUAL = (torch.ops.aten.eq.Scalar, torch.ops.aten.ne.Scalar)
 _INDEXED = (
@@ -30,9 +27,9 @@ _INDEXED = (
 class Answers(TorchDispatchMode):
     """Answers for the meta device, for a pack of one sequence without padding.
 
-    Models with states ask whether their mask is all ones: yes. On the meta device the products of all experts
-    at once exist in bfloat16 alone: here they have a shape in any type. Where a model reads how many tokens
-    each expert has (JetMoE), the choices of all tokens are shared out evenly.
+    Models with states ask whether their mask is all ones: yes. On the meta device the products of all
+    experts at once exist only in bfloat16: here they have a shape in any type. If a model reads how many
+    tokens each expert has (JetMoE), the choices of all tokens are shared out evenly.
     """
 
     def __init__(self) -> None:
@@ -55,12 +52,14 @@ class Answers(TorchDispatchMode):
         if func is torch.ops.aten.scatter.value:
             self.choices = args[2].numel()
         if func is torch.ops.aten._to_copy.default and _is_list(args[0], kwargs):
-            return _even(self.choices, args[0])
+            parts = len(args[0])
+            even = [(self.choices + i) // parts for i in range(parts)]
+            return torch.tensor(even, dtype=args[0].dtype, device="cpu")
         return func(*args, **kwargs)
 
 
 def _is_list(x: Tensor, options: dict[str, Any]) -> bool:
-    """Whether a copy would read whole numbers [E] of the meta device."""
+    """Return whether a copy would read whole numbers [E] of the meta device."""
     if not x.is_meta or x.dim() != 1:
         return False
     if x.is_floating_point() or x.dtype == torch.bool:
@@ -69,14 +68,8 @@ def _is_list(x: Tensor, options: dict[str, Any]) -> bool:
     return to is not None and torch.device(to).type == "cpu"
 
 
-def _even(total: int, like: Tensor) -> Tensor:
-    """[E] whole numbers that add up to `total`, as equal as possible."""
-    parts = len(like)
-    return torch.tensor([(total + i) // parts for i in range(parts)], dtype=like.dtype, device="cpu")
-
-
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """The shape of a grouped product.
+    """Return the shape of a grouped product.
 
     `offs` cuts the rows of a, the columns of b, or the dim that both are summed over.
     """
@@ -92,9 +85,9 @@ def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: An
 class Values(TorchDispatchMode):
     """Keeps the values of some tensors of the meta device on the CPU, and computes with them.
 
-    Models that see or hear read the sizes of images and the places of tokens. A tensor that is made of such
-    tensors alone has its values too; whatever is made of a tensor without has none. A storage of the meta
-    device has a twin on the CPU, so that views and changes in place are those of the twin.
+    Models that see or hear read the sizes of images and the places of tokens. A tensor that is made only
+    of such tensors has its values too; whatever is made of a tensor without has none. A storage of the
+    meta device has a twin on the CPU, so that views and changes in place are those of the twin.
     """
 
     def __init__(self) -> None:
@@ -102,7 +95,7 @@ class Values(TorchDispatchMode):
         self.twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def on_meta(self, x: Tensor) -> Tensor:
-        """A tensor of the meta device with the values of `x`."""
+        """Return a tensor of the meta device with the values of `x`."""
         out = torch.empty_like(x, device="meta")
         with _disable_current_modes():
             self._keep(out, x)
@@ -137,7 +130,7 @@ class Values(TorchDispatchMode):
         return self._paired(out, found, kwargs)
 
     def _paired(self, out: Any, found: Any, kwargs: Mapping[str, Any]) -> Any:
-        """What an operation gives on the meta device, with the values that it gave on the CPU."""
+        """Pair what an operation gives on the meta device with the values that it gave on the CPU."""
         if not any(isinstance(x, Tensor) for x in tree_leaves(found)):
             return found  # a number that was read
         if out is None and kwargs.get("device") is not None:
@@ -160,7 +153,7 @@ class Values(TorchDispatchMode):
         value.copy_(real)
 
     def _value(self, x: Tensor) -> Tensor | None:
-        """The values of a tensor, None where they are not known."""
+        """Return the values of a tensor, None if they are not known."""
         if not x.is_meta:
             return x
         twin = self.twins.get(x.untyped_storage())
@@ -170,7 +163,7 @@ class Values(TorchDispatchMode):
         return value.set_(twin, x.storage_offset(), x.shape, x.stride())
 
     def _compared(self, func: Any, args: Any) -> Tensor:
-        """A comparison with one number, which no number without a value is equal to.
+        """Compare with one number, which no number without a value is equal to.
 
         So images are not taken for padding.
         """
@@ -181,7 +174,11 @@ class Values(TorchDispatchMode):
         return out
 
     def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation without values, whose result may have as many rows as a mask has places."""
+        """Run an operation without values; its result may have as many rows as a mask has places."""
+
+        def empty(x: Tensor) -> Tensor:
+            return x if x.is_meta else torch.empty_like(x, device="meta")
+
         with _disable_current_modes():
             if func is torch.ops.aten._to_copy.default and args[0].is_floating_point():
                 kwargs = {name: x for name, x in kwargs.items() if name != "device"}  # it stays without
@@ -190,7 +187,7 @@ class Values(TorchDispatchMode):
                 args = (args[0], [args[1].expand(args[0].shape)])
             if func in _INDEXED:
                 args = (args[0], self._places(args[1]), *args[2:])
-            args, kwargs = tree_map_only(Tensor, _empty, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, empty, (args, kwargs))
 
         # What is written to has no values any more.
         for given, argument in zip(args, func._schema.arguments):
@@ -201,16 +198,12 @@ class Values(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _places(self, index: Sequence[Any]) -> list[Any]:
-        """The indices of an indexing, a mask with values as the places that it is true at."""
+        """Return the indices of an indexing, a mask with values as the places where it is true."""
         found: list[Any] = []
         for x in index:
-            value = None
-            if isinstance(x, Tensor) and x.dtype == torch.bool:
-                value = self._value(x)
-            if value is None:
-                found.append(x)
-            else:
-                found += value.nonzero().unbind(1)
+            is_mask = isinstance(x, Tensor) and x.dtype == torch.bool
+            value = self._value(x) if is_mask else None
+            found += [x] if value is None else value.nonzero().unbind(1)
         return found
 
 
@@ -234,20 +227,13 @@ class Constants(TorchFunctionMode):
 
 
 def _depends_on_values(func: Any) -> bool:
-    """Whether the shape or the kind of an operation's result depends on values."""
+    """Return whether the shape or the kind of an operation's result depends on values."""
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _on_meta(kwargs: Mapping[str, Any]) -> bool:
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == "meta"
-
-
-def _empty(x: Tensor) -> Tensor:
-    """A tensor on the meta device in the place of one on the CPU."""
-    if x.is_meta:
-        return x
-    return torch.empty_like(x, device="meta")
 
 
 # ---------- attention on the meta device that keeps what flash attention keeps, and computes nothing
@@ -259,30 +245,19 @@ MASKED = "rft_estimate_masked"
 
 
 def put_into(lm: nn.Module, *, kind: str) -> None:
-    """Have a model of transformers keep what flash attention keeps on a device of this kind.
+    """Make a model of transformers keep what flash attention keeps on a device of this kind.
 
-    Attention that keeps scores [T, T] stays, and is counted as it is, with its mask.
-    """
-    from transformers import AttentionInterface
-
-    if attention.unfit_model(lm) is None:
-        AttentionInterface.register(NAME, _flash_like(loop=kind == "cpu"))
-        name = NAME
-        if attention.keeps_scores(lm):
-            name = "eager"
-        attention.use(lm, name)
-    _put_into_parts(lm)
-
-
-def _put_into_parts(lm: nn.Module) -> None:
-    """Have all parts of a model that sees or hears keep what flash attention keeps.
-
-    On the meta device sdpa would keep all scores. A text model inside of one that takes no boundaries has its
-    [T, T] mask.
+    Attention that keeps scores [T, T] stays, and is counted with its mask.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    if attention.unfit_model(lm) is None:
+        AttentionInterface.register(NAME, _flash_like(loop=kind == "cpu"))
+        attention.use(lm, "eager" if attention.keeps_scores(lm) else NAME)
+
+    # all parts of a model that sees or hears: on the meta device sdpa would keep all scores; a text model
+    # inside of one that takes no boundaries has its [T, T] mask
     parts = find(lm)
     if not parts.towers:
         return
@@ -296,7 +271,7 @@ def _put_into_parts(lm: nn.Module) -> None:
 
 
 def _rename(part: nn.Module, name: str) -> None:
-    """Have a part that is on sdpa look up its attention by another name."""
+    """Make a part that is on sdpa look up its attention by another name."""
     for m in part.modules():
         config: Any = getattr(m, "config", None)
         if getattr(config, "_attn_implementation", None) == "sdpa":
@@ -328,7 +303,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _flash_like(*, loop: bool) -> Callable:
-    """An attention function of transformers: three of [1, H, T, D] -> ([1, T, H, D], None)."""
+    """Return an attention function of transformers: three of [1, H, T, D] -> ([1, T, H, D], None)."""
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple:
         out: Any = _Attention.apply(*(x.transpose(1, 2) for x in (query, key, value)), loop)
