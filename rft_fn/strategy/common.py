@@ -88,7 +88,7 @@ class Packer:
         self.shared = False
 
     def settle(self, root: nn.Module, call: Callable[..., Any] | None = None) -> None:
-        """Test a model by `reader.detect_packing`, on all processes alike; `call` is the module as it is run."""
+        """Test a model by `reader.detect_packing`, on all processes alike; `call` is the module as run."""
         reader.detect_packing(root, call=call, agree=self.agree)
         self.one_unit |= getattr(root, "mode", None) == ONE_SEQUENCE
         self.shared |= getattr(root, "shared", False)

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rft_fn import dist, memory, metric, packing, tree
 from rft_fn import model as model_lib
-from rft_fn.model import attention, quantize
+from rft_fn.model import quantize
 from rft_fn.model.bind import own_parameters, require_own
-from rft_fn.model.blocks import blocks
-from rft_fn.model.materialize import Residence
+from rft_fn.model.bounds import SequenceBounds
+from rft_fn.model.layers import Residence, blocks
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Backend, Packer, all_true, watched
 from rft_fn.strategy.config import StrategyConfig
@@ -49,7 +49,7 @@ class SequenceAxis:
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
 
-    def split(self, pack: Packed) -> tuple[Packed, attention.SequenceBounds]:
+    def split(self, pack: Packed) -> tuple[Packed, SequenceBounds]:
         """(this process's tokens [T / k] of the pack, the sequence boundaries of all [T]).
 
         T is padded to a multiple of k by masked tokens. Of a pack with media the boundaries have the whole,
@@ -62,7 +62,7 @@ class SequenceAxis:
         seen = None
         if pack.media is not None:
             seen = whole
-        return part, attention.SequenceBounds(sizes, pack.seq.device, sequence=self, whole=seen)
+        return part, SequenceBounds(sizes, pack.seq.device, sequence=self, whole=seen)
 
     def join(self, out: TokenOut, size: int) -> TokenOut:
         """Values [T / k] of each process -> [size] of all.

@@ -14,7 +14,7 @@ from rft_fn import ckpt, dist, metric, optim, tree
 from rft_fn import model as model_lib
 from rft_fn.loss.evaluate import evaluate
 from rft_fn.model import layers
-from rft_fn.model.materialize import Residence
+from rft_fn.model.layers import Residence
 from rft_fn.optim.transforms import local_parts
 from rft_fn.precision import wide
 from rft_fn.strategy.config import StrategyConfig
