@@ -165,7 +165,8 @@ def main() -> None:
 
 
 _START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rft_fn.engine import child; child.main()"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from rft_fn.engine.process import main; main()"
 )
 _LOOK = 0.2  # s between two looks at whether the process is alive
 _GOODBYE = 5.0  # s that the process has to end by itself
