@@ -1,13 +1,14 @@
-"""Engines, which sample from the policy: one table of them by name.
+"""Holds the engines, which sample from the policy: one table of them by name.
 
-A new engine is one file beside `hf`, with a `build` and a `check_config`, and a row of `ENGINES`. What all
-engines share: `requests` (checks of prompts, assembly of a Rollout), `stop` (where a response ends),
-`arrival` (checks of the weights that are loaded), `lifetime` (dead after a failure), `deadline` (the time of
-a call in this process). `openai` and `sglang` are dialects of `servers`, over `pool` (retries) and `http`
-(deadlines). An engine that only one script needs can do without a row: every function that takes an Engine
-takes any such record.
+A new engine is one file next to `hf`, with a `build` and a `check_config`, and a row of `ENGINES`. All
+engines share `requests` (checks of prompts, the end of a response, assembly of a Rollout), `weight_folder`
+(checks of the weights that are loaded), `lifetime` (dead after a failure) and `time_limit` (the time of a
+call in this process). `openai` and `sglang` are protocols of `servers`, over `pool` (retries) and
+`server_protocol` (requests with deadlines). An engine that only one script needs can do without a row: every
+function that takes an Engine takes any such record.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import nn
@@ -19,7 +20,7 @@ from rft_fn.engine.hf import build as build_hf
 from rft_fn.engine.hf import check_config as check_hf
 from rft_fn.engine.hf import hf
 from rft_fn.engine.lifetime import EngineConfig, EngineDead, config_of, dead_after_failure
-from rft_fn.engine.pool import refuse_media
+from rft_fn.engine.pool import check_servers, refuse_media
 from rft_fn.engine.process import own_process
 from rft_fn.engine.requests import BadRequest
 from rft_fn.engine.time_limit import limited
@@ -29,56 +30,34 @@ from rft_fn.types import Engine
 __all__ = ["ENGINES", "BadRequest", "Engine", "EngineConfig", "EngineDead", "config_of", "get_engine", "hf"]
 
 
-class Build(Protocol):
-    """Builds an engine."""
-
-    def __call__(self, config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
-        """The engine of a config that `CheckConfig` has passed, with weights of `model`, a name or a module.
-
-        It ends with `dead_after_failure`.
-        """
-        ...
-
-
-class CheckConfig(Protocol):
-    """Refuses the options that an engine cannot honour."""
-
-    def __call__(self, config: EngineConfig) -> None:
-        """ValueError for such an option. Builds and imports nothing."""
-        ...
-
-
-class CheckMedia(Protocol):
-    """Refuses prompts with media that an engine cannot take."""
-
-    def __call__(self, config: EngineConfig, model: str) -> None:
-        """ValueError where it cannot take those of the model of this name. Loads no weights."""
-        ...
-
-
-def _any_media(config: EngineConfig, model: str) -> None:
-    """The prompts of every model are taken, or refused one by one."""
+# (config, model, tokenizer) -> an engine with weights of `model`, a name or a module, by `dead_after_failure`
+Build = Callable[[EngineConfig, str | nn.Module, Any], Engine]
 
 
 class EngineType(NamedTuple):
-    """A row of the table of engines."""
+    """A row of the table of engines.
+
+    `check_config` raises ValueError for an option that the engine cannot honour; it builds and imports
+    nothing. `check_media`, given a model's name, raises it where the engine takes none of its media; it loads
+    no weights.
+    """
 
     build: Build
-    check_config: CheckConfig
+    check_config: Callable[[EngineConfig], None]
     overtime: float | None = None  # seconds beyond its time limit that a call may take; None: no matter
-    check_media: CheckMedia = _any_media
+    check_media: Callable[[EngineConfig, str], None] = lambda config, model: None
 
 
 ENGINES: dict[str, EngineType] = {
     "hf": EngineType(build_hf, check_hf, overtime=0.0),
-    "openai": EngineType(openai.build, openai.check_config, check_media=refuse_media),
-    "sglang": EngineType(sglang.build, sglang.check_config, check_media=refuse_media),
+    "openai": EngineType(openai.build, check_servers, check_media=refuse_media),
+    "sglang": EngineType(sglang.build, check_servers, check_media=refuse_media),
     "vllm": EngineType(vllm.build, vllm.check_config, overtime=10.0, check_media=vllm.check_media),
 }
 
 
 def check_config(config: EngineConfig) -> None:
-    """ValueError for an engine that does not exist, or an option that it cannot honour. Builds nothing."""
+    """Raise ValueError for an engine that does not exist, or an option that it cannot honour."""
     for server in config.servers:
         instead = f"a server's key belongs into the environment variable {config.key_env}"
         check.no_secret("engine_servers", server, instead)
@@ -93,17 +72,17 @@ def check_config(config: EngineConfig) -> None:
 
 
 def check_media(config: EngineConfig, model: str) -> None:
-    """ValueError for an engine that cannot take the prompts with media of a model. Loads no weights."""
+    """Raise ValueError for an engine that takes no media of a model. Loads no weights."""
     ENGINES[config.type].check_media(config, model)
 
 
 def get_engine(
     config: EngineConfig | StrategyConfig | None, model: str | nn.Module, tokenizer: Any = None
 ) -> Engine:
-    """The engine of `config` with weights of `model`, a name or a module that it may overwrite.
+    """Build the engine of `config` with weights of `model`, a name or a module that it may overwrite.
 
-    Of a StrategyConfig the options that begin with `engine_` are read. ValueError for what `check_config`
-    refuses, before anything is loaded.
+    Only the options of a StrategyConfig that begin with `engine_` are read. ValueError for what
+    `check_config` refuses, before anything is loaded.
     """
     if isinstance(config, StrategyConfig):
         config = config_of(config)

@@ -1,4 +1,4 @@
-"""The life of an engine: one that has failed, or was closed, stays so until another is built."""
+"""Holds the options of an engine, and wraps one so that it is built late, or dead once it has failed."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,80 +9,41 @@ from torch import Tensor
 
 from rft_fn import check, dist, tree
 from rft_fn.check import Count, Range, Share, Whole
-from rft_fn.engine.requests import BadRequest, given
+from rft_fn.engine.requests import BadRequest
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Engine, Rollout, Sampling
-from rft_fn.types.engine import Delivered, EngineStatus
+from rft_fn.types.engine import Delivered, EngineStatus, record
 
-__all__ = ["EngineConfig", "EngineDead", "config_of", "dead_after_failure", "deferred", "on_first_rank"]
-
-
-# ---------- the life of an engine: one that has failed, or was closed, stays so until another is built
-
-
-# ---------- an engine that is built when it is first used, after the options of a run are checked
+__all__ = ["EngineConfig", "EngineDead", "config_of", "dead_after_failure", "deferred", "on_rank0"]
 
 
 def deferred(build: Callable[[], Engine]) -> Engine:
-    """The engine that `build` makes, when it is woken or asked for anything but its status.
+    """Return the engine that `build` makes when it is woken or asked for anything but its status.
 
     Until then it is alive and asleep, and its status says nothing about the model. `sleep` and `close` build
     nothing.
     """
-    made = _Deferred(build)
-    return Engine(
-        generate=made.generate,
-        score=made.score,
-        load=made.load,
-        sleep=made.sleep,
-        wake=made.wake,
-        status=made.status,
-        close=made.close,
-    )
+    built: list[Engine] = []
 
+    def engine() -> Engine:
+        if not built:
+            built.append(build())
+        return built[0]
 
-class _Deferred:
-    """An engine and the function that builds it."""
-
-    def __init__(self, build: Callable[[], Engine]):
-        self.build = build
-        self.inner: Engine | None = None
-
-    def engine(self) -> Engine:
-        """The engine, built at the first call."""
-        if self.inner is None:
-            self.inner = self.build()
-        return self.inner
-
-    def generate(
-        self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **more: Any
-    ) -> Rollout:
-        return self.engine().generate(prompts, keys, n=n, sampling=sampling, **more)
-
-    def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
-        return self.engine().score(rollout, sampling=sampling)
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
-        return self.engine().load(weights, version=version)
-
-    def wake(self) -> None:
-        self.engine().wake()
-
-    def sleep(self) -> None:
-        if self.inner is not None:
-            self.inner.sleep()
-
-    def close(self) -> None:
-        if self.inner is not None:
-            self.inner.close()
-
-    def status(self) -> EngineStatus:
-        if self.inner is not None:
-            return self.inner.status()
+    def status() -> EngineStatus:
+        if built:
+            return built[0].status()
         return {"engine": "deferred", "alive": True, "version": 0, "asleep": True, "supported": frozenset()}
 
-
-# ---------- the life of an engine: one that has failed, or was closed, stays so until another is built
+    return Engine(
+        generate=lambda *args, **options: engine().generate(*args, **options),
+        score=lambda *args, **options: engine().score(*args, **options),
+        load=lambda *args, **options: engine().load(*args, **options),
+        sleep=lambda: built[0].sleep() if built else None,
+        wake=lambda: engine().wake(),
+        status=status,
+        close=lambda: built[0].close() if built else None,
+    )
 
 
 class EngineDead(RuntimeError):
@@ -98,7 +59,7 @@ class _Lifetime:
         self.ended = ""  # why it is not alive; empty while it is
 
     def running(self) -> Engine:
-        """The engine itself. EngineDead, with the reason, for one that is not alive."""
+        """Return the engine itself. EngineDead, with the reason, for one that is not alive."""
         if self.engine is None or self.ended:
             raise EngineDead(
                 f"engine {self.last['engine']}: expected one that is alive, got one that {self.ended}; "
@@ -107,15 +68,15 @@ class _Lifetime:
         return self.engine
 
     @contextmanager
-    def fatal(self, name: str) -> Iterator[Engine]:
-        """The engine, which is dead if the block raises; a refused request has not touched it."""
+    def mark_dead(self, name: str) -> Iterator[Engine]:
+        """Mark the engine dead if the block raises anything but BadRequest."""
         engine = self.running()
         try:
             yield engine
         except BadRequest:
             raise
         except BaseException as error:
-            # the text alone: the error itself would keep the tensors of its frames in memory
+            # only the text: the error itself would keep the tensors of its frames in memory
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             self.ended = f"failed in {name} ({reason})"
             raise
@@ -130,15 +91,17 @@ class _Lifetime:
         max_new: Sequence[int] | None = None,
         start: Sequence[int] | None = None,
     ) -> Rollout:
-        with self.fatal("generate") as engine:
-            rollout = engine.generate(prompts, keys, n=n, sampling=sampling, **given(max_new, start))
+        with self.mark_dead("generate") as engine:
+            # only what is given, so that an engine without the two can do all other requests
+            per_row = {name: x for name, x in (("max_new", max_new), ("start", start)) if x is not None}
+            rollout = engine.generate(prompts, keys, n=n, sampling=sampling, **per_row)
         return tree.replace(rollout, sampling=sampling)
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
         return self.running().score(rollout, sampling=sampling)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
-        with self.fatal("load") as engine:
+        with self.mark_dead("load") as engine:
             return engine.load(weights, version=version)
 
     def sleep(self) -> None:
@@ -166,30 +129,18 @@ class _Lifetime:
 
 
 def dead_after_failure(engine: Engine) -> Engine:
-    """`engine`, dead after an exception out of its `generate` or `load`, and after `close`.
+    """Return `engine`, dead after an exception out of its `generate` or `load`, and after `close`.
 
     A BadRequest leaves it alive. What a dead engine holds is freed by `close`, which may be called twice.
     """
-    life = _Lifetime(engine)
-    return Engine(
-        generate=life.generate,
-        score=life.score,
-        load=life.load,
-        sleep=life.sleep,
-        wake=life.wake,
-        status=life.status,
-        close=life.close,
-    )
-
-
-# ---------- what one process does for all
+    return record(Engine, _Lifetime(engine))
 
 
 T = TypeVar("T")
 
 
-def on_first_rank(f: Callable[[], T]) -> T:
-    """f() of the first rank, on every rank; what it raises too."""
+def on_rank0(f: Callable[[], T]) -> T:
+    """Run f on rank 0, and return its result, or raise its exception, on every rank."""
     answer: tuple[T | None, Exception | None] = None, None
     if dist.is_main():
         try:
@@ -202,12 +153,9 @@ def on_first_rank(f: Callable[[], T]) -> T:
     return result
 
 
-# ---------- the options of an engine
-
-
 @dataclass(frozen=True)
 class EngineConfig:
-    """The engine that samples. ValueError for values out of range."""
+    """The options of an engine. ValueError for values out of range."""
 
     type: str = StrategyConfig.engine_type
     """hf: transformers in this process; vllm: vLLM in it; openai: servers of vLLM; sglang: those of SGLang"""
@@ -220,11 +168,11 @@ class EngineConfig:
     sleep: bool = StrategyConfig.enable_engine_sleep
     """the engine leaves the device while the trainer works"""
     process: bool = StrategyConfig.engine_process
-    """the engine has a process of its own"""
+    """the engine has a separate process"""
     fast_linear: bool = StrategyConfig.fast_linear
-    """large linear layers by oneDNN, on a CPU where that is faster; hf's alone"""
+    """large linear layers by oneDNN, on a CPU where that is faster; only for hf"""
     threads: Whole = StrategyConfig.engine_threads
-    """threads of an engine in a process of its own; 0: as many as this process has"""
+    """threads of an engine in a separate process; 0: as many as this process has"""
     servers: tuple[str, ...] = StrategyConfig.engine_servers
     """addresses of the servers, http://HOST:PORT each"""
     key_env: str = "RFT_SERVER_KEY"
@@ -246,7 +194,7 @@ class EngineConfig:
 
 
 def config_of(config: StrategyConfig) -> EngineConfig:
-    """The engine's part of a run's options."""
+    """Return the engine's part of a run's options."""
     return EngineConfig(
         type=config.engine_type,
         batch=config.engine_batch,

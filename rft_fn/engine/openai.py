@@ -1,4 +1,4 @@
-"""Rollouts by servers of vLLM, or of others that speak the OpenAI protocol with token ids.
+"""Samples by servers of vLLM, or by others that speak the OpenAI protocol with token ids.
 
 Start each of them with
 
@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from rft_fn.engine.dialect import (
+from rft_fn.engine.lifetime import EngineConfig
+from rft_fn.engine.server_protocol import (
     Ask,
     Client,
     Described,
@@ -27,31 +28,24 @@ from rft_fn.engine.dialect import (
     integers,
     limit,
 )
-from rft_fn.engine.lifetime import EngineConfig
-from rft_fn.engine.pool import check_servers
 from rft_fn.engine.servers import serve
 from rft_fn.types import Engine
 
-__all__ = ["build", "check_config"]
+__all__ = ["build"]
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 QUICK = 60.0  # seconds for anything but samples and weights
 
 
-def check_config(config: EngineConfig) -> None:
-    """ValueError for options that servers cannot honour."""
-    check_servers(config)
-
-
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
-    """The engine on `config.servers`."""
+    """Build the engine on `config.servers`."""
     client = Client(config.key_env)
     return serve(config, _VLLM(client, config.timeout), client, model, tokenizer)
 
 
 class _VLLM:
-    """The dialect of vLLM's server."""
+    """The protocol of vLLM's server."""
 
     name = "openai"
     hint = (
@@ -65,11 +59,11 @@ class _VLLM:
         self.seconds = seconds
 
     def get(self, server: str, path: str) -> Any:
-        """The answer to a GET."""
+        """Return the answer to a GET."""
         return self.client.call(server, path, seconds=min(QUICK, self.seconds))
 
     def describe(self, server: str) -> Described:
-        """The model that is served, by the better of two routes, and what a trainer may ask for."""
+        """Return the model that is served, the better of two routes, and what a trainer may ask for."""
         answer = self.get(server, "/v1/models")
         with expected("a list of models", answer):
             name = str(answer["data"][0]["id"])
@@ -96,16 +90,12 @@ class _VLLM:
         return Described(route, name, window, label, frozenset(supported))
 
     def check(self, sampling: Any) -> None:
-        """Every distribution is sampled from, and reported."""
+        """Accept every distribution: all are sampled from, and reported."""
 
     def sample(self, server: str, known: Described, ask: Ask) -> Reply:
-        """One sample, by the route that the server has."""
-        if known.route == GENERATE:
-            return self.by_generate(server, known, ask)
-        return self.by_completions(server, known, ask)
-
-    def by_generate(self, server: str, known: Described, ask: Ask) -> Reply:
-        """Tokens in, tokens out."""
+        """Return one sample, by the route that the server has."""
+        if known.route == COMPLETIONS:
+            return self.by_completions(server, known, ask)
         body = {
             "token_ids": list(ask.prompt),
             "model": known.model,
@@ -118,14 +108,12 @@ class _VLLM:
             tokens = integers(choice["token_ids"])
             if [x["token_id"] for x in content] != tokens:
                 raise ValueError("log-probs of other tokens")
-            spans = choice.get("weight_versions")
-            label = None
-            if known.label and spans is not None:
-                label = ", ".join(str(x["version"]) for x in spans)
+            spans = choice.get("weight_versions") if known.label else None
+            label = None if spans is None else ", ".join(str(x["version"]) for x in spans)
             return Reply(tokens, floats([x["logprob"] for x in content]), label)
 
     def by_completions(self, server: str, known: Described, ask: Ask) -> Reply:
-        """The OpenAI protocol, with vLLM's fields for token ids."""
+        """Return one sample by the OpenAI protocol, with vLLM's fields for token ids."""
         body = {"model": known.model, "prompt": list(ask.prompt), "logprobs": 0, "return_token_ids": True}
         answer = self.post(server, COMPLETIONS, body | _fields(ask), ask.size)
         with expected("choices with token_ids and logprobs", answer):
@@ -134,7 +122,7 @@ class _VLLM:
             return Reply(tokens, floats(choice["logprobs"]["token_logprobs"]), None)
 
     def score(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
-        """The log-probs of a prompt, beside one new token."""
+        """Return the log-probs of a prompt; one token is sampled with them."""
         if known.route == GENERATE:
             body = {"token_ids": tokens, "sampling_params": _plain(1) | {"prompt_logprobs": 0}}
             answer = self.post(server, GENERATE, body | {"model": known.model}, len(tokens))
@@ -149,7 +137,7 @@ class _VLLM:
             return floats([row[str(token)]["logprob"] for row, token in zip(rows, tokens[1:], strict=True)])
 
     def load(self, server: str, folder: str, label: str, names: int) -> None:
-        """By the worker extension, in every worker; then the cache and the version."""
+        """Load by the worker extension, in every worker; then empty the cache and set the version."""
         for worker in self.worker(server, "rft_load", [folder]):
             with expected("the count of tensors", worker):
                 problem = worker.get("error")
@@ -169,13 +157,13 @@ class _VLLM:
             raise Fault(f"expected weights {label!r} after the load, got {self.label(server)!r}")
 
     def label(self, server: str) -> str:
-        """The version of the server's weights."""
+        """Return the version of the server's weights."""
         answer = self.get(server, "/weight_info")
         with expected("weight_version", answer):
             return str(answer["weight_version"])
 
     def worker(self, server: str, method: str, args: list[str]) -> list[Any]:
-        """The answers of the extension in every worker."""
+        """Return the answers of the extension in every worker."""
         answer = self.post(server, "/collective_rpc", {"method": method, "args": args})
         with expected("results of the workers", answer):
             if not answer["results"]:
@@ -183,33 +171,33 @@ class _VLLM:
             return list(answer["results"])
 
     def sleep(self, server: str) -> None:
-        """Weights to the host, the cache away."""
+        """Move the weights to the host, and drop the cache."""
         self.post(server, "/sleep?level=1", {})
         self.confirm(server, asleep=True)
 
     def wake(self, server: str) -> None:
-        """Weights back to the device."""
+        """Move the weights back to the device."""
         self.post(server, "/wake_up", {})
         self.confirm(server, asleep=False)
 
     def confirm(self, server: str, *, asleep: bool) -> None:
-        """Fault unless the server says so: the calls that ask for it succeed in any case."""
+        """Raise Fault unless the server says so: the calls that ask for it succeed in any case."""
         answer = self.get(server, "/is_sleeping")
         if answer != {"is_sleeping": asleep}:
             raise Fault(f"expected is_sleeping {asleep}, got {answer}")
 
     def post(self, server: str, path: str, body: Mapping[str, Any], tokens: int = 0) -> Any:
-        """The answer to a POST, which is about so many tokens."""
+        """Return the answer to a POST about so many tokens."""
         return self.client.call(server, path, body, seconds=self.seconds, tokens=tokens)
 
 
 def _texts(ask: Ask) -> list[str]:
-    """The texts that end a sample."""
+    """Return the texts that end a sample."""
     return [x for x in ask.sampling.stop if isinstance(x, str)]
 
 
 def _plain(max_new: int) -> dict[str, Any]:
-    """Samples of the model's own distribution. A server has defaults of its own for what is not named."""
+    """Return options of the model's distribution. A server has other defaults for what is not named."""
     return {
         "n": 1,
         "max_tokens": max_new,
@@ -225,7 +213,7 @@ def _plain(max_new: int) -> dict[str, Any]:
 
 
 def _fields(ask: Ask) -> dict[str, Any]:
-    """The options of one sample; ends are all named, so the server's own are ignored."""
+    """Return the options of one sample; ends are all named, so the server's own are ignored."""
     fields = _plain(ask.max_new) | {
         "temperature": ask.sampling.temperature,
         "top_p": ask.sampling.top_p,

@@ -1,4 +1,4 @@
-"""Several servers of one model: requests are spread over them, and moved away from one that fails."""
+"""Spreads requests over several servers of one model, and moves them away from one that fails."""
 
 import random
 import sys
@@ -11,15 +11,12 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from rft_fn import check
-from rft_fn.engine.dialect import Client, Described, Fault, Refused
 from rft_fn.engine.lifetime import EngineConfig
+from rft_fn.engine.server_protocol import Client, Described, Fault, Refused
 
 __all__ = [
     "COMPARED", "Pool", "ServersFailed", "check_servers", "check_url", "compare_servers", "refuse_media",
 ]  # fmt: skip
-
-
-# ---------- several servers of one model
 
 
 T = TypeVar("T")
@@ -48,7 +45,7 @@ class _Member:
 class Pool:
     """The servers of one engine.
 
-    A server that fails is not used until `revive` has found it well. That is tried at the start of the next
+    A server that fails is not used until `revive` raises nothing. That is tried at the start of the next
     `run`, and when no server works: in ROUNDS rounds, with pauses that double and have jitter.
     """
 
@@ -73,10 +70,10 @@ class Pool:
         self.reviving = threading.Lock()
         self.stopped = threading.Event()  # no request is worth another attempt
         self.rounds = 0  # of trying all servers again, since one worked
-        self.jitter = random.Random()  # of pauses alone, so it needs no key
+        self.jitter = random.Random()  # only of pauses, so it needs no key
 
     def run(self, jobs: Sequence[Callable[[str], T]]) -> list[T]:
-        """The result of each job, which gets the address of a server and may run on several of them.
+        """Return the result of each job, which gets the address of a server and may run on several of them.
 
         A job that raises a Fault is tried again on another server, ATTEMPTS times in all, and once where it
         raises Refused. ServersFailed with the reasons when that is not enough; other exceptions end all jobs
@@ -85,7 +82,10 @@ class Pool:
         self._begin()
         threads = ThreadPoolExecutor(self.width * len(self.members), thread_name_prefix="servers")
         try:
-            for member in self._due():
+            with self.lock:
+                works = any(not m.why for m in self.members)  # else requests wait until all were tried again
+                due = [m for m in self.members if works and m.why and m.retry_at <= time.monotonic()]
+            for member in due:
                 threads.submit(self._try_revive, member)
             futures = [threads.submit(self._answer, job) for job in jobs]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -99,17 +99,17 @@ class Pool:
             self.client.abort()
 
     def each(self, job: Callable[[str], T], servers: Sequence[str] = ()) -> dict[str, T]:
-        """`job` on `servers`, by default all, also those that are not used; where it succeeds they are used.
+        """Run `job` on `servers`, by default all, used or not; where it succeeds they are used from then on.
 
         ServersFailed if it does on none.
         """
         asked = [m for m in self.members if not servers or m.url in servers]
         self._begin()
-        found: dict[str, T] = {}
+        results: dict[str, T] = {}
 
         def attempt(member: _Member) -> None:
             try:
-                found[member.url] = job(member.url)
+                results[member.url] = job(member.url)
             except (Fault, Refused) as error:
                 self._failed(member, error)
             else:
@@ -120,17 +120,17 @@ class Pool:
             wait(futures)
         for future in futures:
             future.result()
-        if not found:
+        if not results:
             raise ServersFailed(f"engine {self.name}: {self.reasons()}")
-        return found
+        return results
 
     def working(self) -> list[str]:
-        """The addresses of the servers that are used."""
+        """Return the addresses of the servers that are used."""
         with self.lock:
             return [m.url for m in self.members if not m.why]
 
     def leave(self, working: Sequence[str], why: str) -> None:
-        """Use no other servers than `working`."""
+        """Restrict the pool to `working`."""
         for member in self.members:
             if member.url in working:
                 self._well(member)
@@ -138,7 +138,7 @@ class Pool:
                 self._failed(member, Fault(why))
 
     def reasons(self) -> str:
-        """Each server that is not used, with the reason."""
+        """Return each server that is not used, with the reason."""
         with self.lock:
             return "; ".join(f"{m.url}: {m.why}" for m in self.members if m.why)
 
@@ -149,19 +149,19 @@ class Pool:
         self.client.allow()
 
     def _answer(self, job: Callable[[str], T]) -> T:
-        """The result of one job."""
+        """Return the result of one job."""
         last = ""
         refused: set[str] = set()
         for attempt in range(ATTEMPTS):
             if attempt:
-                self._rest(attempt - 1)
+                self.stopped.wait(self._length(attempt - 1))
             member = self._take()
             try:
                 return job(member.url)
             except Fault as error:
                 last = f"{member.url}: {self.client.line(error)}"
                 self._failed(member, error)
-            except Refused as error:  # by this server alone, or by any: a second one tells
+            except Refused as error:  # only by this server, or by any: a second one tells
                 refused.add(member.url)
                 if len(refused) > 1 or not {*self.working()} - refused:
                     raise
@@ -177,7 +177,7 @@ class Pool:
         )
 
     def _take(self) -> _Member:
-        """The least busy server that works. ServersFailed when none does, after all were tried again."""
+        """Return the least busy server that works. ServersFailed when none does, even after new tries."""
         while self.rounds < ROUNDS and not self.stopped.is_set():
             with self.lock:
                 working = [m for m in self.members if not m.why]
@@ -199,7 +199,7 @@ class Pool:
         with self.reviving:
             if self.rounds != round_ or self.stopped.is_set() or self.working():
                 return
-            self._rest(round_)
+            self.stopped.wait(self._length(round_))
             for member in self.members:
                 self._try_revive(member)
             self.rounds += 1
@@ -218,13 +218,6 @@ class Pool:
         else:
             self._well(member)
 
-    def _due(self) -> list[_Member]:
-        """The servers that are to be tried again, where another one works meanwhile."""
-        with self.lock:
-            if all(m.why for m in self.members):
-                return []
-            return [m for m in self.members if m.why and m.retry_at <= time.monotonic()]
-
     def _failed(self, member: _Member, error: Exception) -> None:
         with self.lock:
             member.why = self.client.line(error)
@@ -237,23 +230,18 @@ class Pool:
             member.failures = 0
 
     def _length(self, attempt: int) -> float:
-        """Seconds to wait: twice as long each time, and up to half of it at random."""
+        """Return the seconds to back off: twice as long each time, and up to half of it at random."""
         return min(self.pause * 2**attempt, LONGEST) * self.jitter.uniform(0.5, 1.0)
 
-    def _rest(self, attempt: int) -> None:
-        """Wait before another attempt, unless all is over."""
-        self.stopped.wait(self._length(attempt))
 
-
-# ---------- checks of the addresses of servers, and of whether all of them hold one model
-
+# ---------- checks of the addresses of servers, and that all of them hold one model
 
 COMPARED = range(3, 19)  # tokens whose log-probs servers of one model agree on
 DIFFERENT = 0.1  # nats per token: more than rounding makes of one model, also in 16 bits
 
 
 def check_url(server: str) -> None:
-    """ValueError unless `server` is an address of the form http://HOST:PORT."""
+    """Raise ValueError unless `server` is an address of the form http://HOST:PORT."""
     try:
         where = urlsplit(server)
         right = where.scheme in ("http", "https") and where.hostname and where.port != 0
@@ -264,7 +252,7 @@ def check_url(server: str) -> None:
 
 
 def check_servers(config: EngineConfig) -> None:
-    """ValueError for options that an engine on servers cannot honour."""
+    """Raise ValueError for options that an engine on servers cannot honour."""
     if not config.servers:
         raise ValueError(
             f"engine_servers: expected at least one address like http://HOST:8000 for {config.type}, got none"
@@ -281,7 +269,7 @@ def check_servers(config: EngineConfig) -> None:
 
 
 def refuse_media(config: EngineConfig, model: str) -> None:
-    """ValueError: servers get tokens alone."""
+    """Raise ValueError: servers get only tokens."""
     raise ValueError(
         f"engine_type: expected one that takes prompts with media ({model} reads them, and the data has "
         f"them), got {config.type}, whose servers get tokens alone; sample with hf or vllm"
@@ -289,10 +277,10 @@ def refuse_media(config: EngineConfig, model: str) -> None:
 
 
 def compare_servers(known: Mapping[str, Described], logp: Mapping[str, Sequence[float]]) -> None:
-    """ValueError for a server of another model than the first, by the log-probs `logp` of the same tokens.
+    """Raise ValueError for a server of another model than the first, by log-probs `logp` of the same tokens.
 
-    Where the labels of the weights differ a line says that the log-probs do: such servers get the trainer's
-    weights first. A line also says where log-probs agree and names or windows differ.
+    Servers with different labels of weights get a warning in its place: they get the trainer's weights first.
+    So do servers with the same log-probs and other names or windows.
     """
     asked = [server for server in known if server in logp]
     for i, server in enumerate(asked[1:], 1):

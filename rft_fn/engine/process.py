@@ -1,4 +1,4 @@
-"""Any engine in a process of its own, so that it samples while this process trains.
+"""Runs an engine in a separate process, so that it samples while this process trains.
 
 The process is started fresh and imports nothing of the script, so scripts need no `__main__` guard. Requests
 and rollouts are pickled; weights are written once, one tensor after the other, into memory that both
@@ -30,19 +30,18 @@ from rft_fn import tree
 from rft_fn.engine import prompt_media
 from rft_fn.engine.lifetime import EngineConfig, EngineDead, dead_after_failure
 from rft_fn.types import Engine, Media, Rollout, Sampling
-from rft_fn.types.engine import Delivered, EngineStatus
+from rft_fn.types.engine import Delivered, EngineStatus, record
 
 __all__ = ["Answer", "Place", "main", "own_process"]
 
 
-# ---------- the process that `rft_fn.engine.process` starts: it builds one engine, and answers calls to it
-
+# ---------- the started process: it builds one engine, and answers calls to it
 
 _PARENT_LOOK = 0.5  # s between two looks at whether the parent is alive
 
 
 class Answer(NamedTuple):
-    """What came of a call."""
+    """The result of a call."""
 
     value: Any  # None for one that failed
     error: BaseException | None
@@ -51,7 +50,7 @@ class Answer(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a weight lies in the shared memory."""
+    """The place of a weight in the shared memory."""
 
     name: str
     dtype: torch.dtype
@@ -66,7 +65,7 @@ class _Shared(Iterator[tuple[str, Tensor]]):
         self.places = iter(places)
         self.frozen = frozen
         self.memory: Any = b""
-        # an engine that keeps a tensor keeps the mapping with it; what it writes there stays its own
+        # an engine that keeps a tensor keeps the mapping with it; what it writes there is private
         with os.fdopen(descriptor, "rb") as file:
             if os.fstat(descriptor).st_size:
                 self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -87,18 +86,8 @@ def _leave_with(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _build(
-    build: Any, config: Any, model: Any, tokenizer: Any, *, threads: int, device: int | None
-) -> Engine:
-    """The engine, in as many threads and on the device that the parent says."""
-    torch.set_num_threads(threads)
-    if device is not None:
-        torch.cuda.set_device(device)
-    return build(config, model, tokenizer)
-
-
 def _portable(error: BaseException) -> BaseException:
-    """The error itself where its type can be sent, else its text."""
+    """Return the error itself where its type can be sent, else its text."""
     try:
         pickle.loads(pickle.dumps(error))
         return error
@@ -114,9 +103,13 @@ class _Server:
         self.engine: Engine | None = None
 
     def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """The value of one call; the first one builds the engine."""
+        """Return the value of one call; the first one builds the engine."""
         if name == "build":
-            self.engine = _build(*args, **options)
+            torch.set_num_threads(options["threads"])
+            if options["device"] is not None:
+                torch.cuda.set_device(options["device"])
+            build, config, model, tokenizer = args
+            self.engine = build(config, model, tokenizer)
             return None
         assert self.engine is not None
         if name == "load":
@@ -129,17 +122,14 @@ class _Server:
         return value
 
     def answer(self, request: bytes) -> Answer:
-        """The answer to a request, also to one that fails."""
+        """Return the answer to a request, also to one that fails."""
         value, error, trace = None, None, ""
         try:
             value = self.call(*pickle.loads(request))
-        except BaseException as found:
-            error = _portable(found)
+        except BaseException as raised:
+            error = _portable(raised)
             trace = traceback.format_exc()
-        status = None
-        if self.engine is not None:
-            status = self.engine.status()
-        return Answer(value, error, trace, status)
+        return Answer(value, error, trace, self.engine.status() if self.engine is not None else None)
 
 
 def main() -> None:
@@ -161,12 +151,10 @@ def main() -> None:
         server.engine.close()
 
 
-# ---------- any engine in a process of its own, so that it samples while this process trains
-
+# ---------- the calls to it
 
 _START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from rft_fn.engine.process import main; main()"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rft_fn.engine.process import main; main()"
 )
 _LOOK = 0.2  # s between two looks at whether the process is alive
 _GOODBYE = 5.0  # s that the process has to end by itself
@@ -182,31 +170,18 @@ def own_process(
     model: str | nn.Module,
     tokenizer: Any,
 ) -> Engine:
-    """The engine that `build` makes, in a process of its own; each call has `config.timeout` seconds.
+    """Build an engine in a separate process; each call has `config.timeout` seconds.
 
     It computes in `config.threads` threads, or in as many as this process does. A module is copied there; it
-    and `build` have to be picklable. EngineDead with one line if the process is killed or gives no answer in
+    and `build` must be picklable. EngineDead with one line if the process is killed or gives no answer in
     time; what an engine raises is raised here, with its traceback as the cause. Either ends the process,
     except for a refused request.
     """
     engine = _Process(config)
-    device = None
-    if torch.cuda.is_available():
-        device = torch.cuda.current_device()
-    how = {"threads": engine.threads, "device": device}
-    with engine.fatal("build"):
-        engine.call("build", build, config, model, tokenizer, **how)
-    return dead_after_failure(
-        Engine(
-            generate=engine.generate,
-            score=engine.score,
-            load=engine.load,
-            sleep=engine.sleep,
-            wake=engine.wake,
-            status=engine.status,
-            close=engine.close,
-        )
-    )
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    with engine.end_on_failure("build"):
+        engine.call("build", build, config, model, tokenizer, threads=engine.threads, device=device)
+    return dead_after_failure(record(Engine, engine))
 
 
 class _RemoteTraceback(Exception):
@@ -229,13 +204,18 @@ class _Process:
         self.ended = ""  # how the process ended; empty while it runs
         self.busy = threading.Lock()
 
-        # a group of its own: Ctrl-C and torchrun's signals are for this process, which still needs the engine
+        # a separate group: Ctrl-C and torchrun's signals are for this process, which still needs the engine
         self.pipe, theirs = Pipe()
         arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+        environment = {
+            name: x
+            for name, x in os.environ.items()
+            if name not in _TORCHRUN and not name.startswith(_TORCHRUN_PREFIXES)
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-c", _START, *arguments],
             pass_fds=[theirs.fileno()],
-            env=_environment(self.threads),
+            env=environment | {"OMP_NUM_THREADS": str(self.threads)},
             stdin=subprocess.DEVNULL,
             process_group=0,
         )
@@ -244,41 +224,38 @@ class _Process:
     # ---- the functions of the engine
 
     def generate(
-        self, prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling, **rows: Any
+        self, prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling, **per_row: Any
     ) -> Rollout:
-        """`Generate`; tokens and media are sent, and the media of a prompt once: none come back."""
+        """Send tokens and media, a prompt's once; no media come back."""
         sent = prompt_media.to_send(prompts)
-        with self.fatal("generate"):
-            rollout = self.call("generate", sent, list(keys), n=n, sampling=sampling, **rows)
+        with self.end_on_failure("generate"):
+            rollout = self.call("generate", sent, list(keys), n=n, sampling=sampling, **per_row)
         media = [getattr(p, "media", None) for p in sent]
         return tree.replace(rollout, media=Media.of_prompts(media, n))
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
-        """`Score`."""
-        with self.fatal("score"):
+        with self.end_on_failure("score"):
             return self.call("score", rollout, sampling=sampling)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
-        """`Load`, by shared memory that is freed when the engine has read it."""
+        """Write weights into shared memory, which is freed when the engine has read it."""
         began = time.perf_counter()
-        with self.fatal("load"), _shared_memory() as memory:
+        with self.end_on_failure("load"), _shared_memory() as memory:
             places = _write(memory, weights)
             frozen = frozenset(getattr(weights, "frozen", ()))
             delivered = self.call("load", places, frozen, version=version, descriptor=memory.fileno())
         return delivered._replace(seconds=time.perf_counter() - began)
 
     def sleep(self) -> None:
-        """Move the weights to the host."""
-        with self.fatal("sleep"):
+        with self.end_on_failure("sleep"):
             self.call("sleep")
 
     def wake(self) -> None:
-        """Move the weights back to the device."""
-        with self.fatal("wake"):
+        with self.end_on_failure("wake"):
             self.call("wake")
 
     def status(self) -> EngineStatus:
-        """The state after the last call, which the engine is not asked for: it may be busy."""
+        """Return the state after the last call; the engine itself may be busy."""
         alive = not self.ended and self.process.poll() is None
         return {**self.last, "alive": alive and self.last["alive"]}
 
@@ -287,7 +264,7 @@ class _Process:
         idle = self.busy.acquire(blocking=False)
         if not idle:
             self.end("was closed")
-            self.busy.acquire()  # the thread that waits for an answer finds out
+            self.busy.acquire()  # the thread that waits for an answer ends too
         self.pipe.close()
         self.busy.release()
         self.wait()
@@ -296,7 +273,7 @@ class _Process:
     # ---- calls
 
     @contextmanager
-    def fatal(self, name: str) -> Iterator[None]:
+    def end_on_failure(self, name: str) -> Iterator[None]:
         """End the process if the block raises and leaves an engine that cannot be called again."""
         try:
             with self.busy:
@@ -310,7 +287,7 @@ class _Process:
             raise
 
     def call(self, name: str, *args: Any, descriptor: int | None = None, **options: Any) -> Any:
-        """The value of one call of the engine. EngineDead if the process is gone, or too slow."""
+        """Return the value of one call of the engine. EngineDead if the process is gone, or too slow."""
         if self.ended:
             raise self.dead(self.ended)
         try:
@@ -321,10 +298,16 @@ class _Process:
         except (EOFError, OSError):
             self.end(f"{self.wait()} in {name}")
             raise self.dead(self.ended) from None
-        return self.opened(answer)
+        if answer.status is not None:
+            self.last = answer.status
+        if answer.error is None:
+            return answer.value
+        if answer.status is not None and answer.status["alive"]:
+            raise _Refused(answer.error, answer.trace)
+        raise answer.error from _RemoteTraceback(answer.trace)
 
     def receive(self, name: str) -> Answer:
-        """The answer to a call. EOFError where the process has ended without one."""
+        """Return the answer to a call. EOFError where the process has ended without one."""
         deadline = time.monotonic() + self.timeout
         while not self.pipe.poll(_LOOK):
             if self.process.poll() is not None:
@@ -334,18 +317,8 @@ class _Process:
                 raise self.dead(self.ended)
         return pickle.loads(self.pipe.recv_bytes())
 
-    def opened(self, answer: Answer) -> Any:
-        """The value of an answer. Raises the error of a call that failed."""
-        if answer.status is not None:
-            self.last = answer.status
-        if answer.error is None:
-            return answer.value
-        if answer.status is not None and answer.status["alive"]:
-            raise _Refused(answer.error, answer.trace)
-        raise answer.error from _RemoteTraceback(answer.trace)
-
     def wait(self) -> str:
-        """How the process ended, by itself and within a short time."""
+        """Return how the process ended, by itself and within a short time."""
         try:
             code = self.process.wait(_GOODBYE)
         except subprocess.TimeoutExpired:
@@ -364,7 +337,7 @@ class _Process:
         self.process.wait()
 
     def dead(self, why: str) -> EngineDead:
-        """The error of an engine whose process has ended."""
+        """Return the error of an engine after the end of its process."""
         name = self.last["engine"]
         return EngineDead(
             f"engine {name}: its process {self.process.pid} {why}; build another with get_engine"
@@ -380,19 +353,9 @@ class _Refused(Exception):
         self.trace = trace
 
 
-def _environment(threads: int) -> dict[str, str]:
-    """The environment of the process: this one's, without what torchrun says about ranks."""
-    plain = {
-        name: x
-        for name, x in os.environ.items()
-        if name not in _TORCHRUN and not name.startswith(_TORCHRUN_PREFIXES)
-    }
-    return plain | {"OMP_NUM_THREADS": str(threads)}
-
-
 @contextmanager
 def _shared_memory() -> Iterator[IO[bytes]]:
-    """A file without a name, in memory where the system can."""
+    """Open a file without a name, in memory where the system can."""
     # not in /dev/shm: containers often give that 64 MB
     if not hasattr(os, "memfd_create"):
         with tempfile.TemporaryFile() as file:
@@ -403,7 +366,7 @@ def _shared_memory() -> Iterator[IO[bytes]]:
 
 
 def _write(memory: IO[bytes], weights: Iterable[tuple[str, Tensor]]) -> list[Place]:
-    """Write the weights one after the other; where each of them lies."""
+    """Write the weights one after the other, and return the place of each."""
     places = []
     for name, x in weights:
         start = -(-memory.tell() // _ALIGN) * _ALIGN

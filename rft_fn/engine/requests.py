@@ -1,4 +1,4 @@
-"""Requests to an engine, and the rollout that answers them: shared by all engines."""
+"""Checks requests to an engine, finds the end of a response, and assembles the rollout: for all engines."""
 
 import math
 import warnings
@@ -9,7 +9,6 @@ from operator import index
 from typing import Any, NamedTuple
 
 import torch
-from einops import repeat
 from torch import Tensor, nn
 
 from rft_fn import rng
@@ -19,11 +18,8 @@ from rft_fn.types import Media, Rollout, Sampling
 
 __all__ = [
     "BadPrompt", "BadRequest", "Response", "Row", "Stop", "assemble", "check", "check_rows", "empty",
-    "end_tokens", "given", "rows", "token_ids",
+    "end_tokens", "rows", "token_ids",
 ]  # fmt: skip
-
-
-# ---------- requests to an engine, and the rollout that answers them: shared by all engines
 
 
 class BadRequest(ValueError):
@@ -42,12 +38,12 @@ class BadPrompt(BadRequest):
         return BadPrompt, (self.number, *self.reason)
 
     def moved(self, by: int) -> "BadPrompt":
-        """The same of a part of the prompts that begins at number `by`."""
+        """Return the same error for prompts of which these are a part that begins at number `by`."""
         return BadPrompt(self.number + by, *self.reason)
 
 
 class Response(NamedTuple):
-    """One sampled response."""
+    """A sampled response."""
 
     tokens: list[int]
     logp: list[float]  # of each token
@@ -63,7 +59,7 @@ class Row(NamedTuple):
 
 
 def token_ids(prompts: Sequence[Any], tokenizer: Any = None) -> list[list[int]]:
-    """The token ids of each prompt: a list itself, the `.ids` of an object, an encoded text.
+    """Return the token ids of each prompt: a list itself, the `.ids` of an object, an encoded text.
 
     A text is a question, encoded as `data` encodes one: as the first turn of a chat where the tokenizer has
     a template. BadPrompt for a text without a tokenizer, and for one that the template refuses.
@@ -72,7 +68,6 @@ def token_ids(prompts: Sequence[Any], tokenizer: Any = None) -> list[list[int]]:
 
 
 def _ids(number: int, prompt: Any, tokenizer: Any) -> list[int]:
-    """The token ids of the prompt of that number."""
     if not isinstance(prompt, str):
         return list(getattr(prompt, "ids", prompt))
     if tokenizer is None:
@@ -86,15 +81,6 @@ def _ids(number: int, prompt: Any, tokenizer: Any) -> list[int]:
         raise BadPrompt(number, "text that can be encoded", reason) from None
 
 
-def given(max_new: Sequence[int] | None, start: Sequence[int] | None) -> dict[str, Sequence[int]]:
-    """Those of the two that are not None, by name.
-
-    They are handed on this way, so that an engine without them can do all other requests.
-    """
-    options = {"max_new": max_new, "start": start}
-    return {name: x for name, x in options.items() if x is not None}
-
-
 def check(
     prompts: Sequence[Sequence[int]],
     keys: Sequence[Any],
@@ -105,7 +91,7 @@ def check(
     max_new: Sequence[int] | None = None,
     start: Sequence[int] | None = None,
 ) -> None:
-    """BadRequest unless there is a key for each prompt and every response fits behind its prompt.
+    """Raise BadRequest unless there is a key for each prompt and every response fits after its prompt.
 
     `window` is the most tokens that the model reads, None without a limit.
     """
@@ -138,13 +124,15 @@ def check_rows(
     max_new: Sequence[int] | None = None,
     start: Sequence[int] | None = None,
 ) -> None:
-    """BadRequest unless `count` prompts have a key each, and B = count n rows a number each, in its range."""
+    """Raise BadRequest unless `count` prompts have a key each, and B = count n rows a number in range."""
     if count != len(keys) or n < 1:
         raise BadRequest(
             f"prompts: expected a key for each and n >= 1, got {count} prompts, {len(keys)} keys, n = {n}"
         )
     for i, key in enumerate(keys):
-        if not _is_key(key):
+        parts = key if isinstance(key, tuple) else (key, 0)
+        whole = len(parts) == 2 and all(isinstance(x, int) and not isinstance(x, bool) for x in parts)
+        if not whole or parts[1] < 0:
             raise BadRequest(
                 f"keys: expected an int, or a pair (int, number of the first sample), got {key!r} "
                 f"for prompt {i}"
@@ -155,18 +143,8 @@ def check_rows(
         _check_numbers("start", start, count * n, 0)
 
 
-def _is_key(key: Any) -> bool:
-    """Whether `key` is an int, or (int, int >= 0)."""
-    parts = (key, 0)
-    if isinstance(key, tuple):
-        parts = key
-    if len(parts) != 2 or any(isinstance(x, bool) or not isinstance(x, int) for x in parts):
-        return False
-    return parts[1] >= 0
-
-
 def _check_numbers(name: str, numbers: Sequence[int], size: int, least: int, most: int | None = None) -> None:
-    """BadRequest unless there are `size` integers from `least` to `most`."""
+    """Raise BadRequest unless there are `size` integers from `least` to `most`."""
     if len(numbers) != size:
         raise BadRequest(f"{name}: expected one for each row, B = {size}, got B = {len(numbers)}")
     expected = f"an integer >= {least}"
@@ -189,27 +167,17 @@ def rows(
     max_new: Sequence[int] | None = None,
     start: Sequence[int] | None = None,
 ) -> list[Row]:
-    """The B = len(keys) n rows of a request that `check` has passed."""
-    limits = [sampling.max_new] * (len(keys) * n)
-    if max_new is not None:
-        limits = [index(x) for x in max_new]
-    starts = [0] * len(limits)
-    if start is not None:
-        starts = [index(x) for x in start]
-    streams = [_stream(key, j) for key in keys for j in range(n)]
+    """Return the B = len(keys) n rows of a request that `check` has passed."""
+    size = len(keys) * n
+    limits = [sampling.max_new] * size if max_new is None else [index(x) for x in max_new]
+    starts = [0] * size if start is None else [index(x) for x in start]
+    pairs = [key if isinstance(key, tuple) else (key, 0) for key in keys]
+    streams = [rng.fold_in(key, first + j) for key, first in pairs for j in range(n)]
     return [Row(*row) for row in zip(streams, limits, starts, strict=True)]
 
 
-def _stream(key: Any, sample: int) -> int:
-    """The key of the stream of a prompt's sample."""
-    first = 0
-    if isinstance(key, tuple):
-        key, first = key
-    return rng.fold_in(key, first + sample)
-
-
 def empty(version: int = 0) -> Rollout:
-    """The rollout without rows."""
+    """Return the rollout without rows."""
     return assemble([], [], pad=0, version=version)
 
 
@@ -222,16 +190,15 @@ def assemble(
     media: Sequence[Mapping[str, Tensor] | None] = (),
     tokenizer: Any = None,
 ) -> Rollout:
-    """The Rollout [B, S] of B = N G responses, the G responses to each of N prompts side by side.
+    """Assemble the Rollout [B, S] of B = N G responses, the G responses to each of N prompts side by side.
 
     `media` are the processor's tensors of each prompt, None for one without. No prompts give a rollout
     without rows, B = S = 0. Warns of tokens of responses that `tokenizer` has no text for, where it is given.
     ValueError for a response without a log-prob for each token.
     """
     count = len(prompts)
-    group = torch.arange(0)
-    if count:
-        group = repeat(torch.arange(count), "n -> (n g)", g=len(responses) // count)
+    each = len(responses) // count if count else 0
+    group = torch.arange(count).repeat_interleave(each)
     owners = [prompts[i] for i in group.tolist()]
     for response in responses:
         tokens, logp = len(response.tokens), len(response.logp)
@@ -252,9 +219,6 @@ def assemble(
 
     if tokenizer is not None:
         _announce_nameless(tokens[mask], tokenizer)
-    shown = None
-    if count and media:
-        shown = Media.of_prompts(media, len(responses) // count)
     return Rollout(
         tokens=tokens,
         mask=mask,
@@ -263,7 +227,7 @@ def assemble(
         truncated=torch.tensor([not response.ended for response in responses], dtype=torch.bool),
         group=group,
         version=torch.full((len(responses),), version),
-        media=shown,
+        media=Media.of_prompts(media, each) if count and media else None,
     )
 
 
@@ -273,9 +237,9 @@ def _announce_nameless(tokens: Tensor, tokenizer: Any) -> None:
     Models often have more ids than their tokenizer, to fill blocks of 64 or 128. Such an id is a token of the
     distribution like any other, for the sampler and in training, but no reward reads it.
     """
-    behind = tokens[tokens >= len(tokenizer)]
-    nameless = [x for x in behind.unique().tolist() if not _has_text(tokenizer, x)]
-    count = int(torch.isin(behind, torch.tensor(nameless, dtype=torch.long)).sum())
+    beyond = tokens[tokens >= len(tokenizer)]
+    nameless = [x for x in beyond.unique().tolist() if not _has_text(tokenizer, x)]
+    count = int(torch.isin(beyond, torch.tensor(nameless, dtype=torch.long)).sum())
     if count:
         # a power of ten, so that a run says it once and again only where the share has changed
         share = 100 * 10 ** round(math.log10(count / len(tokens)))
@@ -288,7 +252,7 @@ def _announce_nameless(tokens: Tensor, tokenizer: Any) -> None:
 
 
 def _has_text(tokenizer: Any, token: int) -> bool:
-    """Whether a tokenizer knows an id; those of sentencepiece raise for others."""
+    """Return whether a tokenizer knows an id; sentencepiece raises for others."""
     try:
         return tokenizer.convert_ids_to_tokens(token) is not None
     except (IndexError, KeyError):
@@ -296,29 +260,20 @@ def _has_text(tokenizer: Any, token: int) -> bool:
 
 
 def _joined(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """The numbers of all lists, one list behind the other."""
+    """Concatenate the numbers of all lists."""
     return torch.tensor(list(chain.from_iterable(lists)), dtype=dtype)
 
 
 def end_tokens(lm: nn.Module, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end a response: the tokenizer's, and those of the model's generation config.
+    """Return the tokens that end a response, by the tokenizer and the model's generation config.
 
-    Chat models name several there. So do the placeholders of media: after one the model would look for
-    something to see or hear that is not there, and the last token of a row is never read.
+    Chat models name several there. Placeholders of media end one too: after one the model would look for
+    media that are not there, and the last token of a row is never read.
     """
     named = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
-    ends = [tokenizer.eos_token_id]
-    if isinstance(named, (list, tuple)):
-        ends += named
-    else:
-        ends.append(named)
-    places = frozenset[int]()
-    if hasattr(lm, "config"):
-        places = placeholder_ids(lm.config)
+    ends = [tokenizer.eos_token_id, *(named if isinstance(named, (list, tuple)) else [named])]
+    places = placeholder_ids(lm.config) if hasattr(lm, "config") else frozenset[int]()
     return places.union(token for token in ends if token is not None)
-
-
-# ---------- where a response ends
 
 
 class Stop:
@@ -334,25 +289,22 @@ class Stop:
         self.texts = [x for x in stop if isinstance(x, str)]
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether the response `tokens` ends with the last of them."""
-        if tokens[-1] in self.ids:
-            return True
-        if not self.texts:
-            return False
+        """Return whether the response `tokens` ends with the last of them."""
+        if tokens[-1] in self.ids or not self.texts:
+            return tokens[-1] in self.ids
         tail = self._tail(tokens)
         return any(text in tail for text in self.texts)
 
     def first_end(self, tokens: Sequence[int]) -> int | None:
-        """The number of tokens up to the first one that ends a response, None if none does."""
-        size = len(tokens)
-        found = None
+        """Return the number of tokens up to the first one that ends a response, None if none does."""
+        size, by_text = len(tokens), None
         if self.texts and self._holds_text(tokens):
-            size = bisect_left(range(size), True, key=lambda i: self._holds_text(tokens[: i + 1])) + 1
-            found = size
-        return next((t for t, token in enumerate(tokens[:size], 1) if token in self.ids), found)
+            by_text = bisect_left(range(size), True, key=lambda i: self._holds_text(tokens[: i + 1])) + 1
+            size = by_text
+        return next((t for t, token in enumerate(tokens[:size], 1) if token in self.ids), by_text)
 
     def unfinished(self, tokens: Sequence[int]) -> list[int]:
-        """The end of the tokens before a response in which a text may begin: it holds none as a whole.
+        """Return the last tokens before a response in which a text may begin; they hold none as a whole.
 
         Of a response that has not ended, these are all tokens. Nothing without texts.
         """
@@ -368,7 +320,7 @@ class Stop:
         return any(x in text for x in self.texts)
 
     def _tail(self, tokens: Sequence[int]) -> str:
-        """The end of the decoded response, long enough for any text that the last token completes."""
+        """Return the end of the decoded response, long enough for a text that the last token completes."""
         reach = max(len(x) for x in self.texts) + len(self._text(tokens[-1:])) + 8
         size = reach
         # tokens that decode to no text (special ones, parts of a character) make the tail longer

@@ -1,15 +1,15 @@
-"""An engine on servers that are reached over HTTP, whatever they speak.
+"""Runs an engine on servers over HTTP, whatever they speak.
 
-A dialect (`openai`, `sglang`) asks one server; here is what they share: a request of one sample each, with
-the sample's own key as its seed, so that the same tokens come from any server at any attempt; checks of every
-answer; weights by way of a folder; and servers that failed taken back once they are well.
+A protocol (`openai`, `sglang`) asks one server; here is what they share: a request of one sample each, with
+the sample's key as its seed, so that the same tokens come from any server at any attempt; checks of every
+answer; weights by way of a folder; and servers that failed are taken back once they are well.
 """
 
 import math
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,63 +20,58 @@ from torch import Tensor, nn
 
 from rft_fn import dist
 from rft_fn.engine import prompt_media, requests, weight_folder
-from rft_fn.engine.dialect import (
+from rft_fn.engine.lifetime import EngineConfig, dead_after_failure, on_rank0
+from rft_fn.engine.pool import COMPARED, Pool, compare_servers
+from rft_fn.engine.requests import BadRequest, Response, Stop
+from rft_fn.engine.server_protocol import (
     Ask,
     Client,
     Described,
-    Dialect,
     Fault,
     Refused,
+    RemoteModel,
     Reply,
-    ServedModel,
+    ServerProtocol,
     check_reply,
     probe,
-    served_model,
+    remote_model,
 )
-from rft_fn.engine.lifetime import EngineConfig, dead_after_failure, on_first_rank
-from rft_fn.engine.pool import COMPARED, Pool, compare_servers
-from rft_fn.engine.requests import BadRequest, Response, Stop
-from rft_fn.engine.weight_folder import Arrival
+from rft_fn.engine.weight_folder import LoadCheck
 from rft_fn.types import Engine, Rollout, Sampling
-from rft_fn.types.engine import Delivered, EngineStatus
+from rft_fn.types.engine import Delivered, EngineStatus, record
 
 __all__ = ["serve"]
 
 
 def serve(
-    config: EngineConfig, dialect: Dialect, client: Client, model: str | nn.Module, tokenizer: Any
+    config: EngineConfig, protocol: ServerProtocol, client: Client, model: str | nn.Module, tokenizer: Any
 ) -> Engine:
-    """The engine on `config.servers`, each of which was asked whether it honours every option.
+    """Build the engine on `config.servers`, after samples that show whether each honours every option.
 
     ValueError for one that does not; a server that does not answer is tried again later.
     """
-    engine = _Servers(config, dialect, client, served_model(model, tokenizer), tokenizer)
+    engine = _Servers(config, protocol, client, remote_model(model, tokenizer), tokenizer)
     engine.begin()
-    return dead_after_failure(
-        Engine(
-            generate=engine.generate,
-            score=engine.score,
-            load=engine.load,
-            sleep=engine.sleep,
-            wake=engine.wake,
-            status=engine.status,
-            close=engine.close,
-        )
-    )
+    return dead_after_failure(record(Engine, engine))
 
 
 class _Servers:
-    """Servers of one model, and all that changes about them."""
+    """The servers of one model, and their mutable state."""
 
     def __init__(
-        self, config: EngineConfig, dialect: Dialect, client: Client, model: ServedModel, tokenizer: Any
+        self,
+        config: EngineConfig,
+        protocol: ServerProtocol,
+        client: Client,
+        model: RemoteModel,
+        tokenizer: Any,
     ):
         self.config = config
-        self.dialect = dialect
+        self.protocol = protocol
         self.client = client
         self.model = model
         self.tokenizer = tokenizer
-        self.pool = Pool(config.servers, client, name=dialect.name, width=config.batch, revive=self.revive)
+        self.pool = Pool(config.servers, client, name=protocol.name, width=config.batch, revive=self.revive)
         self.known: dict[str, Described] = {}
         self.labels: dict[str, str] = {}  # of the weights that each server should have
         self.run = uuid4().hex[:8]  # a version of another run is another one
@@ -91,47 +86,42 @@ class _Servers:
         self.mixed = False  # servers had weights of different labels, and are to be compared again
 
     def begin(self) -> None:
-        """Find out what each server is. The first rank does, for all that share them."""
+        """Describe each server. Rank 0 does, for all ranks that share them."""
 
-        def find() -> tuple[dict[str, Described], list[str]]:
+        def describe_all() -> tuple[dict[str, Described], list[str]]:
             refused: dict[str, str] = {}
 
             def meet(server: str) -> Described | None:
                 try:
                     return self.meet(server)
                 except Refused as error:
-                    refused[server] = f"{self.client.line(error)}; start it with {self.dialect.hint}"
+                    refused[server] = f"{self.client.line(error)}; start it with {self.protocol.hint}"
                     return None
 
-            found = self.pool.each(meet)
+            described = self.pool.each(meet)
             for server, reason in refused.items():
                 raise ValueError(f"engine_servers: {server}: {reason}")
-            known = {server: x for server in self.config.servers if (x := found.get(server))}
+            known = {server: x for server in self.config.servers if (x := described.get(server))}
             self.compare(known)
             return known, self.pool.working()
 
         if self.config.alone:
-            self.known, working = find()
-            self.mark(working)
-            return
-        self.known, working = on_first_rank(find)
-        self.run = on_first_rank(lambda: self.run)
-        self.mark(working)
-
-    def mark(self, working: Sequence[str]) -> None:
-        """Remember the labels of the servers that are known, and leave those that do not work."""
+            self.known, working = describe_all()
+        else:
+            self.known, working = on_rank0(describe_all)
+            self.run = on_rank0(lambda: self.run)
         self.labels = {server: x.label for server, x in self.known.items()}
         self.mixed = len({*self.labels.values()}) > 1
         self.pool.leave(working, "did not answer the first rank")
 
     def meet(self, server: str) -> Described:
-        """What a server is. Refused for one that ignores an option."""
-        known = self.dialect.describe(server)
-        probe(partial(self.dialect.sample, server, known), partial(self.scored, server, known))
+        """Describe a server. Refused for one that ignores an option."""
+        known = self.protocol.describe(server)
+        probe(partial(self.protocol.sample, server, known), partial(self.scored, server, known))
         return known
 
     def compare(self, known: dict[str, Described]) -> None:
-        """ValueError for servers of different models."""
+        """Raise ValueError for servers of different models."""
         tokens = [i % self.model.vocabulary for i in COMPARED]
 
         def scored(server: str) -> list[float]:
@@ -145,11 +135,11 @@ class _Servers:
         compare_servers(shown, self.pool.each(scored, [*known]))
 
     def revive(self, server: str) -> None:
-        """Make sure that a server answers, with the weights of this engine. Fault or Refused if not."""
-        known = self.dialect.describe(server)
+        """Make a server answer with the weights of this engine. Fault or Refused if it does not."""
+        known = self.protocol.describe(server)
         want = self.labels.get(server, known.label)
         if self.folder and known.label != want:
-            self.dialect.load(server, self.folder, want, self.names)
+            self.protocol.load(server, self.folder, want, self.names)
         if server not in self.known:
             self.meet(server)
         self.known[server] = known
@@ -158,21 +148,15 @@ class _Servers:
         self.reply(ask, server)
 
     def generate(
-        self,
-        prompts: Sequence[Any],
-        keys: Sequence[Any],
-        *,
-        n: int = 1,
-        sampling: Sampling,
-        max_new: Sequence[int] | None = None,
-        start: Sequence[int] | None = None,
+        self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **per_row: Any
     ) -> Rollout:
-        """`Generate`. A seed names a whole sample here, so none can `start` in its middle."""
-        ids = prompt_media.text_alone(prompts, self.tokenizer, self.dialect.name)
-        requests.check(ids, keys, n, sampling, self.window(), max_new=max_new, start=start)
+        """Sample as `Generate` says. A seed names a whole sample here, so none can `start` in its middle."""
+        ids = prompt_media.text_ids(prompts, self.tokenizer, self.protocol.name)
+        requests.check(ids, keys, n, sampling, self.window(), **per_row)
+        start = per_row.get("start")
         if start is not None and any(start):
-            raise BadRequest(f"start: expected zeros for {self.dialect.name}, got {list(start)}")
-        self.dialect.check(sampling)
+            raise BadRequest(f"start: expected zeros for {self.protocol.name}, got {list(start)}")
+        self.protocol.check(sampling)
         if not ids:
             return requests.empty(self.version)
         self.wake()
@@ -182,7 +166,7 @@ class _Servers:
         ends = sorted(stop.ids)
         asks = [
             Ask(ids[b // n], row.key, sampling, row.max_new, ends)
-            for b, row in enumerate(requests.rows(keys, n, sampling, max_new=max_new))
+            for b, row in enumerate(requests.rows(keys, n, sampling, max_new=per_row.get("max_new")))
         ]
         responses = self.pool.run([partial(self.response, ask, stop) for ask in asks])
         return requests.assemble(
@@ -194,12 +178,12 @@ class _Servers:
         )
 
     def window(self) -> int | None:
-        """The most tokens that every server reads."""
+        """Return the most tokens that every server reads."""
         windows = [x.window for x in self.known.values()] + [self.model.window]
         return min((x for x in windows if x), default=None)
 
     def response(self, ask: Ask, stop: Stop, server: str) -> Response:
-        """One sample. Fault for an answer that ends before it should."""
+        """Return one sample. Fault for an answer that ends before it should."""
         reply = self.reply(ask, server)
         size = stop.first_end(reply.tokens)
         if size is not None:
@@ -211,18 +195,18 @@ class _Servers:
         return Response(reply.tokens, reply.logp, False)
 
     def reply(self, ask: Ask, server: str) -> Reply:
-        """A server's answer. Fault for one that cannot be right."""
-        reply = self.dialect.sample(server, self.known[server], ask)
+        """Return a server's answer. Fault for one that cannot be right."""
+        reply = self.protocol.sample(server, self.known[server], ask)
         check_reply(reply, ask, vocabulary=self.model.vocabulary, label=self.labels[server])
         return reply
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
-        """`Score`, at `Sampling()` alone: servers score prompts before they cut or cool anything."""
+        """Score as `Score` says, at `Sampling()` only: servers score before any cut or temperature."""
         sampling = sampling or Sampling()
         if sampling.temperature != 1 or sampling.truncates:
             raise BadRequest(
-                f"sampling: expected temperature 1, top_p 1 and top_k 0 to score by {self.dialect.name}, got "
-                f"{sampling.temperature:g}, {sampling.top_p:g} and {sampling.top_k}; score by the trainer"
+                f"sampling: expected temperature 1, top_p 1 and top_k 0 to score by {self.protocol.name}, "
+                f"got {sampling.temperature:g}, {sampling.top_p:g} and {sampling.top_k}; score by the trainer"
             )
         if not len(rollout.tokens):
             return torch.zeros(rollout.tokens.shape)
@@ -232,15 +216,14 @@ class _Servers:
             return self.scored(server, self.known[server], tokens)
 
         rows = [row[:size].tolist() for row, size in zip(rollout.tokens, rollout.length.tolist())]
-        found = self.pool.run([partial(one, row) for row in rows])
         logp = torch.zeros(rollout.tokens.shape)
-        for b, row in enumerate(found):
+        for b, row in enumerate(self.pool.run([partial(one, row) for row in rows])):
             logp[b, 1 : len(row) + 1] = torch.tensor(row)
         return torch.where(rollout.mask, logp, 0)
 
     def scored(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
-        """The log-probs of all tokens but the first. Fault for another number, and for none that they are."""
-        logp = self.dialect.score(server, known, tokens)
+        """Return the log-probs of all tokens but the first. Fault for another number, or for none at all."""
+        logp = self.protocol.score(server, known, tokens)
         if len(logp) != len(tokens) - 1:
             raise Fault(f"expected {len(tokens) - 1} log-probs, got {len(logp)}")
         if not all(x <= 1e-3 and x > -math.inf for x in logp):
@@ -248,24 +231,23 @@ class _Servers:
         return logp
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
-        """`Load`: the first rank writes a folder, and has every server read it. BadRequest if alone."""
+        """Load as `Load` says: rank 0 writes a folder, and every server reads it. BadRequest if alone."""
         if self.config.alone:
             raise BadRequest("load: expected an engine that the ranks share, got one that is alone")
         began = time.perf_counter()
-        arrival = Arrival(self.model.manifest, weights)
-        writer = None
-        if dist.is_main():
-            writer = weight_folder.Writer(Path(self.home()) / f"{self.run}-{version}")
+        check = LoadCheck(self.model.manifest, weights)
+        folder = f"{self.run}-{version}"
+        writer = weight_folder.Writer(Path(self.home(), folder)) if dist.is_main() else None
 
         # a full disk is raised at the end: it takes all ranks to put the tensors together
         problem: Exception | None = None
         try:
             for name, x in weights:
-                arrival.take(name, x)
+                check.take(name, x)
                 if writer is not None and problem is None:
                     problem = writer.add(name, x)
-            delivered = arrival.finish(version)
-            frozen = arrival.unsent()
+            delivered = check.finish(version)
+            frozen = check.unsent()
             if writer is not None and frozen and problem is None:
                 before = next(iter(self.written), None)
                 problem = writer.add_kept(frozen, before, self.model.tensors)
@@ -275,10 +257,10 @@ class _Servers:
             raise
 
         label = f"{self.run}:{version}"
-        present = arrival.names | frozen
+        present = check.names | frozen
         tied = weight_folder.tied(self.model.manifest.required, present)
         self.names = len(present) + len(tied)
-        folder, working = on_first_rank(partial(self.publish, writer, tied, label, problem))
+        folder, working = on_rank0(partial(self.publish, writer, tied, label, problem))
         self.folder = folder
         self.labels = dict.fromkeys(self.config.servers, label)
         self.pool.leave(working, "did not take the weights")
@@ -293,13 +275,13 @@ class _Servers:
         label: str,
         problem: Exception | None,
     ) -> tuple[str, list[str]]:
-        """Finish the folder, and have the servers read it. Returns it, and the servers that did."""
+        """Finish the folder, and let the servers read it. Returns it, and the servers that did."""
         assert writer is not None  # on the first rank
         folder = str(writer.folder.resolve())
 
         def take(server: str) -> Described:
             known = self.known.get(server) or self.meet(server)
-            self.dialect.load(server, folder, label, self.names)
+            self.protocol.load(server, folder, label, self.names)
             return known._replace(label=label)
 
         try:
@@ -317,7 +299,7 @@ class _Servers:
         return folder, self.pool.working()
 
     def home(self) -> str:
-        """Where folders of weights are written."""
+        """Return the folder for folders of weights."""
         if self.config.weights:
             return self.config.weights
         if self.temporary is None:
@@ -325,36 +307,32 @@ class _Servers:
         return self.temporary.name
 
     def sleep(self) -> None:
-        """Have the servers give memory back, once no rank needs them."""
+        """Let the servers give memory back, once no rank needs them."""
         if self.asleep or not self.can_sleep():
             return
         dist.barrier()
-        on_first_rank(partial(self.move, self.dialect.sleep))
+        on_rank0(lambda: self.pool.each(self.protocol.sleep, self.pool.working()))
         self.asleep = True
 
     def wake(self) -> None:
-        """Have the servers take their memory again."""
+        """Let the servers take their memory again."""
         if not self.asleep:
             return
-        on_first_rank(partial(self.move, self.dialect.wake))
+        on_rank0(lambda: self.pool.each(self.protocol.wake, self.pool.working()))
         self.asleep = False
 
-    def move(self, call: Callable[[str], None]) -> None:
-        """`call` on every server that works."""
-        self.pool.each(call, self.pool.working())
-
     def can_sleep(self) -> bool:
-        """Whether servers can give memory back, and are to."""
+        """Return whether servers can give memory back, and should."""
         may = self.config.sleep and not self.config.alone  # others may be asking
         return may and all("sleep" in x.supported for x in self.known.values())
 
     def status(self) -> EngineStatus:
-        """The state of the engine, which lives while a server works. Asks none of them."""
+        """Return the state of the engine, which lives while a server works. Asks none of them."""
         supported = frozenset.intersection(*(x.supported for x in self.known.values()))
         if not self.can_sleep():
             supported -= {"sleep"}
         return {
-            "engine": self.dialect.name,
+            "engine": self.protocol.name,
             "alive": bool(self.pool.working()),
             "version": self.version,
             "asleep": self.asleep,
@@ -363,7 +341,7 @@ class _Servers:
         }
 
     def close(self) -> None:
-        """Break off what is under way, and delete the weights."""
+        """Break off requests under way, and delete the weights."""
         self.client.abort()
         self.tidy()
         if self.temporary is not None:

@@ -1,11 +1,11 @@
-"""Rollouts by servers of SGLang.
+"""Samples by servers of SGLang.
 
 Start each of them with
 
     python -m sglang.launch_server --model-path MODEL --enable-deterministic-inference
 
 where the folder of weights can be read, and with `--enable-memory-saver` to give memory back. Its plain
-log-probs are those before top_p and top_k, so a cut distribution is reported by its sampling mask.
+log-probs are of the model before top_p and top_k, so a cut distribution is reported by its sampling mask.
 """
 
 from collections.abc import Sequence
@@ -13,32 +13,36 @@ from typing import Any
 
 from torch import nn
 
-from rft_fn.engine.dialect import Ask, Client, Described, Fault, Reply, expected, floats, integers, limit
 from rft_fn.engine.lifetime import EngineConfig
-from rft_fn.engine.pool import check_servers
 from rft_fn.engine.requests import BadRequest
+from rft_fn.engine.server_protocol import (
+    Ask,
+    Client,
+    Described,
+    Fault,
+    Reply,
+    expected,
+    floats,
+    integers,
+    limit,
+)
 from rft_fn.engine.servers import serve
 from rft_fn.types import Engine, Sampling
 
-__all__ = ["build", "check_config"]
+__all__ = ["build"]
 
 QUICK = 60.0  # seconds for anything but samples and weights
 TAGS = ["kv_cache", "weights"]
 
 
-def check_config(config: EngineConfig) -> None:
-    """ValueError for options that servers cannot honour."""
-    check_servers(config)
-
-
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
-    """The engine on `config.servers`."""
+    """Build the engine on `config.servers`."""
     client = Client(config.key_env)
     return serve(config, _SGLang(client, config.timeout), client, model, tokenizer)
 
 
 class _SGLang:
-    """The dialect of SGLang's server."""
+    """The protocol of SGLang's server."""
 
     name = "sglang"
     hint = "--enable-deterministic-inference"
@@ -49,7 +53,7 @@ class _SGLang:
         self.seconds = seconds
 
     def describe(self, server: str) -> Described:
-        """The model that is served, and what the server's own options allow."""
+        """Return the model that is served, and what the server's own options allow."""
         quick = min(QUICK, self.seconds)
         model = self.client.call(server, "/model_info", seconds=quick)
         options = self.client.call(server, "/server_info", seconds=quick)
@@ -63,7 +67,7 @@ class _SGLang:
             return Described("/generate", name, window, str(model["weight_version"]), frozenset(supported))
 
     def check(self, sampling: Sampling) -> None:
-        """BadRequest for both cuts together, of which the server takes the mass before either."""
+        """Raise BadRequest for both cuts together: the server takes the mass of top_p before top_k."""
         if sampling.top_p < 1 and sampling.top_k:
             raise BadRequest(
                 "top_p, top_k: expected one of them for sglang, whose top_p counts what top_k left out, "
@@ -71,8 +75,7 @@ class _SGLang:
             )
 
     def sample(self, server: str, known: Described, ask: Ask) -> Reply:
-        """One sample; under a cut with the log-probs of the sampling mask."""
-        cut = ask.sampling.truncates
+        """Return one sample; under a cut with the log-probs of the sampling mask."""
         answer = self.client.call(server, "/generate", request(ask), seconds=self.seconds, tokens=ask.size)
         with expected("output_ids and meta_info with log-probs", answer):
             about = answer["meta_info"]
@@ -82,13 +85,12 @@ class _SGLang:
             entries = about["output_token_logprobs"]
             if [x[1] for x in entries] != tokens:
                 raise ValueError("log-probs of other tokens")
-            logp = floats([x[0] for x in entries])
-            if cut:
-                logp = floats(about["output_token_sampling_logprobs"])
+            plain = floats([x[0] for x in entries])
+            logp = floats(about["output_token_sampling_logprobs"]) if ask.sampling.truncates else plain
             return Reply(tokens, logp, str(about["weight_version"]))
 
     def score(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
-        """The log-probs of a prompt, beside one new token."""
+        """Return the log-probs of a prompt; one token is sampled with them."""
         ask = Ask(tokens, 0, Sampling(), 1, ())
         body = request(ask) | {"logprob_start_len": 0}
         answer = self.client.call(server, "/generate", body, seconds=self.seconds, tokens=ask.size)
@@ -99,27 +101,27 @@ class _SGLang:
             return floats([x[0] for x in entries[1:]])
 
     def load(self, server: str, folder: str, label: str, names: int) -> None:
-        """From disk, which empties the cache; the server counts no tensors, but says its version."""
+        """Load from disk, which empties the cache; the server counts no tensors, but says its version."""
         body = {"model_path": folder, "load_format": "auto", "weight_version": label, "flush_cache": True}
         answer = self.client.call(server, "/update_weights_from_disk", body, seconds=self.seconds)
         with expected("success", answer):
             if answer["success"] is not True:
                 raise Fault(f"weights: {answer['message']}")
-        found = self.describe(server).label
-        if found != label:
-            raise Fault(f"expected weights {label!r} after the load, got {found!r}")
+        got = self.describe(server).label
+        if got != label:
+            raise Fault(f"expected weights {label!r} after the load, got {got!r}")
 
     def sleep(self, server: str) -> None:
         """Give back the memory of the cache and the weights."""
         self.client.call(server, "/release_memory_occupation", {"tags": TAGS}, seconds=self.seconds)
 
     def wake(self, server: str) -> None:
-        """Take it again."""
+        """Take the memory again."""
         self.client.call(server, "/resume_memory_occupation", {"tags": TAGS}, seconds=self.seconds)
 
 
 def request(ask: Ask) -> dict[str, Any]:
-    """The body of one sample. A server has defaults of its own for what is not named."""
+    """Return the body of one sample. A server has other defaults for what is not named."""
     sampling: dict[str, Any] = {
         "n": 1,
         "max_new_tokens": ask.max_new,

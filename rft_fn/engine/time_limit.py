@@ -1,4 +1,4 @@
-"""A time limit on a block of Python code, also where it waits for a lock, a server or C code."""
+"""Limits the time of a block of Python code, also where it waits for a lock, a server or C code."""
 
 import faulthandler
 import os
@@ -6,22 +6,17 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
-
-from torch import Tensor
+from functools import wraps
+from typing import Any, TypeVar
 
 from rft_fn.check import printable
-from rft_fn.types import Engine, Rollout, Sampling
-from rft_fn.types.engine import Delivered
+from rft_fn.types import Engine
 
 __all__ = ["limited", "saving", "time_limit"]
 
-
-# ---------- a time limit on a block of Python code, also where it waits for a lock, a server or C code
-
+T = TypeVar("T")
 
 OF_A_BATCH = "the limit for a batch, got none; make it faster, or raise the limit"
 SAVING = 300.0  # seconds that saving may take before the process ends
@@ -49,7 +44,7 @@ def time_limit(
     one a signal, whose handler raises: that ends a sleep, a wait for a lock or a blocked read. A block that
     runs for `GRACE` seconds more ends the process, with the stack of all threads and the line. Where C code
     keeps the interpreter from running any thread at all, faulthandler's own thread ends the process after
-    another `GRACE` seconds, with the stack alone.
+    another `GRACE` seconds, with only the stack.
 
     `before_end` is called by the watching thread before it ends the process, to save what can be saved within
     `SAVING` seconds; what it returns ends the line. Outside of the main thread nothing can be interrupted.
@@ -73,7 +68,7 @@ def time_limit(
 
 
 class _Clock:
-    """Watches the time of one block of the thread that it is made in."""
+    """Watches the time of one block of the thread that makes it."""
 
     def __init__(
         self, seconds: float, name: Callable[[], str], advice: str, before_end: Callable[[], str] | None
@@ -91,7 +86,7 @@ class _Clock:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the block has run into its limit, and was interrupted."""
+        """Return whether the block has run into its limit, and was interrupted."""
         return bool(self.line) and self.can_interrupt
 
     def start(self) -> None:
@@ -148,14 +143,13 @@ class _Clock:
 
 # ---------- time limits for the calls of an engine in this process
 
-
 _ADVICE = "the time of a call, got none; raise engine_timeout, or build another engine"
 _savers: list[Callable[[], str]] = []  # of the blocks that are entered
 
 
 @contextmanager
 def saving(save: Callable[[], str]) -> Iterator[None]:
-    """Within the block `save` is called if an engine hangs in native code, before that ends the process.
+    """Call `save` if an engine hangs in native code within the block, before that ends the process.
 
     Another thread calls it while the engine hangs. It returns what the last line says of it.
     """
@@ -166,15 +160,8 @@ def saving(save: Callable[[], str]) -> Iterator[None]:
         _savers.pop()
 
 
-def _save() -> str:
-    """What the innermost `saving` saves."""
-    if not _savers:
-        return ""
-    return _savers[-1]()
-
-
 def limited(engine: Engine, seconds: float, *, several: bool = False) -> Engine:
-    """An engine that is dead when a call has taken `seconds`.
+    """Return an engine that is dead when a call has taken `seconds`.
 
     `generate`, `score` and `load` raise TimeoutError then. This interrupts Python. A call that stays in
     native code for some seconds more ends the process, with the stack of all threads and one line, and exit
@@ -183,24 +170,19 @@ def limited(engine: Engine, seconds: float, *, several: bool = False) -> Engine:
     """
     name = engine.status()["engine"]
 
-    def within(call: str) -> Any:
-        return time_limit(seconds, partial(str, f"engine {name}, {call}"), advice=_ADVICE, before_end=_save)
+    def save() -> str:
+        return _savers[-1]() if _savers else ""
 
-    def generate(
-        prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **rows: Any
-    ) -> Rollout:
-        with within("generate"):
-            return engine.generate(prompts, keys, n=n, sampling=sampling, **rows)
+    def within(call: str, f: Callable[..., T]) -> Callable[..., T]:
+        @wraps(f)
+        def call_in_time(*args: Any, **options: Any) -> T:
+            with time_limit(seconds, lambda: f"engine {name}, {call}", advice=_ADVICE, before_end=save):
+                return f(*args, **options)
 
-    def score(rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
-        with within("score"):
-            return engine.score(rollout, sampling=sampling)
+        return call_in_time
 
-    def load(weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
-        with within("load"):
-            return engine.load(weights, version=version)
-
-    found = engine._replace(generate=generate, score=score)
-    if not several:
-        found = found._replace(load=load)
-    return found
+    return engine._replace(
+        generate=within("generate", engine.generate),
+        score=within("score", engine.score),
+        load=engine.load if several else within("load", engine.load),
+    )

@@ -1,6 +1,6 @@
-"""Weights in a folder of safetensors, which servers read from a path: written whole or not at all.
+"""Checks weights that an engine loads, and writes folders of safetensors that servers read them from.
 
-Servers' engines write one for each load.
+A folder is written whole or not at all, one for each load.
 """
 
 import json
@@ -18,12 +18,9 @@ from torch import Tensor, nn
 from rft_fn.types.engine import Delivered
 
 __all__ = [
-    "TIED", "Arrival", "Manifest", "Writer", "manifest", "read", "remove",
+    "TIED", "LoadCheck", "Manifest", "Writer", "manifest", "read", "remove",
     "remove_all", "tied",
 ]  # fmt: skip
-
-
-# ---------- weights in a folder of safetensors
 
 
 INDEX = "model.safetensors.index.json"  # {"weight_map": {name: file}}, as transformers writes it
@@ -47,7 +44,7 @@ class Writer:
         self.files: dict[str, str] = {}  # the file of each tensor
 
     def add(self, name: str, x: Tensor) -> OSError | None:
-        """Take one tensor; it is copied. Returns the error of a disk that is full."""
+        """Take a copy of one tensor. Returns the error of a disk that is full."""
         self.bucket[name] = x.detach().to("cpu", copy=True).contiguous()
         self.bytes += x.numel() * x.element_size()
         if self.bytes >= BUCKET:
@@ -68,9 +65,9 @@ class Writer:
         before: Path | None,
         tensors: Callable[[Collection[str]], Iterable[tuple[str, Tensor]]],
     ) -> OSError | None:
-        """Take what is the same in every load, in files of its own.
+        """Take what is the same in every load, into separate files.
 
-        They are those of the folder `before` by a second name, where it has kept just these names; else
+        They are links to the files of the folder `before`, where it has kept just these names; else
         `tensors(names)` are written. Returns the error of a disk that is full.
         """
         problem = self.end_file()
@@ -84,7 +81,7 @@ class Writer:
         return problem
 
     def _link(self, names: Collection[str], before: Path | None) -> bool:
-        """Whether all files of these names could be had from another folder."""
+        """Link the files of these names from another folder; return whether it has them all."""
         if before is None:
             return False
         try:
@@ -126,7 +123,7 @@ class Writer:
 
 
 def read(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder, one in memory at a time, and each tied name as well."""
+    """Yield the tensors of a folder, one in memory at a time, and each tied name as well."""
     from safetensors import safe_open
 
     aliases: dict[str, list[str]] = {}
@@ -142,13 +139,13 @@ def read(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def tied(required: Mapping[str, Collection[str]], sent: Collection[str]) -> dict[str, str]:
-    """{each name of a tied weight that was not sent: the one that was}; `required` is a Manifest's."""
-    found = {}
+    """Return the aliases of tied weights: unsent name -> sent name; `required` is a Manifest's."""
+    aliases = {}
     for names in required.values():
         by = sorted(name for name in names if name in sent)
         if by:
-            found |= {name: by[0] for name in sorted(names) if name not in sent}
-    return found
+            aliases |= {name: by[0] for name in sorted(names) if name not in sent}
+    return aliases
 
 
 def remove(folder: Path) -> None:
@@ -158,23 +155,23 @@ def remove(folder: Path) -> None:
 
 
 def remove_all(folders: Iterable[Path]) -> None:
-    """Delete folders, those that are there."""
+    """Delete the folders that are there."""
     for folder in folders:
         remove(folder)
 
 
-# ---------- arriving weights, checked against those that an engine's model has: shared by all engines
+# ---------- loaded weights, checked against the model of an engine: shared by all engines
 
 
 class Manifest(NamedTuple):
-    """The weights of a model: which may arrive, and which have to."""
+    """The weights of a model: which may arrive, and which must."""
 
     shape: dict[str, torch.Size]  # by name, with every name of a tied weight, and the buffers
     required: dict[str, frozenset[str]]  # each parameter, with all names that it is known by
 
 
 def manifest(module: nn.Module) -> Manifest:
-    """The Manifest of a module. Its parameters have to arrive, by any name of a tied one; buffers may."""
+    """Return the Manifest of a module. Parameters must arrive, by any name of a tied one; buffers may."""
     names: dict[int, list[str]] = {}
     shape = {name: x.shape for name, x in module.named_buffers()}
     for name, p in module.named_parameters(remove_duplicate=False):
@@ -183,7 +180,7 @@ def manifest(module: nn.Module) -> Manifest:
     return Manifest(shape, {tied[0]: frozenset(tied) for tied in names.values()})
 
 
-class Arrival:
+class LoadCheck:
     """Counts the tensors of one load, and refuses unknown, misshapen and missing ones."""
 
     def __init__(self, expected: Manifest, weights: Iterable[tuple[str, Tensor]]):
@@ -207,12 +204,12 @@ class Arrival:
         self.bytes += x.numel() * x.element_size()
 
     def unsent(self) -> set[str]:
-        """The weights that did not arrive because they never change, each by one of its names."""
+        """Return the weights that did not arrive because they never change, each by one of its names."""
         known = self.expected.required.items()
         return {name for name, tied in known if tied & self.frozen and not tied & self.names}
 
     def finish(self, version: int) -> Delivered:
-        """The record of the load. ValueError for a weight that has not arrived and is not frozen."""
+        """Return the record of the load. ValueError for a weight that has not arrived and is not frozen."""
         present = self.names | self.frozen
         missing = [name for name, tied in self.expected.required.items() if not tied & present]
         if missing:

@@ -1,68 +1,130 @@
-"""The part of a vLLM server that takes weights from a folder.
+"""Loads new weights into vLLM's layers, and counts what arrives; in a server from a folder.
 
-`--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder`; the trainer does not import it.
+vLLM leaves out in silence what it does not recognise, and a layer that got a part of its weights keeps
+uninitialised memory in the rest. Its layerwise reload counts the elements that each layer got, so a drop
+changes the counts of the first whole load.
+
+A server has `--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder`, so this module imports no model.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rft_fn.engine import weight_folder
+import torch
+from torch import Tensor
 
-__all__ = ["WeightsFromFolder"]
+from rft_fn.engine import weight_folder
+from rft_fn.engine.weight_folder import LoadCheck
+
+__all__ = ["MissingElements", "WeightsFromFolder", "checked", "replace"]
+
+
+MissingElements = dict[str, tuple[int, int]]  # layers that got fewer elements than they hold: (got, held)
+
+
+def checked(
+    check: LoadCheck, weights: Iterable[tuple[str, Tensor]], unchanged: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights that `check` passes, then `unchanged` ones; tied weights come under every name.
+
+    vLLM may hold a packed copy of a tied head, which only the head's own name renews. ValueError for a tensor
+    that the model does not have, that comes twice or not at all, or that has NaN or inf.
+    """
+    tied: dict[str, list[str]] = {}
+    for names in check.expected.required.values():
+        tied |= dict.fromkeys(names, sorted(names))
+    for name, x in weights:
+        if name in check.names:
+            raise ValueError(f"weights: {name}: expected it once, got it twice")
+        check.take(name, x)
+        if x.is_floating_point() and not bool(torch.isfinite(x).all()):
+            raise ValueError(f"weights: {name}: expected finite numbers, got NaN or inf")
+        for each in tied.get(name, (name,)):
+            yield each, x
+    check.finish(0)  # names a weight that is missing, which vLLM's layer would not
+    for name, x in unchanged:
+        for each in tied.get(name, (name,)):
+            yield each, x
+
+
+@torch.no_grad()
+def replace(
+    worker: Any, weights: Iterable[tuple[str, Tensor]], expected: MissingElements | None
+) -> MissingElements:
+    """Load weights into the model of vLLM's worker; return the layers that did not get all elements.
+
+    Some never do: those with padding, scales and rotary tables. ValueError unless they are `expected`, the
+    ones of the first whole load. After any error the model must not be used again.
+    """
+    from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.model_loader.reload import layerwise  # pyright: ignore[reportMissingImports]
+
+    model = worker.get_model()
+    with set_current_vllm_config(worker.vllm_config):
+        layerwise.initialize_layerwise_reload(model)
+        model.load_weights(weights)
+        missing: MissingElements = {}
+        for name, layer in model.named_modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load() and info.load_numel < info.load_numel_total:
+                missing[name] = info.load_numel, info.load_numel_total
+        if expected is not None and missing != expected:
+            raise ValueError(_difference(missing, expected))
+        layerwise.finalize_layerwise_reload(model, worker.model_runner.model_config)
+    return missing
+
+
+def _difference(missing: MissingElements, expected: MissingElements) -> str:
+    """Name the first layer that did not get what it got in the first load."""
+    layers = [name for name in missing.keys() | expected.keys() if missing.get(name) != expected.get(name)]
+    first = min(layers)
+    total = (missing.get(first) or expected[first])[1]
+    want = expected.get(first, (total, total))[0]
+    got = missing.get(first, (total, total))[0]
+    return (
+        f"weights: {first}: expected {want} elements to arrive in vLLM's layer, got {got} "
+        f"({len(layers)} layers differ from the first load)"
+    )
 
 
 class WeightsFromFolder:
-    """Methods that vLLM adds to its worker, to be called by `/collective_rpc`."""
+    """A worker extension of vLLM that loads weights from a folder, called by `/collective_rpc`."""
 
-    # names start with rft_, because they stand among those of the worker
-    rft_usual: frozenset[str] | None = None  # modules that stay short in a whole load
+    # names start with rft_, because they are among the worker's own
+    rft_usual: frozenset[str] | None = None  # layers that lack elements in a whole load
 
     def rft_describe(self: Any) -> dict[str, Any]:
-        """The device, and whether memory can be given back."""
+        """Return the device, and whether memory can be given back."""
         config = self.vllm_config
         device = str(config.device_config.device_type)
         return {"device": device, "sleep": bool(config.model_config.enable_sleep_mode) and device != "cpu"}
 
     def rft_load(self: Any, folder: str) -> dict[str, Any]:
-        """Load the tensors of a folder, and count what arrives in each module.
+        """Load the tensors of a folder, and count what arrives in each layer.
 
-        Returns the names taken, and the modules that got fewer elements than in the first load (padding,
+        Returns the number of names, and the layers that got fewer elements than in the first load (padding,
         rotary tables and scales always do): `{"names": n, "short": ["layers.0.qkv_proj 512/768"]}`, or
         `{"error": text}`. An exception would leave the server with half of its weights and no reply.
         """
-        try:
-            names, short = self.rft_count(folder)
-        except Exception as error:
-            return {"error": " ".join(f"{type(error).__name__}: {error}".split())}
-
-        # the first load is complete: the trainer has checked its names against the model's
-        if self.rft_usual is None:
-            self.rft_usual = frozenset(short)
-        return {"names": names, "short": [short[name] for name in short.keys() - self.rft_usual]}
-
-    def rft_count(self: Any, folder: str) -> tuple[int, dict[str, str]]:
-        """(tensors, {module: elements loaded / all} of each that is short) of a load."""
-        from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
-        from vllm.model_executor.model_loader.reload import layerwise  # pyright: ignore[reportMissingImports]
-
         names = 0
 
-        def counted() -> Any:
+        def counted() -> Iterator[tuple[str, Tensor]]:
             nonlocal names
             for name, x in weight_folder.read(folder):
                 names += 1
                 yield name, x
 
-        runner = self.model_runner
-        model = runner.get_model()
-        with set_current_vllm_config(self.vllm_config):
-            layerwise.initialize_layerwise_reload(model)
-            model.load_weights(counted())
-            short = {}
-            for name, module in model.named_modules():
-                info = layerwise.get_layerwise_info(module)
-                if info.can_load() and info.load_numel < info.load_numel_total:
-                    short[name] = f"{name} {info.load_numel}/{info.load_numel_total}"
-            layerwise.finalize_layerwise_reload(model, runner.model_config)
-        runner.reset_encoder_cache()
-        runner.reset_mm_cache()
-        return names, short
+        try:
+            missing = replace(self, counted(), None)
+            self.model_runner.reset_encoder_cache()
+            self.model_runner.reset_mm_cache()
+        except Exception as error:
+            return {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+
+        # the first load is complete: the trainer has checked its names against the model's
+        if self.rft_usual is None:
+            self.rft_usual = frozenset(missing)
+        short = [
+            f"{name} {got}/{held}" for name, (got, held) in missing.items() if name not in self.rft_usual
+        ]
+        return {"names": names, "short": short}

@@ -4,7 +4,7 @@
 arrive change nothing that a loss or a reward shows:
 
 1. the manifest (`manifest_of`): each tensor is compared with the trainer's own module before it is sent;
-2. the arrival (rft_fn.engine.weight_folder): the engine counts what its model took;
+2. the load check (rft_fn.engine.weight_folder): the engine counts what its model took;
 3. the canary: weights with fresh noise, so that an old weight in the engine is seen in its log-probs.
 """
 

@@ -171,7 +171,7 @@ def measure_guards(trainer, engines, folder, rollout, sampling, times):
         found["manifest"].append(checked - bare)
         short[0] = 0.0
         trainer.push(engines["vLLM in process"], 200 + i)
-        seconds, _ = timed(lambda: list(reload.arriving(weight_folder.Arrival(expected, pairs), pairs, ())))  # noqa: B023
+        seconds, _ = timed(lambda: list(reload.arriving(weight_folder.LoadCheck(expected, pairs), pairs, ())))  # noqa: B023
         found["arrival"].append(seconds + short[0])
 
     # the probe of a step compares log-probs that the update computes anyway; a correction scores them anew

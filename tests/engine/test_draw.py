@@ -7,7 +7,7 @@ from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rft_fn.engine.hf.batch import draw, numbers_per_draw
+from rft_fn.engine.hf.sampler import draw, numbers_per_draw
 
 
 def numbers(rows, vocab, seed=0):

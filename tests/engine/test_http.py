@@ -13,7 +13,7 @@ from cases import each
 
 from rft_fn.engine import pool
 from rft_fn.engine import pool as server_checks
-from rft_fn.engine.dialect import Client, Fault, Refused
+from rft_fn.engine.server_protocol import Client, Fault, Refused
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from cases import each
 from test_http import answering, raw
 
 from rft_fn.engine import openai, sglang
-from rft_fn.engine.dialect import Ask, Client, Described, Fault, check_reply
+from rft_fn.engine.server_protocol import Ask, Client, Described, Fault, check_reply
 from rft_fn.types import Sampling
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,8 @@ from sees_and_hears import FAMILIES
 import rft_fn as rft
 from rft_fn import engine, model, packing, rng, weight
 from rft_fn.engine import prompt_media, requests
-from rft_fn.engine.hf.batch import Batching
 from rft_fn.engine.hf.probe import find_batching
-from rft_fn.engine.hf.sampler import Sampler
+from rft_fn.engine.hf.sampler import Batching, Sampler
 from rft_fn.engine.prompt_media import Sent
 from rft_fn.engine.requests import Stop
 from rft_fn.model.media_inputs import placeholder_ids
@@ -68,7 +67,7 @@ def test_in_float64(name):
     lm = FAMILIES[name].build(torch.float64)
     prompts = prompts_of(FAMILIES[name])
     ids = requests.token_ids(prompts)
-    shown = prompt_media.shown(prompts, ids)
+    shown = prompt_media.read(prompts, ids)
     batching = find_batching(lm, 0)
     assert batching.padded or lm.config.model_type == "paligemma"  # which reads a prompt both ways
     stop = Stop(None, requests.end_tokens(lm, tiny.tokenizer()), ())
@@ -123,7 +122,7 @@ def test_every_way_to_batch_is_right(name):
     lm, _, prompts, rollout = sampled(name)
     bound = tiny.logp_rounding(lm)
     ids = requests.token_ids(prompts)
-    shown = prompt_media.shown(prompts, ids)
+    shown = prompt_media.read(prompts, ids)
     best = find_batching(lm, 0)
     ends = requests.end_tokens(lm, tiny.tokenizer())
     best = best._replace(joins=False, shares=False)

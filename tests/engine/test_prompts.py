@@ -17,9 +17,9 @@ from transformers.cache_utils import DynamicLayer
 import rft_fn as rft
 from rft_fn import engine
 from rft_fn.engine.hf import buffers, prompts
-from rft_fn.engine.hf.batch import start
 from rft_fn.engine.hf.buffers import Buffers
 from rft_fn.engine.hf.prompts import Layer, Prompts
+from rft_fn.engine.hf.sampler import start
 
 HEADS, GROUPED, SIZE = 2, 3, 4  # heads of keys, queries to each, numbers of a head
 MODULE = types.SimpleNamespace(layer_idx=0)
@@ -181,7 +181,7 @@ def test_the_models_attention_is_its_own_again():
     """Also when a forward fails."""
     lm = small("Llama", torch.float32)
     usual = lm.config._attn_implementation
-    with pytest.raises(ZeroDivisionError), prompts.reading(lm):
+    with pytest.raises(ZeroDivisionError), prompts.shared_attention(lm):
         assert lm.config._attn_implementation != usual
         raise ZeroDivisionError
     assert lm.config._attn_implementation == usual

@@ -14,7 +14,7 @@ from test_house import load_script
 
 from rft_fn import check, parsing, reward
 from rft_fn.check import Count, Free, Positive
-from rft_fn.engine.vllm.surroundings import part
+from rft_fn.engine.vllm.surroundings import import_vllm
 from rft_fn.run import files, options
 from rft_fn.run.cli import guard
 
@@ -125,7 +125,7 @@ def test_help_has_a_line_for_every_option(name, capsys, monkeypatch):
         assert own[:2] == ["model", "data"]
 
 
-@pytest.mark.parametrize(("package", "act"), [("math_verify", reward.math), ("vllm", part)])
+@pytest.mark.parametrize(("package", "act"), [("math_verify", reward.math), ("vllm", import_vllm)])
 def test_a_missing_package_ends_a_script_with_one_line(package, act, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as end:

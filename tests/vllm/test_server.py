@@ -16,7 +16,7 @@ import rft_fn as rft
 from rft_fn import engine, model, rng
 from rft_fn.engine import openai as dialect
 from rft_fn.engine import weight_folder
-from rft_fn.engine.dialect import Client
+from rft_fn.engine.server_protocol import Client
 
 pytestmark = needs_vllm
 

@@ -77,11 +77,11 @@ def test_an_audio_is_heard_as_here(tmp_path, monkeypatch):
         prompts.append(Sent(ids, tensors, None))
     here = engine.hf(lm, TOK)
     ids = requests.token_ids(prompts)
-    shown = prompt_media.shown(prompts, ids)
+    shown = prompt_media.read(prompts, ids)
     fields = media.fields_of(llm.vllm_config.model_config)
 
     def request(row):
-        return media.request(lm, fields, row.prompt, row.shown, torch.float32)
+        return media.request(lm, fields, row.prompt, row.media, torch.float32)
 
     sampler = Sampler(llm, torch.device("cpu"), 300.0, request)
     stop = Stop(None, requests.end_tokens(lm, TOK), ())

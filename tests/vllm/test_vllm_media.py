@@ -6,16 +6,16 @@ from inprocess import needs_vllm
 from sees_and_hears import FAMILIES, IMAGE, SEE, SEEN
 
 from rft_fn.engine import requests
-from rft_fn.engine.prompt_media import Shown
+from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.engine.vllm import sampler
-from rft_fn.engine.vllm.surroundings import part
+from rft_fn.engine.vllm.surroundings import import_vllm
 
 pytestmark = needs_vllm
 
 
 def fields(tensors):
     """As vLLM's Qwen2-VL cuts its tensors; that module needs torchvision, which is not everywhere."""
-    config = part("multimodal.inputs").MultiModalFieldConfig
+    config = import_vllm("multimodal.inputs").MultiModalFieldConfig
     return {
         "pixel_values": config.flat_from_sizes("image", tensors["image_grid_thw"].prod(-1)),
         "image_grid_thw": config.batched("image", keep_on_cpu=True),
@@ -26,7 +26,7 @@ def prompt(kinds, seed=0):
     """(model, ids, media) of Qwen2-VL."""
     family = FAMILIES["Qwen2VL"]
     tensors, ids = family.sample(kinds, seed=seed)
-    return family.build(torch.float32), ids, Shown(tensors or None, [False] * len(ids))
+    return family.build(torch.float32), ids, PromptMedia(tensors or None, [False] * len(ids))
 
 
 def request(kinds, seed=0, **changes):
@@ -45,7 +45,7 @@ def test_a_family_without_a_place_for_our_names_is_refused():
 
 
 def test_a_family_whose_module_wants_a_missing_package_is_refused(monkeypatch):
-    registry = part("model_executor.models").ModelRegistry
+    registry = import_vllm("model_executor.models").ModelRegistry
 
     class Missing:
         def load_model_cls(self):
@@ -87,7 +87,7 @@ def test_what_stands_between_the_places_of_an_item_is_no_place():
     grid = torch.tensor([[1, 4, 4], [1, 2, 2]])
     tensors = {"image_grid_thw": grid, "pixel_values": torch.zeros(20, 96)}
     ids = [5, SEE, IMAGE, IMAGE, SEEN, IMAGE, IMAGE, IMAGE, 7]
-    found = sampler.request(lm, fields, ids, Shown(tensors, [False] * 9), torch.float32)
+    found = sampler.request(lm, fields, ids, PromptMedia(tensors, [False] * 9), torch.float32)
     first, second = found["mm_placeholders"]["image"]
     assert (first.offset, first.length, first.is_embed.tolist()) == (2, 5, [True, True, False, True, True])
     assert (second.offset, second.length, second.is_embed) == (7, 1, None)
@@ -95,7 +95,7 @@ def test_what_stands_between_the_places_of_an_item_is_no_place():
 
 def test_a_token_that_was_sampled_is_no_place():
     lm, ids, shown = prompt(["image"])
-    longer = Shown(shown.tensors, [*shown.sampled, True])
+    longer = PromptMedia(shown.tensors, [*shown.sampled, True])
     found = sampler.request(lm, fields, [*ids, IMAGE], longer, torch.float32)
     (place,) = found["mm_placeholders"]["image"]
     assert place.offset + place.length <= len(ids)
@@ -130,5 +130,5 @@ def test_counts_that_differ_are_refused():
     lm, ids, shown = prompt(["image"])
     with pytest.raises(requests.BadRequest, match="image placeholders for 1 items"):
         sampler.request(
-            lm, fields, [*ids, IMAGE], Shown(shown.tensors, [*shown.sampled, False]), torch.float32
+            lm, fields, [*ids, IMAGE], PromptMedia(shown.tensors, [*shown.sampled, False]), torch.float32
         )

@@ -1,8 +1,8 @@
-"""Keys and values of attention with room for more tokens and rows, so that a new token is one write.
+"""Keeps keys and values of attention with room for more tokens and rows: a new token is one write.
 
 transformers' own layer copies all keys and values for each new token. This one holds them in tensors that are
-larger than what they hold: tokens are added behind the others, rows that ended are overwritten by the last
-ones, and rows that join are written beside the others. Until a buffer is full it stays where it is.
+larger than their content: tokens are appended, rows that ended are overwritten by the last ones, and rows
+that join are appended too. Until a buffer is full it stays where it is.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _ROOM = 64  # tokens that a new buffer has room for, at least, where so many may
 
 
 def fits(layer: object) -> bool:
-    """Whether a layer holds nothing but keys and values [R, H, W, D] of every token."""
+    """Return whether a layer holds only keys and values [R, H, W, D] of every token."""
     if type(layer) is not DynamicLayer or layer.keys is None or layer.values is None:
         return False
     return layer.keys.dim() == layer.values.dim() == 4 and layer.keys.shape[:3] == layer.values.shape[:3]
@@ -51,14 +51,9 @@ class Buffers(DynamicLayer, OwnRows):
     def _hold(
         self, held: Sequence[Tensor], rows: int, width: int, more: int = 0, index: Tensor | None = None
     ) -> None:
-        """Take over keys and values into new buffers, with room for `rows` rows and `more` tokens.
-
-        With `index` the rows are those of these numbers.
-        """
+        """Copy keys and values, or their rows `index`, into buffers for `rows` rows and `more` tokens."""
         room = max(min(max(_ROOM, width // 2), self.most), more)
-        count = len(held[0])
-        if index is not None:
-            count = len(index)
+        count = len(held[0]) if index is None else len(index)
         self.buffers = []
         for x in held:
             buffer = x.new_empty(rows, x.shape[1], width + room, x.shape[3])
@@ -77,14 +72,14 @@ class Buffers(DynamicLayer, OwnRows):
         self.keys, self.values = (buffer[:rows, :, first : self.end] for buffer in self.buffers)
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """The keys and values in use, as views."""
+        """Return the keys and values in use, as views."""
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """The keys and values with those of new tokens behind them."""
+        """Append new tokens, and return all keys and values."""
         keys, values = self.held()
         size = key_states.shape[-2]
         if self.end + size > self.buffers[0].shape[-2]:
@@ -96,7 +91,7 @@ class Buffers(DynamicLayer, OwnRows):
         return self.held()
 
     def take(self, index: Tensor, moved: Tensor) -> None:
-        """Keep the rows `index` [R']; `moved` are the places whose row comes from another place."""
+        """Keep the rows `index` [R']; `moved` are the places with a row of another place."""
         keys, values = self.held()
         most = len(self.buffers[0])
         if len(index) > most or 2 * len(index) <= most:
@@ -108,7 +103,7 @@ class Buffers(DynamicLayer, OwnRows):
         self._show(len(index), self.first)
 
     def join(self, other: "Buffers") -> None:
-        """Add the rows of another layer, so that the last tokens of all are side by side."""
+        """Append the rows of another layer, with the last tokens of all side by side."""
         held, new = self.held(), other.held()
         rows, width = len(held[0]), held[0].shape[-2]
         total, widest = rows + len(new[0]), max(width, new[0].shape[-2])
@@ -124,7 +119,7 @@ class Buffers(DynamicLayer, OwnRows):
         self._show(total, first)
 
     def lift(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of all rows; `rows` rows without any are left."""
+        """Return the keys and values of all rows; leave `rows` rows without any."""
         lifted = self.held()
         self.buffers = [x.new_empty(rows, x.shape[1], 0, x.shape[3]) for x in lifted]
         self.end = 0
@@ -132,15 +127,12 @@ class Buffers(DynamicLayer, OwnRows):
         return lifted
 
     def crop_left(self, count: int) -> None:
-        """Forget the first `count` columns, which no row sees."""
+        """Drop the first `count` cache positions, which no row sees."""
         self._show(len(self.held()[0]), self.first + count)
 
 
 def _copy_rows(place: Tensor, x: Tensor, index: Tensor) -> None:
-    """place[r] = x[index[r]] for every r.
-
-    Rows that repeat one after the other, as the samples of a prompt do, are one write.
-    """
+    """Set place[r] = x[index[r]] for every r; rows that repeat one after the other are one write."""
     row, count = torch.unique_consecutive(index, return_counts=True)
     if len(row) == len(index):
         place.copy_(x[index])

@@ -1,4 +1,4 @@
-"""The engine that needs nothing but transformers: batched sampling on a model in this process."""
+"""Samples by transformers only, on a model in this process."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,13 +10,12 @@ from torch.nn import functional as F
 from rft_fn import logprob
 from rft_fn import model as model_lib
 from rft_fn.engine import prompt_media, requests
-from rft_fn.engine.hf import prompts as media
-from rft_fn.engine.hf.batch import Batching
 from rft_fn.engine.hf.probe import find_batching
-from rft_fn.engine.hf.sampler import Sampler
+from rft_fn.engine.hf.prompts import media_arguments
+from rft_fn.engine.hf.sampler import Batching, Sampler
 from rft_fn.engine.lifetime import EngineConfig, dead_after_failure
 from rft_fn.engine.requests import Stop
-from rft_fn.engine.weight_folder import Arrival, manifest
+from rft_fn.engine.weight_folder import LoadCheck, manifest
 from rft_fn.model import quantize
 from rft_fn.model.forward import forget_lengths, rope_switch
 from rft_fn.model.media_inputs import placeholder_ids
@@ -24,7 +23,7 @@ from rft_fn.model.quantize import packed, set_fast
 from rft_fn.model.router import without_groups
 from rft_fn.rollout import take
 from rft_fn.types import Engine, Rollout, Sampling
-from rft_fn.types.engine import Delivered, EngineStatus
+from rft_fn.types.engine import Delivered, EngineStatus, record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +32,7 @@ __all__ = ["build", "check_config", "hf"]
 
 
 def check_config(config: EngineConfig) -> None:
-    """ValueError for options that an engine in this process cannot honour."""
+    """Raise ValueError for options that an engine in this process cannot honour."""
     if config.tp_size != 1 or config.mem_util:
         raise ValueError(
             f"engine_tp_size, engine_mem_util: expected 1 and 0 for hf, which has one process and takes "
@@ -51,7 +50,7 @@ def check_config(config: EngineConfig) -> None:
 
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
-    """The engine with weights of `model`, which is loaded by its name or taken over."""
+    """Build an engine with weights of `model`, which is loaded by its name or taken over."""
     lm = model_lib.load(model, quantize="none")
     return hf(lm, tokenizer, batch=config.batch, sleep=config.sleep, fast_linear=config.fast_linear)
 
@@ -59,47 +58,31 @@ def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engin
 def hf(
     lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True, fast_linear: bool = True
 ) -> Engine:
-    """An Engine over a transformers model that it owns: `load` copies weights into it.
+    """Return an Engine over a transformers model that it owns: `load` copies weights into it.
 
     `batch` is rows at a time. While it sleeps, its weights are in host memory; `sleep=False` disables that.
     Adapters are merged into the model first. With `fast_linear` its linear layers are as in training, and
     large weights are packed for oneDNN, where that is faster, while it samples.
 
     Prompts are sorted by length, so that a batch holds little padding, or none where the model's cache does
-    not allow it (found by a few random tokens before the first sample). Rows that ended leave the batch at
+    not allow it (a few random tokens before the first sample show it). Rows that ended leave the batch at
     once. ValueError for a quantised model, and for one that is not of transformers.
     """
-    plain = _plain(lm)
-    set_fast(plain, fast_linear)
-    without_groups(plain)
-    engine = _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep)
-    return dead_after_failure(
-        Engine(
-            generate=engine.generate,
-            score=engine.score,
-            load=engine.load,
-            sleep=engine.sleep,
-            wake=engine.wake,
-            status=engine.status,
-        )
-    )
-
-
-def _plain(lm: nn.Module) -> "PreTrainedModel":
-    """The model without adapters, since weights arrive by the plain model's names."""
     from transformers import PreTrainedModel
 
     quantize.require_whole(lm, "an engine")
     merge = getattr(lm, "merge_and_unload", None)
-    if merge is not None:
-        lm = merge()
-    if not isinstance(lm, PreTrainedModel):
-        raise ValueError(f"model: expected one of transformers, got {type(lm).__name__}")
-    return lm.eval()
+    plain = lm if merge is None else merge()  # weights arrive by the plain model's names
+    if not isinstance(plain, PreTrainedModel):
+        raise ValueError(f"model: expected one of transformers, got {type(plain).__name__}")
+    plain.eval()
+    set_fast(plain, fast_linear)
+    without_groups(plain)
+    return dead_after_failure(record(Engine, _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep)))
 
 
 class _InProcess:
-    """A transformers model that samples, and all that changes about it."""
+    """A transformers model that samples, and its mutable state."""
 
     def __init__(self, lm: "PreTrainedModel", tokenizer: Any, *, batch: int, can_sleep: bool):
         forget_lengths(lm)
@@ -110,27 +93,20 @@ class _InProcess:
         self.home: torch.device = lm.device
         self.manifest = manifest(lm)
         self.ends = requests.end_tokens(lm, tokenizer)
-        self.batching: Batching | None = None  # found before the first sample
+        self.window: int | None = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+        self.batching: Batching | None = None  # set before the first sample
         self.version = 0
         self.asleep = False
 
     @torch.no_grad()
     def generate(
-        self,
-        prompts: Sequence[Any],
-        keys: Sequence[Any],
-        *,
-        n: int = 1,
-        sampling: Sampling,
-        max_new: Sequence[int] | None = None,
-        start: Sequence[int] | None = None,
+        self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **per_row: Any
     ) -> Rollout:
-        """`Generate`, awake from then on."""
+        """Sample as `Generate` says, awake from then on."""
         ids = requests.token_ids(prompts, self.tokenizer)
-        window = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
-        requests.check(ids, keys, n, sampling, window, max_new=max_new, start=start)
-        shown = prompt_media.shown(prompts, ids, start)
-        prompt_media.check(self.lm, ids, shown)
+        requests.check(ids, keys, n, sampling, self.window, **per_row)
+        media = prompt_media.read(prompts, ids, per_row.get("start"))
+        prompt_media.check(self.lm, ids, media)
         if not ids:
             return requests.empty(self.version)
 
@@ -138,43 +114,38 @@ class _InProcess:
         pad = self.tokenizer.pad_token_id
         if self.batching is None:
             self.batching = find_batching(self.lm, pad)
-        batching = self.batching
-        if n == 1:
-            batching = batching._replace(shares=False)
+        batching = self.batching._replace(shares=False) if n == 1 else self.batching
         stop = Stop(self.tokenizer, self.ends, sampling.stop)
         sampler = Sampler(self.lm, batching, sampling, stop, pad, self.batch)
-        rows = requests.rows(keys, n, sampling, max_new=max_new, start=start)
+        rows = requests.rows(keys, n, sampling, **per_row)
         with packed(self.lm):
-            responses = sampler.responses(ids, shown, rows)
+            responses = sampler.responses(ids, media, rows)
         return requests.assemble(
             ids,
             responses,
             pad=pad,
             version=self.version,
-            media=prompt_media.tensors(shown),
+            media=prompt_media.tensors(media),
             tokenizer=self.tokenizer,
         )
 
     @torch.no_grad()
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
-        """`Score`, by padded forwards: one of all rows, or of `batch` at a time where they have media.
+        """Score as `Score` says, by padded forwards of all rows, or of `batch` rows where they have media.
 
         Tokens before a switch of rotary factors are scored as they were drawn, by those of short sequences.
         """
         if not len(rollout.tokens):
             return torch.zeros(rollout.tokens.shape)
         self.wake()
-        most = len(rollout.tokens)
-        if rollout.media is not None:
-            most = self.batch
+        most = len(rollout.tokens) if rollout.media is None else self.batch
         if rope_switch(self.lm.config) is not None:
             most = 1  # the longest row of a forward chooses the rotary factors of all
-        every = torch.arange(len(rollout.tokens))
-        found = [self._score(take(rollout, part), sampling or Sampling()) for part in every.split(most)]
-        return torch.cat(found)
+        parts = torch.arange(len(rollout.tokens)).split(most)
+        return torch.cat([self._score(take(rollout, part), sampling or Sampling()) for part in parts])
 
     def _score(self, rollout: Rollout, sampling: Sampling) -> Tensor:
-        """`score`, by one forward; by two of one row that has passed a switch of rotary factors."""
+        """Score rows by one forward, or one row that has passed a switch of rotary factors by two."""
         # the last token of a row is not read, as in training: it may be a placeholder of media
         read = (rollout.length - 1).clamp(min=1)
         logits = self._logits(rollout, read)
@@ -191,60 +162,54 @@ class _InProcess:
         return torch.where(rollout.mask, logp, 0)
 
     def _logits(self, rollout: Rollout, read: Tensor) -> Tensor:
-        """Logits [B, W, V] behind the first `read` [B] tokens of each row, at most W."""
+        """Return logits [B, W, V] after each of the first `read` [B] tokens of each row, at most W."""
         device = self.lm.device
         position = torch.arange(int(read.max()), device=device).expand(len(read), -1)
         tokens = rollout.tokens[:, : position.shape[1]].to(device)
         seen = position < read.to(device).unsqueeze(-1)
         tokens = torch.where(seen, tokens, self.tokenizer.pad_token_id)
-        inputs: dict[str, Any] = {"position_ids": position}
-        inputs |= media.inputs(self.lm, tokens, seen, prompt_media.of_rows(rollout, read))
+        media = prompt_media.of_rows(rollout, read)
+        inputs = {"position_ids": position} | media_arguments(self.lm, tokens, seen, media)
         return self.lm(input_ids=tokens, attention_mask=seen.long(), use_cache=False, **inputs).logits
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
-        """`Load`: copies each tensor into its place."""
+        """Load as `Load` says: copy each tensor into its place."""
         places: dict[str, Tensor] = dict(self.lm.named_buffers())
         places |= self.lm.named_parameters(remove_duplicate=False)
-        arrival = Arrival(self.manifest, weights)
+        check = LoadCheck(self.manifest, weights)
         for name, x in weights:
-            arrival.take(name, x)
+            check.take(name, x)
             places[name].copy_(x)
-        delivered = arrival.finish(version)
+        delivered = check.finish(version)
         self.version = version
         return delivered
 
     def sleep(self) -> None:
         """Move the weights to the host, where that is not disabled."""
         if self.can_sleep and not self.asleep:
-            self._move(torch.device("cpu"))
+            nn.Module.to(self.lm, torch.device("cpu"))  # transformers' own `to` has no signature
             self.asleep = True
 
     def wake(self) -> None:
         """Move the weights back to the device."""
         if self.asleep:
-            self._move(self.home)
+            nn.Module.to(self.lm, self.home)
             self.asleep = False
 
-    def _move(self, device: torch.device) -> None:
-        nn.Module.to(self.lm, device)  # transformers' own `to` has no signature
-
     def status(self) -> EngineStatus:
-        """The state of the engine, which lives as long as the process."""
-        supported = {"load", "score", "start"}
-        if self.can_sleep:
-            supported.add("sleep")
-        found: EngineStatus = {
+        """Return the state of the engine, which lives as long as the process."""
+        status: EngineStatus = {
             "engine": "hf",
             "alive": True,
             "version": self.version,
             "asleep": self.asleep,
-            "supported": frozenset(supported),
-            "window": getattr(self.lm.config.get_text_config(), "max_position_embeddings", None),
+            "supported": frozenset({"load", "score", "start", *(["sleep"] if self.can_sleep else [])}),
+            "window": self.window,
             "placeholders": placeholder_ids(self.lm.config),
         }
         # a model may keep some of its weights wider than the rest
         types = {p.dtype for p in self.lm.parameters()}
         if len(types) == 1:
-            found["dtype"] = types.pop()
-        return found
+            status["dtype"] = types.pop()
+        return status

@@ -1,8 +1,8 @@
-"""Finds how rows may be batched such that each is the same as alone, by trying a few random tokens.
+"""Finds the fastest batching in which each row is as by itself, by trying a few random tokens.
 
-The fastest correct batching is taken. Batching goes wrong where padding gets into a recurrent state, where a
-cache cannot be repeated for several samples of a prompt, where the model does not return its cache, and where
-layers change behind some number of tokens and count them over the batch.
+Batching goes wrong where padding gets into a recurrent state, where a cache cannot be repeated for several
+samples of a prompt, where the model does not return its cache, and where layers change after some number of
+tokens and count them over the batch.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from rft_fn.engine.hf import prompts as kv
-from rft_fn.engine.hf import prompts as media
 from rft_fn.engine.hf.batch import Batching, start
-from rft_fn.engine.hf.prompts import can_share
-from rft_fn.engine.prompt_media import Shown
+from rft_fn.engine.hf.prompts import can_share, media_arguments
+from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.model.forward import rope_switch
 from rft_fn.model.packed_attention import warn_once
 from rft_fn.model.packing_probe import lowered, rounding, usual_tokens
@@ -34,17 +33,17 @@ NO_CACHE = Batching(rows=None)
 
 @torch.no_grad()
 def find_batching(lm: "PreTrainedModel", pad: int) -> Batching:
-    """The fastest Batching under which every row is the same as alone.
+    """Return the fastest Batching under which every row is the same as by itself.
 
     In this order: padded, rows of one length, one row at a time, and without a cache, which always is
     correct. Warns once where it is not the first of these.
 
-    Where a config names lengths behind which layers change, each is tried once more with these lowered, on
+    Where a config names lengths after which layers change, each is tried once more with these lowered, on
     rows that lie on both sides of them.
 
-    Each is tried with buffers before it is tried without: layers of a cache that hold nothing but keys and
-    values of all tokens are put into them, windows and states are left as they are. Prompts may join only
-    where the whole cache is in buffers, and samples share their prompt where attention can be ours.
+    Each is tried with buffers before it is tried without: layers of a cache that hold only keys and values of
+    all tokens are put into them, windows and states are left alone. Prompts may join only where the whole
+    cache is in buffers, and samples share their prompt where attention can be ours.
     """
     rows = _prompts(lm)
     want = torch.stack([_alone(lm, x) for x in rows])
@@ -69,7 +68,7 @@ def find_batching(lm: "PreTrainedModel", pad: int) -> Batching:
 
 
 def _attempt(f: Callable[..., Any], *args: Any) -> Any:
-    """f(*args), None where a model does not support it."""
+    """Return f(*args), None where a model does not support it."""
     try:
         return f(*args)
     except torch.OutOfMemoryError:
@@ -79,26 +78,26 @@ def _attempt(f: Callable[..., Any], *args: Any) -> Any:
 
 
 def _with_cache(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
-    """`_plain`, and before each the same with buffers, where all of its cache is in them also with joins."""
+    """Return `_plain`, before each the same with buffers, and with joins if they hold all of its cache."""
     plain = _plain(lm, pad)
     roomy = _attempt(start, lm, Batching(rows={}, room=True), [[pad] * 3], [1], pad)
-    found: list[tuple[Batching, str]] = []
+    ways: list[tuple[Batching, str]] = []
     for batching, note in plain:
         if roomy is not None and kv.own(roomy.cache):
             if batching.padded and not kv.tensors(roomy.cache).keys() & (batching.rows or {}).keys():
                 joining = batching._replace(room=True, joins=True)
                 if can_share(lm):
-                    found.append((joining._replace(shares=True), note))
-                found.append((joining, note))
-            found.append((batching._replace(room=True), note))
-        found.append((batching, note))
-    return found
+                    ways.append((joining._replace(shares=True), note))
+                ways.append((joining, note))
+            ways.append((batching._replace(room=True), note))
+        ways.append((batching, note))
+    return ways
 
 
 def _plain(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
-    """Each Batching that uses the model's cache, with the text of its warning; none without a cache.
+    """Return each Batching that uses the model's cache, with the text of its warning; none without a cache.
 
-    Where a model has other rotary factors behind some length, rows of one length reach it together.
+    Where a model has other rotary factors after some length, rows of one length reach it together.
     """
 
     def cache_of(batching: Batching, prompts: list[list[int]]) -> Any:
@@ -121,18 +120,17 @@ def _plain(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
     lasting = kv.constant(short, long, rows)
     padded = Batching(rows, padded=True, grows=len(lasting) < len(rows)), ""
 
-    # Whatever padding adds to a state would pass for rounding in 16 bits: a row of nothing but padding has
-    # to leave it at zero.
+    # what padding adds to a state would pass for rounding in 16 bits: a row of padding must leave it at 0
     if lasting:
         nothing = _attempt(cache_of, padded[0], [[], [pad] * 3])
-        found = kv.tensors(nothing)
-        if nothing is None or any(found[path].select(rows[path], 0).any() for path in lasting):
+        states = kv.tensors(nothing)
+        if nothing is None or any(states[path].select(rows[path], 0).any() for path in lasting):
             return [even, single]
     return [padded, even, single]
 
 
 def _prompts(lm: "PreTrainedModel") -> list[list[int]]:
-    """A prompt of each of `LENGTHS`, with `MORE` tokens that it is continued by."""
+    """Return a prompt of each of `LENGTHS`, with `MORE` tokens that continue it."""
     usual = usual_tokens(lm.config)
     generator = torch.Generator().manual_seed(0)
     draw = [torch.randint(len(usual), (n + MORE,), generator=generator) for n in LENGTHS]
@@ -140,16 +138,15 @@ def _prompts(lm: "PreTrainedModel") -> list[list[int]]:
 
 
 def _alone(lm: "PreTrainedModel", row: list[int], most: int = MORE + 1) -> Tensor:
-    """[MORE + 1, V]: logits after a prompt and after each later token, read as the trainer does.
+    """Return logits [MORE + 1, V] after a prompt and each later token, read as the trainer does.
 
-    Up to a switch of rotary factors they are those of the tokens up to there.
+    Up to a switch of rotary factors they come from a forward of the tokens up to there.
     """
     ids = torch.tensor([row], device=lm.device)
-    inputs: dict[str, Any] = {"position_ids": torch.arange(len(row), device=lm.device)[None]}
-    shown = Shown(None, [t >= len(row) - MORE for t in range(len(row))])
-    inputs |= media.inputs(lm, ids, torch.ones_like(ids, dtype=torch.bool), [shown])
-    out = lm(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs)
-    logits = out.logits[0]
+    media = PromptMedia(None, [t >= len(row) - MORE for t in range(len(row))])
+    inputs = {"position_ids": torch.arange(len(row), device=lm.device)[None]}
+    inputs |= media_arguments(lm, ids, torch.ones_like(ids, dtype=torch.bool), [media])
+    logits = lm(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs).logits[0]
     switch = rope_switch(lm.config)
     if switch is not None and len(row) > switch:
         logits = torch.cat([_alone(lm, row[:switch], most=switch), logits[switch:]])
@@ -157,7 +154,7 @@ def _alone(lm: "PreTrainedModel", row: list[int], most: int = MORE + 1) -> Tenso
 
 
 def _together(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pad: int) -> Tensor:
-    """[P, MORE + 1, V]: the same logits of all rows, in batches as they are sampled."""
+    """Return the same logits [P, MORE + 1, V] of all rows, in batches as they are sampled."""
     if batching.joins:
         return _joined(lm, batching, rows, pad)
     groups = [rows]
@@ -169,13 +166,11 @@ def _together(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], 
 
 
 def _read_on(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pad: int) -> Tensor:
-    """[P, MORE + 1, V] of one batch.
+    """Return the logits [P, MORE + 1, V] of one batch.
 
     It starts with two samples of each prompt, and the first of them is dropped on the way.
     """
-    n = 2
-    if batching.single:
-        n = 1
+    n = 1 if batching.single else 2
     device = lm.device
     more = torch.tensor([row[-MORE:] for row in rows], device=device).repeat_interleave(n, 0)
     kept = torch.arange(n - 1, len(more), n, device=device)
@@ -193,13 +188,11 @@ def _read_on(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], p
 
 
 def _joined(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pad: int) -> Tensor:
-    """[P, MORE + 1, V]: the same, where the longer prompts join the others behind their first token.
+    """Return the same, where the longer prompts join the others after their first token.
 
-    Samples of a prompt that share it are two, of which the second leaves a token earlier.
+    Samples of a prompt that share it are two, and the second leaves a token earlier.
     """
-    n = 1
-    if batching.shares:
-        n = 2
+    n = 2 if batching.shares else 1
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     early, late = order[: len(rows) // 2], order[len(rows) // 2 :]
     first = [(i, j) for i in early for j in range(n)]
@@ -225,7 +218,7 @@ def _joined(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pa
 
 
 def _same(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits differ only by the rounding of a model of `dtype`; NaN equals NaN."""
+    """Return whether logits differ only by the rounding of a model of `dtype`; NaN equals NaN."""
     got = torch.nan_to_num(got.float(), posinf=0, neginf=0)
     want = torch.nan_to_num(want.float(), posinf=0, neginf=0)
     most = rounding(dtype, want.device)[1]

@@ -1,4 +1,4 @@
-"""Prompts that are held once, and attention that reads them once for all of their samples.
+"""Shares prompts among their samples, and selects the rows of a model's cache, whatever it holds.
 
 Attention of one new token does little else than read keys and values. The samples of a prompt have the same
 ones there, so their queries are put side by side: what was one product a row becomes one a prompt. The keys
@@ -17,39 +17,36 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from rft_fn import tree
-from rft_fn.engine.prompt_media import Shown, as_pack
+from rft_fn.engine.prompt_media import PromptMedia, as_pack
 from rft_fn.model.attention import keeps_scores, unfit_model, use
 from rft_fn.model.media_inputs import media_inputs, placeholders
 from rft_fn.model.parts import text_config
 
 __all__ = [
-    "OPTION", "OwnRows", "Path", "Prompts", "Rows", "beyond", "can_share", "compare", "constant",
-    "found_in", "inputs", "join", "own", "reading", "select", "tensors",
+    "OPTION", "Layer", "OwnRows", "Path", "Prompts", "Rows", "cache_of", "can_share", "compare", "constant",
+    "join", "media_arguments", "own", "positions_ahead", "select", "shared_attention", "tensors",
 ]  # fmt: skip
-
-
-# ---------- prompts that are held once, and attention that reads them once for all of their samples
-
-
-# ---------- the inputs of rows that see or hear: those of a pack of the same sequences, put into rows
-
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _PER_TOKEN = ("position_ids", "mm_token_type_ids", "token_type_ids")
 
 
-def inputs(lm: "PreTrainedModel", tokens: Tensor, seen: Tensor, shown: Sequence[Shown]) -> dict[str, Any]:
-    """The keyword arguments by which a model takes the media of rows [R, W], padded on either side.
+# ---------- the media of rows: the arguments of a pack of the same sequences, put into rows
 
-    Positions [axes, R, W] are among them where they are not those of text. Empty for a text model.
+
+def media_arguments(
+    lm: "PreTrainedModel", tokens: Tensor, seen: Tensor, media: Sequence[PromptMedia]
+) -> dict[str, Any]:
+    """Return the keyword arguments by which a model takes the media of rows [R, W], padded on either side.
+
+    Positions [axes, R, W] are among them where they differ from text's. Empty for a text model.
     """
     if not placeholders(lm.config):
         return {}
     ids = [row[real].tolist() for row, real in zip(tokens, seen)]
-    pack = tree.map(lambda x: x.to(lm.device), as_pack(ids, shown))
+    pack = tree.map(lambda x: x.to(lm.device), as_pack(ids, media))
     given = media_inputs(lm, pack)
     for name in _PER_TOKEN:
         if name in given:
@@ -59,10 +56,10 @@ def inputs(lm: "PreTrainedModel", tokens: Tensor, seen: Tensor, shown: Sequence[
     return given
 
 
-def beyond(position: Tensor, seen: Tensor) -> Tensor:
-    """[axes, R]: by how much the position of a new token is more than the number of tokens before it.
+def positions_ahead(position: Tensor, seen: Tensor) -> Tensor:
+    """Return [axes, R]: by how much a new token's position exceeds the number of tokens before it.
 
-    `position` [axes, R, W] has that of text first. On the others a token follows the largest one of its row.
+    `position` [axes, R, W] has text's axis first. On the others a token follows the largest one of its row.
     """
     after = position[1:].masked_fill(~seen, -1).amax((0, -1)) + 1
     more = torch.zeros_like(position[..., 0])
@@ -71,7 +68,6 @@ def beyond(position: Tensor, seen: Tensor) -> Tensor:
 
 
 # ---------- prompts that are held once, and attention that reads them once for all of their samples
-
 
 NAME = "rft_prompts"  # of the attention function, in transformers' table
 OPTION = "rft_prompts"  # by which a model hands prompts on to it
@@ -121,14 +117,14 @@ class Prompts:
         self._group()
 
     def _keep(self, left: Tensor) -> None:
-        """Hold the prompts `left` alone, without columns that are padding in all of them."""
+        """Hold only the prompts `left`, without columns that are padding in all of them."""
         self.seen = self.seen[left]
         empty = int(self.seen.any(0).int().argmax())
         self.seen = self.seen[:, empty:]
         self.layers = [Layer(k[left, :, empty:], v[left, :, empty:]) for k, v in self.layers]
 
     def join(self, other: "Prompts") -> None:
-        """Add other prompts and their rows behind these."""
+        """Append other prompts and their rows."""
         width = max(self.seen.shape[1], other.seen.shape[1])
         self.of = torch.cat([self.of, other.of + len(self.seen)])
         self.seen = torch.cat([_padded(x, width, dim=1) for x in (self.seen, other.seen)])
@@ -140,29 +136,29 @@ class Prompts:
         self._group()
 
     def scores(self, layer: int, query: Tensor) -> Tensor:
-        """[R, H, N, W]: queries [R, H, N, D] by the keys of their prompts, N heads to one of keys."""
+        """Return [R, H, N, W]: queries [R, H, N, D] by the keys of their prompts, N heads to one of keys."""
         scores = self._by_prompt(query) @ self.layers[layer].keys.mT
         if self.bias is not None:
             scores += self.bias
         return self._by_row(scores, query.shape[:3])
 
     def sums(self, layer: int, p: Tensor) -> Tensor:
-        """[R, H, N, D']: the values of their prompts, weighted by p [R, H, N, W]."""
+        """Return [R, H, N, D']: the values of their prompts, weighted by p [R, H, N, W]."""
         return self._by_row(self._by_prompt(p) @ self.layers[layer].values, p.shape[:3])
 
     def _by_prompt(self, x: Tensor) -> Tensor:
-        """[P, H, G N, X] of x [R, H, N, X]."""
+        """Return [P, H, G N, X] of x [R, H, N, X]."""
         there, _ = self._places(*x.shape[1:3])
-        found = x.flatten(0, 2).index_select(0, there)
-        return found.view(len(self.groups), x.shape[1], -1, x.shape[-1])
+        grouped = x.flatten(0, 2).index_select(0, there)
+        return grouped.view(len(self.groups), x.shape[1], -1, x.shape[-1])
 
     def _by_row(self, x: Tensor, shape: torch.Size) -> Tensor:
-        """[R, H, N, X] of x [P, H, G N, X], with `shape` (R, H, N)."""
+        """Return [R, H, N, X] of x [P, H, G N, X], with `shape` (R, H, N)."""
         _, back = self._places(*shape[1:])
         return x.flatten(0, 2).index_select(0, back).view(*shape, -1)
 
     def _places(self, heads: int, each: int) -> tuple[Tensor, Tensor]:
-        """The place in [R, H, N] of each of [P, H, G, N], and the place there of each of [R, H, N]."""
+        """Return the index into [R, H, N] of each of [P, H, G, N], and its inverse."""
         if (heads, each) not in self._known:
             head = torch.arange(heads, device=self.of.device)[:, None]
             query = torch.arange(each, device=self.of.device)
@@ -174,7 +170,7 @@ class Prompts:
 
 
 def _padded(x: Tensor, width: int, dim: int) -> Tensor:
-    """`x` with zeros in front of a dimension, which then is `width` long."""
+    """Return x with zeros in front of a dimension, which then is `width` long."""
     shape = list(x.shape)
     shape[dim] = width - shape[dim]
     return torch.cat([x.new_zeros(shape), x], dim)
@@ -183,10 +179,10 @@ def _padded(x: Tensor, width: int, dim: int) -> Tensor:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: query [R, H, 1, D] -> [R, 1, H, D'].
+    """Attend as transformers asks for: query [R, H, 1, D] -> [R, 1, H, D'].
 
-    It attends to key [R, H', S, D] and value [R, H', S, D'] of each row's own tokens, and to those of its
-    prompt. ValueError for a layer that asks for more than that.
+    Keys [R, H', S, D] and values [R, H', S, D'] are of each row's own tokens; its prompt's are read too.
+    ValueError for a layer that asks for more than that.
     """
     prompts: Prompts = options[OPTION]
     for name in ("sliding_window", "softcap", "s_aux", "position_bias", "dropout"):
@@ -209,7 +205,7 @@ def attention(
 
 
 def can_share(lm: nn.Module) -> bool:
-    """Whether it is worth a try: on a CPU, where it gains, and where attention is looked up by name."""
+    """Return whether to try it: on a CPU, where it gains, and where attention is looked up by name."""
     parameter = next(lm.parameters())
     if parameter.device.type != "cpu" or parameter.dtype not in (torch.float32, torch.float64):
         return False
@@ -217,8 +213,8 @@ def can_share(lm: nn.Module) -> bool:
 
 
 @contextmanager
-def reading(lm: nn.Module) -> Iterator[None]:
-    """Have a text model use this attention meanwhile."""
+def shared_attention(lm: nn.Module) -> Iterator[None]:
+    """Make a text model use this attention within the block."""
     _register()
     config = text_config(lm)
     usual = config._attn_implementation
@@ -240,7 +236,6 @@ def _register() -> None:
 
 # ---------- a model's cache of the tokens it has read: keys and values, convolutions, recurrent states
 
-
 Path = tuple[Any, ...]  # of attributes, keys and indices
 Rows = dict[Path, int]  # the dimension of each tensor that counts rows
 
@@ -258,37 +253,34 @@ class OwnRows(ABC):
 
     @abstractmethod
     def lift(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The keys and values [R, H, W, D] of all rows; `rows` rows without any are left."""
+        """Return the keys and values [R, H, W, D] of all rows; leave `rows` rows without any."""
 
     @abstractmethod
     def crop_left(self, count: int) -> None:
-        """Forget the first `count` columns."""
+        """Drop the first `count` cache positions."""
 
 
 def own(cache: Any) -> list[OwnRows]:
-    """The parts of a cache that select their rows themselves."""
+    """Return the parts of a cache that select their rows themselves."""
     return [layer for layer in getattr(cache, "layers", []) if isinstance(layer, OwnRows)]
 
 
 def join(cache: Any, other: Any) -> None:
-    """Add the rows of another cache to one of which every part is `own`."""
+    """Append the rows of another cache; every part of both must be in `own`."""
     for mine, new in zip(own(cache), own(other), strict=True):
         mine.join(new)
 
 
-def found_in(output: Any) -> tuple[str, Any] | None:
-    """(the name by which the model takes it, the cache) of a model's output, None if it has none."""
+def cache_of(output: Any) -> tuple[str, Any]:
+    """Return the cache of a model's output after the name by which the model takes it; ("", None) without."""
     from transformers.generation.utils import ALL_CACHE_NAMES
 
-    for name in ALL_CACHE_NAMES:
-        cache = getattr(output, name, None)
-        if cache is not None:
-            return name, cache
-    return None
+    caches = [(name, getattr(output, name, None)) for name in ALL_CACHE_NAMES]
+    return next((x for x in caches if x[1] is not None), ("", None))
 
 
 def _entries(x: Any) -> list[tuple[Any, Any]]:
-    """(name, part) of everything in x that may hold tensors."""
+    """Return (name, part) of everything in x that may hold tensors."""
     if isinstance(x, dict):
         return list(x.items())
     if isinstance(x, (list, tuple)):
@@ -300,7 +292,7 @@ def _entries(x: Any) -> list[tuple[Any, Any]]:
 
 
 def _replaced(x: Any, f: Callable[[Path, Tensor], Tensor], path: Path, seen: dict[int, Any]) -> Any:
-    """`x` with f(path, tensor) in place of each tensor; containers are changed in place, tuples rebuilt."""
+    """Put f(path, tensor) in place of each tensor of x; containers change in place, tuples are rebuilt."""
     if id(x) in seen:
         return seen[id(x)][1]
 
@@ -317,32 +309,22 @@ def _replaced(x: Any, f: Callable[[Path, Tensor], Tensor], path: Path, seen: dic
     if new is x and not isinstance(x, Tensor):
         for name, part in _entries(x):
             other = _replaced(part, f, (*path, name), seen)
-            if other is not part:
-                _write(x, name, other)
+            if other is not part and isinstance(x, (dict, list)):
+                x[name] = other
+            elif other is not part:
+                setattr(x, name, other)
     return new
 
 
-def _write(x: Any, name: Any, part: Any) -> None:
-    if isinstance(x, (dict, list)):
-        x[name] = part
-    else:
-        setattr(x, name, part)
-
-
 def tensors(cache: Any) -> dict[Path, Tensor]:
-    """Every tensor of a cache, by its place."""
-    found: dict[Path, Tensor] = {}
-
-    def noted(path: Path, x: Tensor) -> Tensor:
-        found[path] = x
-        return x
-
-    _replaced(cache, noted, (), {})
-    return found
+    """Return every tensor of a cache, by its path."""
+    by_path: dict[Path, Tensor] = {}
+    _replaced(cache, by_path.setdefault, (), {})
+    return by_path
 
 
 def compare(one: Any, two: Any) -> Rows:
-    """The dimension of rows in each tensor, from caches of one row and of two.
+    """Return the dimension of rows in each tensor, from caches of one row and of two.
 
     ValueError where the caches differ in more than their sizes.
     """
@@ -361,12 +343,10 @@ def compare(one: Any, two: Any) -> Rows:
 
 
 def select(cache: Any, rows: Rows, index: Tensor) -> Any:
-    """The cache of the rows `index` [R], which may repeat or leave out some."""
+    """Return the cache of the rows `index` [R], which may repeat or leave out some."""
 
     def selected(path: Path, x: Tensor) -> Tensor:
-        if path not in rows:
-            return x
-        return x.index_select(rows[path], index.to(x.device))
+        return x.index_select(rows[path], index.to(x.device)) if path in rows else x
 
     parts = own(cache)
     if parts:
@@ -377,7 +357,7 @@ def select(cache: Any, rows: Rows, index: Tensor) -> Any:
 
 
 def constant(short: Any, long: Any, rows: Rows) -> list[Path]:
-    """The tensors of a cache that do not grow with the tokens: recurrent states and convolutions."""
+    """Return the tensors of a cache that do not grow with the tokens: recurrent states and convolutions."""
     before = tensors(short)
     after = tensors(long)
 

@@ -1,41 +1,288 @@
-"""Batched sampling with a cache: each token is drawn by numbers of its sample's own stream.
+"""Samples batches with a cache; each token is drawn by numbers of its sample's own stream.
 
 Where a model's cache allows it, the next prompts join the batch as rows end, so that a few long responses do
-not run alone. The same prompt and key give the same response in any company, order and batch size, in one
-piece or in several. What is left is the rounding of the products, which may decide between two tokens
-(`draw`).
+not run by themselves. The same prompt and key give the same response in any company, order and batch size, in
+one piece or in several, up to the rounding of products, which may decide between two tokens (`draw`).
 """
 
+import inspect
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rft_fn import logprob, rng
-from rft_fn.engine.hf.batch import Batch, Batching, draw, numbers_per_draw, start
-from rft_fn.engine.prompt_media import Shown
+from rft_fn.engine.hf import prompts as kv
+from rft_fn.engine.hf.prompts import (
+    OPTION,
+    Layer,
+    Prompts,
+    media_arguments,
+    positions_ahead,
+    shared_attention,
+)
+from rft_fn.engine.prompt_media import PromptMedia, text
 from rft_fn.engine.requests import Response, Row, Stop
 from rft_fn.model.media_inputs import placeholders
 from rft_fn.types import Sampling
 
+__all__ = [
+    "Batch", "Batching", "Sampler", "draw", "draw_token", "numbers_per_draw", "start", "uniform_numbers",
+]  # fmt: skip
+
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Sampler", "draw_token", "uniform_numbers"]
-
-
 _SHARE = 8  # prompts join when one in so many rows is free, so that few are read at a time of one row
+
+
+# ---------- numerically stable draws from a categorical distribution
+
+
+def numbers_per_draw(vocab: int) -> int:
+    """Return how many uniform numbers one draw from `vocab` tokens takes: ceil(log2(vocab))."""
+    return (vocab - 1).bit_length()
+
+
+def draw(p: Tensor, u: Tensor) -> Tensor:
+    """Draw one of V tokens with the probabilities p / p.sum(-1): p [B, V], u [B, D] -> token [B].
+
+    u are uniform numbers in [0, 1), float64, of which the first `numbers_per_draw(V)` are read. A token of
+    probability 0 is never drawn. Sums are formed element by element, so that a row gives the same token in
+    any batch.
+    """
+    # a level is the one below it, folded in the middle: y[j] = x[j] + x[j + half]
+    levels = [p]
+    while levels[-1].shape[-1] > 1:
+        below = levels[-1]
+        half = (below.shape[-1] + 1) // 2
+        pairs = below.shape[-1] - half
+        above = below[:, :pairs] + below[:, half:]
+        if pairs < half:  # the node in the middle has none
+            above = torch.cat([above, below[:, pairs:half]], -1)
+        levels.append(above)
+
+    # from the root, which is one node, to a token
+    node = torch.zeros(len(p), 1, dtype=torch.long, device=p.device)
+    for depth, level in enumerate(reversed(levels[:-1])):
+        half = (level.shape[-1] + 1) // 2
+        other = node + half
+        exists = other < level.shape[-1]
+        first = level.gather(-1, node).double()
+        second = level.gather(-1, other.clamp(max=level.shape[-1] - 1)).double() * exists
+        node = torch.where(u[:, depth : depth + 1] * (first + second) < first, node, other)
+    return node.squeeze(-1)
+
+
+# ---------- rows of tokens that grow together, and a model's logits for the next token of each
+
+
+class Batching(NamedTuple):
+    """The batching that a model is capable of, by a probe."""
+
+    rows: kv.Rows | None  # the dimension of rows in its cache; None: no cache, all tokens are read again
+    padded: bool = False  # rows of different lengths together, padded on the left
+    grows: bool = True  # whether the cache has a place for each token, padding too
+    single: bool = False  # one row at a time
+    room: bool = False  # whether plain keys and values are kept in buffers with room for more
+    joins: bool = False  # whether all of the cache is (needs `room`), so that rows may join longer ones
+    shares: bool = False  # whether the samples of a prompt read it in one place (needs `joins`)
+    switch: int | None = None  # tokens after which all are read anew, by other rotary factors (not `padded`)
+
+
+@dataclass
+class Batch:
+    """R rows of W tokens, as far as the next forward needs them."""
+
+    batching: Batching
+    tokens: Tensor  # [R, w] not read yet: the last of W with a cache, else all
+    seen: Tensor  # [R, W] bool, False on the padding
+    before: Tensor  # [R], tokens of each before those W
+    beyond: Tensor  # [axes, R], by how much positions are more than the number of tokens before them
+    media: list[PromptMedia]  # R
+    logits: Tensor  # [R, V] of the next token
+    name: str = ""  # by which the model takes its cache
+    cache: Any = None
+    ragged: bool = True  # whether some row has padding
+    most: int = 64  # tokens that a row may still be given, for the room of buffers
+    prompts: Prompts | None = None  # which the rows share: `seen` and the cache are of their own tokens then
+    every: Tensor | None = None  # [R, W] all tokens, where a switch is ahead
+
+    def repeat(self, counts: Tensor) -> None:
+        """Put `counts` [R] rows, side by side, in place of each; share the prompts where the model can."""
+        of = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        if not self.batching.shares:
+            if len(of) > len(counts):
+                self.take(of)
+            return
+        layers = [Layer(*part.lift(len(of))) for part in kv.own(self.cache)]
+        self.prompts = Prompts(layers, self.seen, of)
+        self.before = self.seen.sum(-1)
+        self._pick(of)
+        self.seen = self.seen.new_empty(len(of), 0)
+        self.ragged = False
+
+    def take(self, index: Tensor) -> None:
+        """Keep only the rows `index` [R'], which may repeat."""
+        self._pick(index)
+        self.seen = self.seen[index]
+        if self.batching.rows is not None:
+            self.cache = kv.select(self.cache, self.batching.rows, index)
+        if self.prompts is not None:
+            self.prompts.take(index)
+        self._trim()
+
+    def _pick(self, index: Tensor) -> None:
+        """Select rows of every per-row field."""
+        self.tokens = self.tokens[index]
+        self.every = None if self.every is None else self.every[index]
+        self.before = self.before[index]
+        self.beyond = self.beyond[:, index]
+        self.media = [self.media[r] for r in index.tolist()]
+        self.logits = self.logits[index]
+
+    def join(self, other: "Batch") -> None:
+        """Append the rows of another batch after its prompts; both are of a model that `joins`."""
+        width = max(self.seen.shape[1], other.seen.shape[1])
+        self.seen = torch.cat([F.pad(x, (width - x.shape[1], 0)) for x in (self.seen, other.seen)])
+        self.tokens = torch.cat([self.tokens[:, -1:], other.tokens[:, -1:]])
+        self.before = torch.cat([self.before, other.before])
+        self.beyond = torch.cat([self.beyond, other.beyond], 1)
+        self.media = [*self.media, *other.media]
+        self.logits = torch.cat([self.logits, other.logits])
+        kv.join(self.cache, other.cache)
+        if self.prompts is not None and other.prompts is not None:
+            self.prompts.join(other.prompts)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Drop the first columns where they are padding in every row."""
+        if not self.batching.joins or not self.seen.shape[1]:
+            return
+        empty = int(self.seen.any(0).int().argmax())
+        if empty:
+            self.seen = self.seen[:, empty:]
+            for part in kv.own(self.cache):
+                part.crop_left(empty)
+        self.ragged = not bool(self.seen.all())
+
+    def append(self, lm: "PreTrainedModel", token: Tensor) -> None:
+        """Read one more token [R] of each row."""
+        new = token[:, None]
+        if self.batching.rows is None or self.every is not None:  # all tokens are to be read once more
+            self.media = [own._replace(sampled=[*own.sampled, True]) for own in self.media]
+        if self.batching.rows is None:
+            new = torch.cat([self.tokens, new], -1)
+        elif self.every is not None:
+            self.every = torch.cat([self.every, new], -1)
+            if self.every.shape[1] > (self.batching.switch or 0):
+                # keys in the cache have the factors of short sequences
+                new, self.cache, self.every = self.every, None, None
+        self.tokens = new
+        self.seen = torch.cat([self.seen, self.seen.new_ones(len(self.seen), 1)], -1)
+        self.read(lm)
+
+    def read(self, lm: "PreTrainedModel") -> None:
+        """Run the model over the tokens: set the logits, and the cache where it is used."""
+        width = self.tokens.shape[1]
+        options: dict[str, Any] = {"use_cache": self.batching.rows is not None}
+        if self.cache is not None:
+            options[self.name] = self.cache
+
+        # the mask covers what the cache holds and the new tokens; without padding there is none
+        if self.batching.padded and self.ragged:
+            mask = self.seen.long()
+            options["attention_mask"] = mask if self.batching.grows else mask[:, -width:]
+        if _can_keep_last(type(lm)):
+            options["logits_to_keep"] = 1
+
+        # with a cache media are read once: what became of them is in it
+        options["position_ids"] = self.position()
+        if self.cache is None:
+            options |= media_arguments(lm, self.tokens, self.seen, self.media)
+            if options["position_ids"].dim() == 3:
+                self.beyond = positions_ahead(options["position_ids"], self.seen)
+        if self.prompts is not None:
+            options[OPTION] = self.prompts
+        with nullcontext() if self.prompts is None else shared_attention(lm):
+            out = lm(input_ids=self.tokens, **options)
+        self.logits = out.logits[:, -1]
+        if self.batching.rows is not None:
+            first = self.cache is None
+            self.name, self.cache = kv.cache_of(out)
+            if first and self.batching.room:
+                from rft_fn.engine.hf.buffers import make_room  # with transformers
+
+                make_room(self.cache, self.most)
+
+    def position(self) -> Tensor:
+        """Return positions of `tokens` without media: [R, w], or [axes, R, w] after media."""
+        # they count the tokens of a row, so padding on the left does not shift them
+        width = self.tokens.shape[1]
+        left = torch.arange(width, 0, -1, device=self.seen.device)
+        count = self.before + self.seen.sum(-1)
+        position = (count.unsqueeze(-1) - left).clamp(min=0)
+        return position + self.beyond.unsqueeze(-1) if len(self.beyond) else position
+
+
+@cache
+def _can_keep_last(model: type[nn.Module]) -> bool:
+    """Return whether a model can leave out the logits of all tokens but the last."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def start(
+    lm: "PreTrainedModel",
+    batching: Batching,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    pad: int,
+    media: Sequence[PromptMedia] | None = None,
+    most: int = 64,
+) -> Batch:
+    """Read prompts and their media once, and return a batch of `counts` rows of each, side by side.
+
+    Prompts are of one length unless `batching.padded`. Buffers have room for `most` tokens of a row at the
+    start, and grow where more come.
+    """
+    width = max(len(p) for p in prompts)
+    tokens = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=lm.device)
+    seen = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts], device=lm.device)
+    batch = Batch(
+        batching=batching,
+        tokens=tokens,
+        seen=seen,
+        before=tokens.new_zeros(len(prompts)),
+        beyond=tokens.new_empty(0, len(prompts)),  # without axes of their own
+        media=list(media or text(prompts)),
+        logits=torch.empty(0),
+        most=most,
+    )
+    if batching.joins:
+        batch.ragged = min(len(p) for p in prompts) < width
+    if batching.switch is not None and width <= batching.switch:
+        batch.every = tokens
+    batch.read(lm)
+    batch.repeat(torch.tensor(counts, device=lm.device))
+    return batch
+
+
+# ---------- the sampler
 
 
 @dataclass(slots=True)
 class _Growing:
     """A response while it is sampled."""
 
-    text: list[int]  # the tokens that a stop text is looked for in: those before the response, and its own
+    text: list[int]  # the tokens that may hold a stop text: some before the response, and its own
     before: int  # tokens of `text` that are not its own
     most: int  # tokens of `text` at the row's limit
     logp: list[float]
@@ -44,10 +291,10 @@ class _Growing:
 
 
 class _Job(NamedTuple):
-    """Rows of one prompt, which is read once for all of them."""
+    """The rows of one prompt, which is read once for all of them."""
 
     prompt: Sequence[int]
-    shown: Shown
+    media: PromptMedia
     responses: Sequence[_Growing]
 
 
@@ -62,7 +309,7 @@ class _Rows:
 
 
 def draw_token(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """(token [B], logp [B]) drawn by uniform numbers u [B, D]; the likeliest token at temperature 0."""
+    """Return (token [B], logp [B]) drawn by uniform numbers u [B, D]; the likeliest at temperature 0."""
     z = logprob.process_logits(logits, sampling)
     if sampling.temperature == 0:
         largest, token = z.max(-1)
@@ -83,39 +330,38 @@ class Sampler(NamedTuple):
     batch: int  # rows at a time
 
     def responses(
-        self, prompts: Sequence[Sequence[int]], shown: Sequence[Shown], rows: Sequence[Row]
+        self, prompts: Sequence[Sequence[int]], media: Sequence[PromptMedia], rows: Sequence[Row]
     ) -> list[Response]:
-        """The response of each of B = N G rows, the G rows of each of N prompts side by side."""
+        """Sample the responses of B = N G rows, the G rows of each of N prompts side by side."""
         n = len(rows) // len(prompts)
-        most = self.batch
-        if self.batching.single:
-            most = 1
-        growing = [self._begun(prompts[b // n], row) for b, row in enumerate(rows)]
+        most = 1 if self.batching.single else self.batch
         longest = max(row.max_new for row in rows)
+        growing = []
+        for b, row in enumerate(rows):
+            # a stop text may begin in what the row's stream gave before
+            prompt = prompts[b // n]
+            before = self.stop.unfinished(prompt[max(len(prompt) - row.start, 0) :])
+            growing.append(_Growing(before, len(before), len(before) + row.max_new, [], row))
         parts = [
-            [_Job(prompts[i], shown[i], growing[i * n : (i + 1) * n][first : first + most]) for i in part]
+            [_Job(prompts[i], media[i], growing[i * n : (i + 1) * n][first : first + most]) for i in part]
             for part in split(prompts, self.batching, max(most // n, 1))
             for first in range(0, n, most)  # more samples than fit into a batch
         ]
         if self._joins():
             parts = [[job for part in parts for job in part]]
         for part in parts:
-            self._run(deque(part), most, longest)
+            waiting = deque(part)
+            live = None
+            while waiting or live is not None:
+                live = self._step(self._admitted(live, waiting, most, longest))
         return [Response(x.text[x.before :], x.logp, x.ended) for x in growing]
 
     def _joins(self) -> bool:
-        """Whether prompts may join rows that are sampled."""
+        """Return whether prompts may join rows that are sampled."""
         return self.batching.joins and not placeholders(self.lm.config)
 
-    def _run(self, waiting: "deque[_Job]", most: int, longest: int) -> None:
-        """Sample the responses of all jobs, at most `most` rows at a time, of at most `longest` tokens."""
-        rows = None
-        while waiting or rows is not None:
-            rows = self._admitted(rows, waiting, most, longest)
-            rows = self._step(rows)
-
     def _admitted(self, rows: _Rows | None, waiting: "deque[_Job]", most: int, longest: int) -> _Rows:
-        """The rows with those of the next jobs for which there is room."""
+        """Add the rows of the next jobs, as many as there is room for among `most` rows."""
         room = most
         if rows is not None:
             room -= len(rows.live)
@@ -128,10 +374,15 @@ class Sampler(NamedTuple):
         if not jobs and rows is not None:
             return rows
 
-        prompts = [job.prompt for job in jobs]
-        shown = [job.shown for job in jobs]
-        counts = [len(job.responses) for job in jobs]
-        batch = start(self.lm, self.batching, prompts, counts, self.pad, shown, most=longest)
+        batch = start(
+            self.lm,
+            self.batching,
+            [job.prompt for job in jobs],
+            [len(job.responses) for job in jobs],
+            self.pad,
+            [job.media for job in jobs],
+            most=longest,
+        )
         live = [x for job in jobs for x in job.responses]
         u = uniform_numbers([x.row for x in live], longest, batch.logits.shape[-1]).to(self.lm.device)
         if rows is None:
@@ -139,11 +390,6 @@ class Sampler(NamedTuple):
         rows.batch.join(batch)
         u = torch.cat([rows.u[rows.places], u])
         return _Rows(rows.batch, [*rows.live, *live], u, torch.arange(len(u), device=u.device))
-
-    def _begun(self, prompt: Sequence[int], row: Row) -> _Growing:
-        """A response without tokens; a stop text may begin in those that its stream gave before."""
-        before = self.stop.unfinished(prompt[max(len(prompt) - row.start, 0) :])
-        return _Growing(before, len(before), len(before) + row.max_new, [], row)
 
     def _step(self, rows: _Rows) -> _Rows | None:
         """Sample one token for every row, and run those that have not ended one token further."""
@@ -172,9 +418,9 @@ class Sampler(NamedTuple):
 
 
 def uniform_numbers(rows: Sequence[Row], longest: int, vocab: int) -> Tensor:
-    """The uniform numbers of each row's tokens: [R, `longest`, D] float64, D for each token.
+    """Return the uniform numbers of each row's tokens: [R, `longest`, D] float64, D for each token.
 
-    Those of the row's stream from its start to its limit, then 0. They are drawn at once, so that no row
+    They are the row's stream from its start to its limit, then 0. They are drawn at once, so that no row
     depends on when another one ends.
     """
     depth = numbers_per_draw(vocab)
@@ -187,16 +433,16 @@ def uniform_numbers(rows: Sequence[Row], longest: int, vocab: int) -> Tensor:
 
 
 def filled(keep: Sequence[int]) -> list[int]:
-    """The rows `keep`, of which the last fill the places of the rows that leave, so that few rows move."""
-    found = list(range(len(keep)))
-    behind = [k for k in keep if k >= len(keep)]
-    for gap, k in zip(sorted(set(found) - set(keep)), behind):
-        found[gap] = k
-    return found
+    """Compact `keep`: move the last rows into the gaps, so that few rows move."""
+    order = list(range(len(keep)))
+    last = [k for k in keep if k >= len(keep)]
+    for gap, k in zip(sorted(set(order) - set(keep)), last):
+        order[gap] = k
+    return order
 
 
 def split(prompts: Sequence[Sequence[int]], batching: Batching, most: int) -> list[list[int]]:
-    """The prompts of each batch, at most `most`: of similar length, or all of the same length."""
+    """Return the prompts of each batch, at most `most`: of similar length, or all of the same length."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     groups = [order]
     if not batching.padded:

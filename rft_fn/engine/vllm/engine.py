@@ -1,9 +1,10 @@
-"""An Engine over vLLM in this process, alone or as one rank of a tensor-parallel group."""
+"""Runs vLLM in this process, as an engine or as one rank of a tensor-parallel engine."""
 
 import gc
-import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,79 +12,22 @@ from torch import Tensor, nn
 from rft_fn import dist, memory
 from rft_fn.engine import prompt_media, requests
 from rft_fn.engine.lifetime import EngineConfig, dead_after_failure
-from rft_fn.engine.requests import BadRequest, Stop
-from rft_fn.engine.vllm import reload, sampler, surroundings
-from rft_fn.engine.vllm.reload import ModelFolder
+from rft_fn.engine.requests import Stop
+from rft_fn.engine.server_protocol import stored_tensors
+from rft_fn.engine.vllm import sampler, surroundings
 from rft_fn.engine.vllm.sampler import Asked, Sampler
-from rft_fn.engine.vllm.surroundings import part
-from rft_fn.engine.weight_folder import Arrival
+from rft_fn.engine.vllm.surroundings import Group, import_vllm, name_shared_memory
+from rft_fn.engine.weight_folder import LoadCheck, manifest
+from rft_fn.engine.worker import MissingElements, checked, replace
 from rft_fn.model.load import base_folder, load, usual_device
+from rft_fn.model.media import placeholder_ids
 from rft_fn.model.model_names import resolve
+from rft_fn.model.pretrained import folder_of
+from rft_fn.model.save import save
 from rft_fn.types import Engine, Rollout, Sampling
-from rft_fn.types.engine import Delivered, EngineStatus
+from rft_fn.types.engine import Delivered, EngineStatus, record
 
-__all__ = ["Group", "InProcess", "build", "check_config", "check_media", "name_shared_memory"]
-
-
-# ---------- the ranks that share one engine: requests of all of them are answered together, in order
-
-
-T = TypeVar("T")
-
-
-class Group:
-    """The ranks of a tensor-parallel engine, which all have to give vLLM the same requests."""
-
-    def __init__(self, size: int):
-        self.size = size
-        self.rank = 0
-        self.processes: Any = None
-        if size > 1:
-            found = part("distributed.parallel_state").get_tp_group()
-            self.rank = found.rank_in_group
-            self.processes = found.cpu_group
-
-    def together(
-        self, own: Sequence[T], sampling: Sampling, refused: BadRequest | None
-    ) -> tuple[list[T], slice]:
-        """(the requests of all ranks in their order, which of them are this rank's).
-
-        BadRequest on every rank where one is refused, or where ranks sample otherwise: none may begin alone.
-        """
-        if self.size == 1:
-            parts = [(list(own), sampling, refused and str(refused))]
-        else:
-            parts = dist.all_gather_object((list(own), sampling, refused and str(refused)), self.processes)
-        if refused is not None:
-            raise refused
-        for rank, (_, other, why) in enumerate(parts):
-            if why:
-                raise BadRequest(f"rank {rank} of the engine's group: {why}")
-            if other != sampling:
-                raise BadRequest(
-                    f"sampling: expected {sampling} on all ranks of the engine's group, got {other} on {rank}"
-                )
-        first = sum(len(rows) for rows, *_ in parts[: self.rank])
-        return [row for rows, *_ in parts for row in rows], slice(first, first + len(own))
-
-
-def name_shared_memory() -> None:
-    """Give this run's groups on CPUs shared memory of their own name, the same on all ranks.
-
-    vLLM names it alike in every run that another program has launched, so that what a killed run has left
-    behind, or one beside it, would stop this one.
-    """
-    own = dist.all_gather_object(secrets.token_hex(8))[0]
-    shared = part("distributed.device_communicators.cpu_communicator")._CPUSHMDistributed
-    named = shared.make_group_name
-
-    def make_group_name(communicator: Any) -> str:
-        return f"/{own}{named(communicator).lstrip('/')}"
-
-    shared.make_group_name = staticmethod(make_group_name)
-
-
-# ---------- an Engine over vLLM in this process, alone or as one rank of a tensor-parallel group
+__all__ = ["InProcess", "ModelFolder", "build", "check_config", "check_media"]
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -93,7 +37,7 @@ CPU_BLOCK = 32  # tokens of a block of the cache: the fewest that vLLM takes on 
 
 
 def check_config(config: EngineConfig) -> None:
-    """ValueError for a type that is none, and a group that does not divide the processes of the run."""
+    """Raise ValueError for an unknown dtype, or a tp_size that does not divide the world size."""
     if config.dtype not in DTYPES:
         raise ValueError(f"engine_dtype: expected one of {', '.join(DTYPES)}, got {config.dtype!r}")
     world = dist.started()
@@ -105,36 +49,65 @@ def check_config(config: EngineConfig) -> None:
 
 
 def check_media(config: EngineConfig, model: str) -> None:
-    """ValueError for a model whose media vLLM cannot take; an engine in its own process asks there."""
+    """Raise ValueError for media that vLLM cannot take; an engine in its own process asks there."""
     if config.process:
         return
-    with surroundings.kept(engine=False):
-        part()
+    with surroundings.restore_process_state(engine=False):
+        import_vllm()
         sampler.check_family(load(base_folder(resolve(model)), meta=True))
 
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
-    """The engine with weights of `model`: a name, or a module, which is written to a folder for vLLM.
+    """Build an engine with weights of `model`: a name, or a module, which is written to a folder for vLLM.
 
-    On several processes all have to build it together. ImportError, with the package to install, without
-    vLLM.
+    All processes build it together. ImportError, with the package to install, without vLLM.
     """
-    engine = InProcess(config, model, tokenizer)
-    return dead_after_failure(
-        Engine(
-            generate=engine.generate,
-            score=engine.score,
-            load=engine.load,
-            sleep=engine.sleep,
-            wake=engine.wake,
-            status=engine.status,
-            close=engine.close,
-        )
-    )
+    return dead_after_failure(record(Engine, InProcess(config, model, tokenizer)))
+
+
+class ModelFolder:
+    """The folder that vLLM reads a model from; a module, or adapters, are written to one first."""
+
+    def __init__(self, model: str | nn.Module, tokenizer: Any, limit: int):
+        """`limit` is the most tokens of a prompt and its response, 0 for the model's own."""
+        from transformers import GenerationConfig
+
+        self.temporary: TemporaryDirectory[str] | None = None
+        self.path = self._path(model)
+        self.skeleton: Any = load(str(self.path), meta=True)  # the model without weights
+        self.places = placeholder_ids(self.skeleton.config)  # of media; empty for a text model
+        self.config: Any = self.skeleton.config.get_text_config()
+        self.manifest = manifest(self.skeleton)
+        if (self.path / "generation_config.json").exists():
+            self.skeleton.generation_config = GenerationConfig.from_pretrained(str(self.path))
+        self.ends = requests.end_tokens(self.skeleton, tokenizer)
+        own = getattr(self.config, "max_position_embeddings", None)
+        self.window: int | None = min((x for x in (own, limit) if x), default=None)
+
+    def _path(self, model: str | nn.Module) -> Path:
+        if isinstance(model, str):
+            folder = folder_of(resolve(model))
+            if not (folder / "adapter_config.json").exists():
+                return folder
+            model = load(model, quantize="none", device="cpu")
+        self.temporary = TemporaryDirectory(prefix="rft_fn_vllm_")
+        return save(Path(self.temporary.name) / "model", model, merge=True)
+
+    def cache_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """Return the memory of the keys and values of `tokens` tokens in all layers."""
+        heads = self.config.num_attention_heads
+        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
+        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+        return 2 * tokens * self.config.num_hidden_layers * kv_heads * width * dtype.itemsize
+
+    def close(self) -> None:
+        """Remove a folder that was written here."""
+        if self.temporary is not None:
+            self.temporary.cleanup()
 
 
 class InProcess:
-    """vLLM with a model, and all that changes about it."""
+    """An in-process vLLM engine and its mutable state."""
 
     def __init__(self, config: EngineConfig, model: str | nn.Module, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -143,17 +116,17 @@ class InProcess:
         self.can_sleep = config.sleep and self.device.type == "cuda"
         self.version = 0
         self.asleep = False
-        self.short: reload.Short | None = None  # layers that got too little in the first whole load
+        self.missing: MissingElements | None = None  # in the first whole load
         self.llm: Any = None
 
         # vLLM's import changes the process too, and comes first: it may not be there
-        with surroundings.kept():
-            vllm = part()
+        with surroundings.restore_process_state():
+            vllm = import_vllm()
             surroundings.keep_groups()
             if config.tp_size > 1 and self.device.type == "cpu":
                 name_shared_memory()
-            self.folder = ModelFolder(model, tokenizer)
-            self.window = self.folder.window(config.max_model_len)
+            self.folder = ModelFolder(model, tokenizer, config.max_model_len)
+            self.window = self.folder.window
             try:
                 if self.folder.places:
                     sampler.check_family(self.folder.skeleton)
@@ -168,15 +141,20 @@ class InProcess:
         self.sampler = Sampler(self.llm.llm_engine, self.device, config.timeout, self._request)
 
     def _request(self, row: Asked) -> dict[str, Any]:
-        """vLLM's input of a row."""
+        """Return vLLM's input of a row."""
         if self.fields is None:
             return {"prompt_token_ids": row.prompt}
-        dtype = getattr(torch, _dtype(self.config.dtype, self.device))
-        return sampler.request(self.folder.skeleton, self.fields, row.prompt, row.shown, dtype)
+        dtype = getattr(torch, self._dtype())
+        return sampler.request(self.folder.skeleton, self.fields, row.prompt, row.media, dtype)
+
+    def _dtype(self) -> str:
+        """Return the type of the weights: the trainer's usual one on this device, unless it is given."""
+        usual = "float32" if self.device.type == "cpu" else "bfloat16"
+        return usual if self.config.dtype == "auto" else self.config.dtype
 
     def _options(self) -> dict[str, Any]:
-        """The arguments of vLLM's constructor."""
-        dtype = _dtype(self.config.dtype, self.device)
+        """Return the arguments of vLLM's constructor."""
+        dtype = self._dtype()
         options: dict[str, Any] = {
             "model": str(self.folder.path),
             "dtype": dtype,
@@ -201,9 +179,7 @@ class InProcess:
         if self.window:
             options["max_model_len"] = self.window
             options["max_num_batched_tokens"] = max(self.window, self.config.batch, STEP_TOKENS)
-        block = self.config.block_size
-        if not block and self.device.type == "cpu":
-            block = CPU_BLOCK
+        block = self.config.block_size or (CPU_BLOCK if self.device.type == "cpu" else 0)
         if block:
             options["block_size"] = block
 
@@ -213,12 +189,10 @@ class InProcess:
         return options | self._memory(dtype)
 
     def _memory(self, dtype: str) -> dict[str, Any]:
-        """What vLLM may take: a share of the device, or a cache for `batch` sequences, within a quarter."""
+        """Return a share of the device, or the size of a cache for `batch` sequences, at most a quarter."""
         if self.config.mem_util:
             return {"gpu_memory_utilization": self.config.mem_util}
-        size = memory.host_memory()
-        if self.device.type == "cuda":
-            size = torch.cuda.mem_get_info()[0]
+        size = torch.cuda.mem_get_info()[0] if self.device.type == "cuda" else memory.host_memory()
         block = self.config.block_size or CPU_BLOCK
         longest = (self.window or 4096) + block  # a sequence ends within a block
         needed = self.folder.cache_bytes(self.config.batch * longest, getattr(torch, dtype))
@@ -226,54 +200,46 @@ class InProcess:
 
     @torch.no_grad()
     def generate(
-        self,
-        prompts: Sequence[Any],
-        keys: Sequence[Any],
-        *,
-        n: int = 1,
-        sampling: Sampling,
-        max_new: Sequence[int] | None = None,
-        start: Sequence[int] | None = None,
+        self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **per_row: Any
     ) -> Rollout:
-        """`Generate`, awake from then on; every rank of a tensor-parallel group has to call it.
+        """Sample as `Generate` says, awake from then on; all ranks of a tensor-parallel group call it.
 
-        A row's stream is the one of vLLM's own generator, seeded with its key, so `start` has to be 0. At
+        vLLM's own generator, seeded with a row's key, is the row's stream, so `start` must be 0. At
         temperature 0 top_p and top_k leave log-probs as they are.
         """
         refused = None
         ids: list[list[int]] = []
         rows: list[requests.Row] = []
-        shown: list[prompt_media.Shown] = []
+        media: list[prompt_media.PromptMedia] = []
         try:
             ids = requests.token_ids(prompts, self.tokenizer)
-            requests.check(ids, keys, n, sampling, self.window, max_new=max_new, start=start)
-            shown = prompt_media.shown(prompts, ids)
-            prompt_media.check(self.folder.skeleton, ids, shown)
-            rows = requests.rows(keys, n, sampling, max_new=max_new, start=start)
+            requests.check(ids, keys, n, sampling, self.window, **per_row)
+            media = prompt_media.read(prompts, ids)
+            prompt_media.check(self.folder.skeleton, ids, media)
+            rows = requests.rows(keys, n, sampling, **per_row)
             self._check(ids, rows, sampling)
         except requests.BadRequest as error:
             refused = error
 
         # the ranks of a group answer the requests of all of them together, and each keeps its own
-        asked = [Asked(ids[b // n], row.key, row.max_new, shown[b // n]) for b, row in enumerate(rows)]
-        everything, own = self.group.together(asked, sampling, refused)
-        if everything:
+        asked = [Asked(ids[b // n], row.key, row.max_new, media[b // n]) for b, row in enumerate(rows)]
+        all_rows, own = self.group.together(asked, sampling, refused)
+        if all_rows:
             self.wake()
         stop = Stop(self.tokenizer, self.folder.ends, sampling.stop)
-        responses = self.sampler.responses(everything, sampling, stop)[own]
         return requests.assemble(
             ids,
-            responses,
+            self.sampler.responses(all_rows, sampling, stop)[own],
             pad=self.tokenizer.pad_token_id,
             version=self.version,
-            media=prompt_media.tensors(shown),
+            media=prompt_media.tensors(media),
             tokenizer=self.tokenizer,
         )
 
     def _check(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[requests.Row], sampling: Sampling
     ) -> None:
-        """BadRequest for what vLLM would refuse only after it has begun, and for a row's `start`."""
+        """Raise BadRequest for what vLLM would refuse only after it has begun, and for a row's `start`."""
         if sampling.temperature > HOTTEST:
             raise requests.BadRequest(
                 f"temperature: expected at most {HOTTEST} for vllm, got {sampling.temperature}"
@@ -291,7 +257,7 @@ class InProcess:
 
     @torch.no_grad()
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
-        """`Score`, at Sampling() only: vLLM's log-probs of given tokens ignore every option of a Sampling."""
+        """Score as `Score` says, at Sampling() only: vLLM ignores every option for given tokens."""
         plain = sampling is None or (sampling.temperature == 1 and not sampling.truncates)
         lengths = rollout.length.tolist()
         refused = None
@@ -303,34 +269,35 @@ class InProcess:
             refused = requests.BadRequest(
                 f"rollout: expected rows of fewer than {self.window} tokens, got {max(lengths)}"
             )
-        seen = prompt_media.of_rows(rollout, rollout.length)
-        rows = [Asked(x[:n].tolist(), 0, 1, own) for x, n, own in zip(rollout.tokens, lengths, seen)]
-        everything, own = self.group.together(rows, Sampling(), refused)
-        if everything:
+        media = prompt_media.of_rows(rollout, rollout.length)
+        rows = [Asked(x[:n].tolist(), 0, 1, shown) for x, n, shown in zip(rollout.tokens, lengths, media)]
+        all_rows, own = self.group.together(rows, Sampling(), refused)
+        if all_rows:
             self.wake()
-        found = self.sampler.scores(everything)[own]
 
         out = torch.zeros(rollout.tokens.shape)
-        for b, logp in enumerate(found):
+        for b, logp in enumerate(self.sampler.scores(all_rows)[own]):
             out[b, : len(logp)] = torch.tensor(logp)
         return torch.where(rollout.mask.cpu(), out, 0)
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
-        """`Load`: each rank of a tensor-parallel group takes its part of the full tensors.
+        """Load as `Load` says; each rank of a tensor-parallel group takes its part of the full tensors.
 
         Names that never change (`weights.frozen`) come from the model's files. ValueError names the tensor,
         or the layer of vLLM's that did not get what it got in the first load.
         """
         asleep = self.asleep
         self.wake()
-        arrival = Arrival(self.folder.manifest, weights)
-        unchanged = self.folder.tensors(arrival.frozen & arrival.expected.shape.keys())
-        pairs = reload.arriving(arrival, weights, unchanged)
-        with surroundings.kept_random():
-            (short,) = self.llm.collective_rpc(reload.replace, args=(pairs, self.short))
-        delivered = arrival.finish(version)
-        self.short = short
+        check = LoadCheck(self.folder.manifest, weights)
+        names = check.frozen & check.expected.shape.keys()
+        unchanged = stored_tensors(self.folder.skeleton.rft_weights.stored, names)
+        with surroundings.restore_random_state():
+            (missing,) = self.llm.collective_rpc(
+                replace, args=(checked(check, weights, unchanged), self.missing)
+            )
+        delivered = check.finish(version)
+        self.missing = missing
 
         # keys and values of the old weights must not answer for the new ones
         if not self.llm.reset_prefix_cache():
@@ -355,10 +322,8 @@ class InProcess:
             self.asleep = False
 
     def status(self) -> EngineStatus:
-        """The state of the engine."""
-        supported = {"load", "score"}
-        if self.can_sleep:
-            supported.add("sleep")
+        """Return the state of the engine."""
+        supported = {"load", "score", "sleep"} if self.can_sleep else {"load", "score"}
         return {
             "engine": "vllm",
             "alive": self.llm is not None,
@@ -379,12 +344,3 @@ class InProcess:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _dtype(name: str, device: torch.device) -> str:
-    """The type of the weights: the trainer's usual one on this device, unless it is given."""
-    if name != "auto":
-        return name
-    if device.type == "cpu":
-        return "float32"
-    return "bfloat16"

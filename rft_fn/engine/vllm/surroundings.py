@@ -1,4 +1,4 @@
-"""The process around vLLM: what it changes there is put back.
+"""Saves and restores the process state that vLLM changes, and merges the requests of its ranks.
 
 vLLM expects a process of its own. It seeds the global generators and draws from them, replaces
 `torch.set_num_threads`, sets environment variables, binds memory to one NUMA node, freezes the garbage
@@ -8,26 +8,30 @@ collector's objects, and starts a process group where there is none.
 import gc
 import os
 import random
+import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
 
-__all__ = ["keep_groups", "kept", "kept_random", "leave", "part"]
+from rft_fn import dist
+from rft_fn.engine.requests import BadRequest
+from rft_fn.types import Sampling
+
+__all__ = [
+    "Group", "import_vllm", "keep_groups", "leave", "name_shared_memory", "restore_process_state",
+    "restore_random_state",
+]  # fmt: skip
 
 
-# ---------- the package vllm, which is imported only where its engine is chosen
-
-
-def part(name: str = "") -> Any:
-    """A module of vLLM by its name within the package. ModuleNotFoundError without vLLM."""
-    full = f"vllm.{name}".rstrip(".")
+def import_vllm(name: str = "") -> Any:
+    """Import a module of vLLM by its name within the package. ModuleNotFoundError without vLLM."""
     try:
-        return import_module(full)
+        return import_module(f"vllm.{name}".rstrip("."))
     except ModuleNotFoundError as error:
         if error.name != "vllm" and not (error.name or "").startswith("vllm."):
             raise
@@ -35,9 +39,6 @@ def part(name: str = "") -> Any:
             f"engine vllm: expected the package vllm, got no module {error.name}; install it as "
             "docs/engines.md says"
         ) from None
-
-
-# ---------- the process around vLLM: what it changes there is put back
 
 
 # of vLLM, where the user has not set them: the engine in this process, quiet, and reporting to nobody
@@ -56,8 +57,8 @@ class _Alive:
 
 
 @contextmanager
-def kept(*, engine: bool = True) -> Iterator[None]:
-    """Put back, after building an engine, what vLLM has changed about the process.
+def restore_process_state(*, engine: bool = True) -> Iterator[None]:
+    """Restore, after an engine is built, what vLLM has changed about the process.
 
     Without `engine` none is built: vLLM is only imported.
     """
@@ -67,8 +68,8 @@ def kept(*, engine: bool = True) -> Iterator[None]:
     threads = torch.get_num_threads()
     set_num_threads = torch.set_num_threads
     dtype = torch.get_default_dtype()
-    numpys = numpy.random.get_state()
-    pythons = random.getstate()
+    numpy_state = numpy.random.get_state()
+    python_state = random.getstate()
     cores = _cores()
     frozen = gc.get_freeze_count()
     grouped = torch_dist.is_initialized()
@@ -77,7 +78,7 @@ def kept(*, engine: bool = True) -> Iterator[None]:
         os.environ.setdefault(name, x)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
-        with warnings.catch_warnings(), kept_random():
+        with warnings.catch_warnings(), restore_random_state():
             warnings.simplefilter("ignore")
             yield
         _Alive.engines += int(engine)
@@ -86,11 +87,12 @@ def kept(*, engine: bool = True) -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
-        numpy.random.set_state(numpys)
-        random.setstate(pythons)
+        numpy.random.set_state(numpy_state)
+        random.setstate(python_state)
         os.environ.clear()
         os.environ.update(environment)
-        _restore_cores(cores)
+        if cores is not None and _cores() != cores:
+            os.sched_setaffinity(0, cores)
         if not frozen:
             gc.unfreeze()
         _Alive.began_group |= torch_dist.is_initialized() and not grouped
@@ -98,11 +100,10 @@ def kept(*, engine: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def kept_random() -> Iterator[None]:
-    """Put torch's global generators back: vLLM draws from them even where each request has a seed."""
-    devices: list[int] = []
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        devices = [torch.cuda.current_device()]
+def restore_random_state() -> Iterator[None]:
+    """Restore torch's global generators: vLLM draws from them even where each request has a seed."""
+    has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    devices = [torch.cuda.current_device()] if has_cuda else []
     with torch.random.fork_rng(devices=devices):
         yield
 
@@ -110,13 +111,9 @@ def kept_random() -> Iterator[None]:
 def keep_groups() -> None:
     """Let an engine that ends, also by being collected, end no group of processes: `leave` does.
 
-    vLLM's own end of an engine takes down every group of the process, those of the trainer included.
+    vLLM's own end of an engine takes down every group of the process, the trainer's too.
     """
-    part("v1.engine.core").cleanup_dist_env_and_memory = _nothing
-
-
-def _nothing() -> None:
-    """The end of one engine, as far as the groups of the process go."""
+    import_vllm("v1.engine.core").cleanup_dist_env_and_memory = lambda: None
 
 
 def leave() -> None:
@@ -124,28 +121,21 @@ def leave() -> None:
     _Alive.engines = max(_Alive.engines - 1, 0)
     if _Alive.engines:
         return
-    state = part("distributed.parallel_state")
+    state = import_vllm("distributed.parallel_state")
     state.destroy_model_parallel()
     # vLLM's own function for this ends the trainer's process group too, and so does that of its world group
     state._WORLD = None
     state._NODE_COUNT = None
-    part("envs").disable_envs_cache()  # the next engine reads the environment afresh
+    import_vllm("envs").disable_envs_cache()  # the next engine reads the environment afresh
     if _Alive.began_group and torch_dist.is_initialized():
         torch_dist.destroy_process_group()
     _Alive.began_group = False
 
 
 def _cores() -> Any:
-    """The cores that this process may use, None where the system cannot say."""
+    """Return the cores that this process may use, None where the system cannot say."""
     ask = getattr(os, "sched_getaffinity", None)
-    if ask is None:
-        return None
-    return ask(0)
-
-
-def _restore_cores(cores: Any) -> None:
-    if cores is not None and _cores() != cores:
-        os.sched_setaffinity(0, cores)
+    return None if ask is None else ask(0)
 
 
 def _free_memory_nodes() -> None:
@@ -153,6 +143,59 @@ def _free_memory_nodes() -> None:
     bind = getattr(torch.ops._C, "init_cpu_memory_env", None)
     if bind is None:
         return  # not vLLM's build for CPUs
-    nodes = part("utils.cpu_resource_utils").get_visible_memory_node()
+    nodes = import_vllm("utils.cpu_resource_utils").get_visible_memory_node()
     if len(nodes) > 1:
         bind(nodes)
+
+
+T = TypeVar("T")
+
+
+class Group:
+    """The ranks of a tensor-parallel engine, which must all give vLLM the same requests."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.rank = 0
+        self.processes: Any = None
+        if size > 1:
+            group = import_vllm("distributed.parallel_state").get_tp_group()
+            self.rank = group.rank_in_group
+            self.processes = group.cpu_group
+
+    def together(
+        self, own: Sequence[T], sampling: Sampling, refused: BadRequest | None
+    ) -> tuple[list[T], slice]:
+        """Return the requests of all ranks in their order, and the slice of this rank's.
+
+        BadRequest on every rank where one is refused, or where ranks sample otherwise: none may begin first.
+        """
+        part = list(own), sampling, refused and str(refused)
+        parts = [part] if self.size == 1 else dist.all_gather_object(part, self.processes)
+        if refused is not None:
+            raise refused
+        for rank, (_, other, why) in enumerate(parts):
+            if why:
+                raise BadRequest(f"rank {rank} of the engine's group: {why}")
+            if other != sampling:
+                raise BadRequest(
+                    f"sampling: expected {sampling} on all ranks of the engine's group, got {other} on {rank}"
+                )
+        first = sum(len(rows) for rows, *_ in parts[: self.rank])
+        return [row for rows, *_ in parts for row in rows], slice(first, first + len(own))
+
+
+def name_shared_memory() -> None:
+    """Give this run's groups on CPUs shared memory with a name of this run, the same on all ranks.
+
+    vLLM names it alike in every run that another program has launched, so that the remains of a killed run,
+    or another run, would stop this one.
+    """
+    own = dist.all_gather_object(secrets.token_hex(8))[0]
+    shared = import_vllm("distributed.device_communicators.cpu_communicator")._CPUSHMDistributed
+    named = shared.make_group_name
+
+    def make_group_name(communicator: Any) -> str:
+        return f"/{own}{named(communicator).lstrip('/')}"
+
+    shared.make_group_name = staticmethod(make_group_name)

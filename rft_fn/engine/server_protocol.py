@@ -1,4 +1,4 @@
-"""How servers are asked: the client, the records, and the signatures of a dialect's functions."""
+"""Asks servers: the client, the records, the functions of a protocol, and the model that servers hold."""
 
 import asyncio
 import json
@@ -23,12 +23,9 @@ from rft_fn.reward.remote.connection import masked, token_in
 from rft_fn.types import Sampling
 
 __all__ = [
-    "Ask", "Client", "Described", "Dialect", "Fault", "Refused", "Reply", "ServedModel", "check_reply",
-    "expected", "floats", "integers", "limit", "probe", "served_model", "stored_tensors",
+    "Ask", "Client", "Described", "Fault", "Refused", "RemoteModel", "Reply", "ServerProtocol", "check_reply",
+    "expected", "floats", "integers", "limit", "probe", "remote_model", "stored_tensors",
 ]  # fmt: skip
-
-
-# ---------- how servers are asked: the client, the records, and the signatures of a dialect's functions
 
 
 KEY = "RFT_SERVER_KEY"  # the environment variable with the servers' API key, unless another one is named
@@ -36,7 +33,7 @@ UNAUTHORIZED = 401
 REFUSED = range(400, 500)
 AGAIN = (408, 425, 429)  # statuses below 500 that a later request may not meet
 LEAST_BYTES = 1 << 20  # of the limit of an answer
-TOKEN_BYTES = 1 << 10  # that a token and what is said about it may have in an answer
+TOKEN_BYTES = 1 << 10  # of an answer about one token, at most
 LINE = 400  # characters of an error
 
 PROMPT = (3, 4, 5)  # of a probe
@@ -63,7 +60,7 @@ def expected(what: str, answer: Any) -> Iterator[None]:
 
 
 def integers(column: Any) -> list[int]:
-    """Return a list of token ids as it is. ValueError unless all are whole numbers: not 3.0, "3" or True."""
+    """Return a list of token ids unchanged. ValueError unless all are whole numbers: not 3.0, "3" or True."""
     if not isinstance(column, list) or not all(type(x) is int for x in column):
         raise ValueError("expected a list of whole numbers")
     return column
@@ -94,7 +91,7 @@ class Client:
 
     @cached_property
     def trusted(self) -> ssl.SSLContext:
-        """The certificates that are trusted: those of the system."""
+        """Return the certificates that are trusted: the system's."""
         return ssl.create_default_context()
 
     def call(self, server: str, path: str, body: Any = None, *, seconds: float, tokens: int = 0) -> Any:
@@ -131,7 +128,7 @@ class Client:
             raise Fault(f"{path}: {error}") from error
 
     async def _exchange(self, address: str, body: bytes | None, key: str, most: int, seconds: float) -> Any:
-        """The answer to a request. TimeoutError at the deadline, which is of all that is sent and read."""
+        """Return the answer to a request. TimeoutError at the deadline, of all that is sent and read."""
         from rft_fn.reward.remote import connection
 
         task = asyncio.current_task()
@@ -166,13 +163,13 @@ class Client:
 
 
 class Described(NamedTuple):
-    """A server, as it was found."""
+    """A server and its abilities."""
 
     route: str  # where it generates
     model: str  # the name that it serves the model by
     window: int | None  # tokens
     label: str  # of its weights; empty if it does not say
-    supported: frozenset[str]  # those of "load", "score" and "sleep" that do something
+    supported: frozenset[str]  # which of "load", "score" and "sleep" do something
 
 
 class Ask(NamedTuple):
@@ -186,7 +183,7 @@ class Ask(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens that an answer may be about."""
+        """Return the most tokens that an answer may be about."""
         return len(self.prompt) + self.max_new
 
 
@@ -198,43 +195,43 @@ class Reply(NamedTuple):
     label: str | None  # of the weights that drew them; None if the server does not say
 
 
-class Dialect(Protocol):
-    """How one kind of server is asked. All functions raise Fault and Refused."""
+class ServerProtocol(Protocol):
+    """The functions by which one kind of server is asked. All raise Fault and Refused."""
 
     name: str
-    hint: str  # the options that a server has to be started with
+    hint: str  # the options that a server must be started with
 
     def describe(self, server: str) -> Described:
-        """What a server is and can do."""
+        """Return what a server is and can do."""
         ...
 
     def check(self, sampling: Sampling) -> None:
-        """BadRequest for a distribution whose log-probs the servers do not report."""
+        """Raise BadRequest for a distribution without log-probs in the servers' answers."""
         ...
 
     def sample(self, server: str, known: Described, ask: Ask) -> Reply:
-        """One sample."""
+        """Return one sample."""
         ...
 
     def score(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
-        """The log-prob of each token but the first, at `Sampling()`."""
+        """Return the log-prob of each token but the first, at `Sampling()`."""
         ...
 
     def load(self, server: str, folder: str, label: str, names: int) -> None:
-        """Have the server read weights; it has confirmed `names` tensors, `label` and an empty cache."""
+        """Make the server read weights; it has confirmed `names` tensors, `label` and an empty cache."""
         ...
 
     def sleep(self, server: str) -> None:
-        """Have the server give its memory back."""
+        """Make the server give its memory back."""
         ...
 
     def wake(self, server: str) -> None:
-        """Have the server take its memory again."""
+        """Make the server take its memory again."""
         ...
 
 
 def check_reply(reply: Reply, ask: Ask, *, vocabulary: int, label: str) -> None:
-    """Fault for an answer that cannot be right."""
+    """Raise Fault for an answer that cannot be right."""
     if not 0 < len(reply.tokens) <= ask.max_new or len(reply.tokens) != len(reply.logp):
         raise Fault(
             f"expected 1 to {ask.max_new} tokens with a log-prob each, got {len(reply.tokens)} and "
@@ -252,7 +249,7 @@ def check_reply(reply: Reply, ask: Ask, *, vocabulary: int, label: str) -> None:
 def probe(ask: Callable[[Ask], Reply], score: Callable[[Sequence[int]], list[float]]) -> None:
     """Ask a server for a few short samples and scores. Refused for one that ignores an option.
 
-    Servers skip fields that they do not know without a word, so nothing less shows that they honour them.
+    Servers skip fields that they do not know without a word, so only samples show that they honour them.
     """
 
     def sampled(seed: int, sampling: Sampling, ends: Sequence[int] = ()) -> Reply:
@@ -290,11 +287,12 @@ def probe(ask: Callable[[Ask], Reply], score: Callable[[Sequence[int]], list[flo
     samples = [sampled(seed, hot) for seed in SEEDS]
     samples.sort(key=lambda x: x.logp[0])
     low, high = samples[0], samples[-1]
-    found = high.logp[0] - low.logp[0]
-    own = score([*PROMPT, high.tokens[0]])[-1] - score([*PROMPT, low.tokens[0]])[-1]
-    if abs(own) > 0.2 and abs(found - own / HOT) > abs(found - own):
+    hot_gap = high.logp[0] - low.logp[0]
+    gap = score([*PROMPT, high.tokens[0]])[-1] - score([*PROMPT, low.tokens[0]])[-1]
+    if abs(gap) > 0.2 and abs(hot_gap - gap / HOT) > abs(hot_gap - gap):
         raise Refused(
-            f"log-probs: expected two that differ by {own / HOT:.3g} at temperature {HOT:g}, got {found:.3g}"
+            f"log-probs: expected two that differ by {gap / HOT:.3g} at temperature {HOT:g}, got "
+            f"{hot_gap:.3g}"
         )
 
     stop = first.tokens[3]
@@ -307,17 +305,17 @@ def probe(ask: Callable[[Ask], Reply], score: Callable[[Sequence[int]], list[flo
 # ---------- the model that servers hold: its names and sizes, not its weights
 
 
-class ServedModel(NamedTuple):
-    """Facts of a model."""
+class RemoteModel(NamedTuple):
+    """Names, sizes and stop tokens of the served model."""
 
     manifest: Manifest
     ends: frozenset[int]  # tokens that end a response
     window: int | None  # tokens
     vocabulary: int
-    source: nn.Module  # of weights that are not sent; its own may have no memory
+    source: nn.Module  # of weights that are not sent; it may be on the meta device
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """The weights of these names, as the model was before any training."""
+        """Yield the weights of these names, as the model was before any training."""
         source = getattr(self.source, "rft_weights", None)
         if source is not None:
             yield from stored_tensors(source.stored, names)
@@ -328,7 +326,7 @@ class ServedModel(NamedTuple):
 
 
 def stored_tensors(stored: Stored, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of these names, read from a model's files."""
+    """Yield the tensors of these names, read from a model's files."""
     wanted = set(names)
     for made, group in stored.groups.items():
         if not wanted & set(made):
@@ -339,14 +337,12 @@ def stored_tensors(stored: Stored, names: Iterable[str]) -> Iterator[tuple[str, 
                     yield name, x[...]  # of a slice, which is read only now
 
 
-def served_model(model: str | nn.Module, tokenizer: Any) -> ServedModel:
-    """The facts of a model, a name or a module. A named one is made without memory for its weights."""
-    lm: Any = model
-    if isinstance(model, str):
-        lm = _outline(model)
+def remote_model(model: str | nn.Module, tokenizer: Any) -> RemoteModel:
+    """Return the facts of a model, a name or a module. A named one is made without memory for its weights."""
+    lm: Any = _outline(model) if isinstance(model, str) else model
     quantize.require_whole(lm, "an engine")
     config = lm.config.get_text_config()
-    return ServedModel(
+    return RemoteModel(
         manifest=manifest(lm),
         ends=requests.end_tokens(lm, tokenizer),
         window=getattr(config, "max_position_embeddings", None),
@@ -356,7 +352,7 @@ def served_model(model: str | nn.Module, tokenizer: Any) -> ServedModel:
 
 
 def _outline(name: str) -> Any:
-    """The model of a name on the meta device, with its generation config.
+    """Build the model of a name on the meta device, with its generation config.
 
     Adapters are merged, which takes their memory, since weights arrive by the plain model's names.
     """
