@@ -60,9 +60,7 @@ def _expected(p: nn.Parameter, names: list[str]) -> Expected:
 
 
 def check_tensor(manifest: Mapping[str, Expected], name: str, x: Tensor) -> None:
-    """ManifestError for a tensor that is not the module's: by its name, shape, type, or NaN and inf."""
-    if not is_finite(x):
-        raise ManifestError(f"weights: {name}: expected finite numbers, got NaN or inf")
+    """ManifestError for a tensor that is not the module's: by its name, shape or type."""
     if not manifest:
         return
     want = manifest.get(name)
@@ -104,6 +102,7 @@ class Shipment(Iterator[tuple[str, Tensor]]):
         self.manifest = manifest or {}
         self.dtype = dtype
         self.tied = tied
+        self.finite: bool = getattr(weights, "finite", False)  # an export that refuses NaN and inf itself
         self.frozen: frozenset[str] = frozenset(getattr(weights, "frozen", ()))  # names that are not sent
         self.names: set[str] = set()
         self.bytes = 0
@@ -124,10 +123,12 @@ class Shipment(Iterator[tuple[str, Tensor]]):
         except StopIteration:
             self._check_complete()
             raise
-        except ValueError as error:  # an export refuses NaN and inf itself
+        except ValueError as error:  # of such an export
             raise ManifestError(str(error)) from error
         if name in self.names:
             raise ManifestError(f"weights: {name}: expected each name once, got it twice")
+        if not self.finite and not is_finite(x):
+            raise ManifestError(f"weights: {name}: expected finite numbers, got NaN or inf")
         check_tensor(self.manifest, name, x)
         if self.dtype is not None and x.is_floating_point():
             x = x.to(self.dtype)

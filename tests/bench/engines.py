@@ -148,31 +148,20 @@ def measure_sync(trainer, engines, folder, times):
 
 def measure_guards(trainer, engines, folder, rollout, sampling, times):
     """Seconds of each guard."""
-    from rft_fn.engine import weight_folder
-    from rft_fn.engine.vllm import reload
+    from rft_fn.engine import weight_folder, worker
 
     st, state = trainer.st, trainer.state
     found = {"export": [], "manifest": [], "arrival": [], "comparison": [], "scoring": []}
-    short = [0.0]
-    count = reload._short
-
-    def counted(*given):
-        seconds, value = timed(lambda: count(*given))
-        short[0] += seconds
-        return value
-
     expected = weight_folder.manifest(model.load(folder))
-    reload._short = counted
     list(st.export(state))
     for i in range(times):
         bare, pairs = timed(lambda: list(st.export(state)))
         checked, _ = timed(lambda: list(sync.Shipment(st.export(state), sync.manifest_of(state))))
         found["export"].append(bare)
         found["manifest"].append(checked - bare)
-        short[0] = 0.0
         trainer.push(engines["vLLM in process"], 200 + i)
-        seconds, _ = timed(lambda: list(reload.arriving(weight_folder.LoadCheck(expected, pairs), pairs, ())))  # noqa: B023
-        found["arrival"].append(seconds + short[0])
+        seconds, _ = timed(lambda: list(worker.checked(weight_folder.LoadCheck(expected, pairs), pairs, ())))  # noqa: B023
+        found["arrival"].append(seconds)
 
     # the probe of a step compares log-probs that the update computes anyway; a correction scores them anew
     seconds, scored = timed(lambda: st.score(trainer.apply, state.params, rollout, BUDGET).logp)

@@ -8,7 +8,8 @@ from fake_server import FakeServer, serving
 
 import rft_fn as rft
 from rft_fn import engine, optim, sync
-from rft_fn.engine import server_protocol, weight_folder
+from rft_fn.engine import weight_folder
+from rft_fn.engine.server_protocol import RemoteModel
 
 PROMPTS, KEYS, SAMPLING = [[3, 4, 5], [6, 7]], [1, 2], rft.Sampling(max_new=6)
 
@@ -131,7 +132,7 @@ def test_what_is_frozen_is_written_once(links, tmp_path, monkeypatch):
     if not links:
         monkeypatch.setattr(weight_folder.os, "link", refuse)
     read = []
-    monkeypatch.setattr(server_protocol.RemoteModel, "tensors", watched(server_protocol.RemoteModel.tensors, read))
+    monkeypatch.setattr(RemoteModel, "tensors", watched(RemoteModel.tensors, read))
     st = rft.strategy.get_fake_strategy()
     _, state = st.init(adapted(), optim.adamw(0.1))
     with serving(server := fake(cls=Layered)):
