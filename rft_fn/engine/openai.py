@@ -1,12 +1,12 @@
 """Samples by servers of vLLM, or by others that speak the OpenAI protocol with token ids.
 
-Start each of them with
+Start each with
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --enable-scale-out \\
         --worker-extension-cls rft_fn.engine.worker.WeightsFromFolder
 
 where this package is installed and the folder of weights can be read. Without `--enable-scale-out` it is
-asked by `/v1/completions`, whose answers do not tell the version of the weights. Without the other two
+asked by `/v1/completions`, and its answers do not tell the version of the weights. Without the other two
 options it samples, and cannot be given weights.
 """
 
@@ -126,14 +126,14 @@ class _VLLM:
         if known.route == GENERATE:
             body = {"token_ids": tokens, "sampling_params": _plain(1) | {"prompt_logprobs": 0}}
             answer = self.post(server, GENERATE, body | {"model": known.model}, len(tokens))
-            found = answer
+            choice = answer
         else:
             body = {"prompt": tokens, "model": known.model, "prompt_logprobs": 0} | _plain(1)
             answer = self.post(server, COMPLETIONS, body, len(tokens))
             with expected("choices", answer):
-                found = answer["choices"][0]
+                choice = answer["choices"][0]
         with expected("prompt_logprobs", answer):
-            rows = found["prompt_logprobs"][1:]
+            rows = choice["prompt_logprobs"][1:]
             return floats([row[str(token)]["logprob"] for row, token in zip(rows, tokens[1:], strict=True)])
 
     def load(self, server: str, folder: str, label: str, names: int) -> None:

@@ -277,7 +277,7 @@ def refuse_media(config: EngineConfig, model: str) -> None:
 
 
 def compare_servers(known: Mapping[str, Described], logp: Mapping[str, Sequence[float]]) -> None:
-    """Raise ValueError for a server of another model than the first, by log-probs `logp` of the same tokens.
+    """Raise ValueError for a server of another model than the first, by `logp` of the same tokens.
 
     Servers with different labels of weights get a warning in its place: they get the trainer's weights first.
     So do servers with the same log-probs and other names or windows.

@@ -157,7 +157,7 @@ _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rft_fn.engine.process import main; main()"
 )
 _LOOK = 0.2  # s between two looks at whether the process is alive
-_GOODBYE = 5.0  # s that the process has to end by itself
+_GOODBYE = 5.0  # s for the process to end by itself
 _ALIGN = 64  # bytes
 # an engine is not one of the processes that torchrun started
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

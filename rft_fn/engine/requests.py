@@ -1,4 +1,4 @@
-"""Checks requests to an engine, finds the end of a response, and assembles the rollout: for all engines."""
+"""Checks requests, finds the end of a response, and assembles the rollout, for all engines."""
 
 import math
 import warnings
@@ -38,7 +38,7 @@ class BadPrompt(BadRequest):
         return BadPrompt, (self.number, *self.reason)
 
     def moved(self, by: int) -> "BadPrompt":
-        """Return the same error for prompts of which these are a part that begins at number `by`."""
+        """Return the same error for a longer list, in which these prompts begin at number `by`."""
         return BadPrompt(self.number + by, *self.reason)
 
 

@@ -272,7 +272,7 @@ def probe(ask: Callable[[Ask], Reply], score: Callable[[Sequence[int]], list[flo
     if first.tokens == other.tokens:
         raise Refused("seed, temperature: expected other tokens of another seed, got the same")
 
-    # a cut that leaves one token, whose log-prob is 0
+    # a cut that leaves one token, with a log-prob of 0
     for name, cutting in (("top_k 1", Sampling(top_k=1)), ("top_p 1e-6", Sampling(top_p=1e-6))):
         cut = sampled(1, cutting)
         if cut.tokens != sampled(2, cutting).tokens:

@@ -1,6 +1,6 @@
 """Samples by servers of SGLang.
 
-Start each of them with
+Start each with
 
     python -m sglang.launch_server --model-path MODEL --enable-deterministic-inference
 

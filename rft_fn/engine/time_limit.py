@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 OF_A_BATCH = "the limit for a batch, got none; make it faster, or raise the limit"
 SAVING = 300.0  # seconds that saving may take before the process ends
-GRACE = 10.0  # seconds that a block has to give way once it has been interrupted
+GRACE = 10.0  # seconds for a block to give way once it has been interrupted
 FAILED = 2  # exit code of an error of the user's
 # nothing else uses it on Linux, unlike SIGALRM, which math-verify sets; 0 where a system has neither
 SIGNAL: int = getattr(signal, "SIGRTMIN", getattr(signal, "SIGUSR2", 0))
@@ -41,7 +41,7 @@ def time_limit(
     """Interrupt the block after `seconds`.
 
     It then raises TimeoutError with name(), the limit and `advice`. A thread watches the clock and sends this
-    one a signal, whose handler raises: that ends a sleep, a wait for a lock or a blocked read. A block that
+    one a signal, and its handler raises: that ends a sleep, a wait for a lock or a blocked read. A block that
     runs for `GRACE` seconds more ends the process, with the stack of all threads and the line. Where C code
     keeps the interpreter from running any thread at all, faulthandler's own thread ends the process after
     another `GRACE` seconds, with only the stack.

@@ -1,4 +1,4 @@
-"""The engine of transformers, in this process."""
+"""Holds the engine of transformers, in this process."""
 
 from rft_fn.engine.hf.engine import build, check_config, hf
 

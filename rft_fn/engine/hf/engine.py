@@ -133,7 +133,7 @@ class _InProcess:
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
         """Score as `Score` says, by padded forwards of all rows, or of `batch` rows where they have media.
 
-        Tokens before a switch of rotary factors are scored as they were drawn, by those of short sequences.
+        Tokens before a switch of rotary factors are scored as they were drawn, by the factors of short rows.
         """
         if not len(rollout.tokens):
             return torch.zeros(rollout.tokens.shape)

@@ -95,7 +95,7 @@ def _with_cache(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
 
 
 def _plain(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
-    """Return each Batching that uses the model's cache, with the text of its warning; none without a cache.
+    """Return each Batching that uses the model's cache, with its warning; none without a cache.
 
     Where a model has other rotary factors after some length, rows of one length reach it together.
     """

@@ -81,7 +81,7 @@ class Layer(NamedTuple):
 
 
 class Prompts:
-    """P prompts of W tokens, and which of them each of R rows continues."""
+    """P prompts of W tokens, and the prompt that each of R rows continues."""
 
     def __init__(self, layers: Sequence[Layer], seen: Tensor, of: Tensor):
         self.layers = list(layers)
@@ -95,7 +95,7 @@ class Prompts:
         counts = self.of.bincount(minlength=len(self.seen))
         by_prompt = self.of.argsort(stable=True)
         first = counts.cumsum(0) - counts
-        self.rank = torch.empty_like(rows)  # [R], the number of each row among those of its prompt
+        self.rank = torch.empty_like(rows)  # [R], the number of each row among its prompt's
         self.rank[by_prompt] = rows - first[self.of[by_prompt]]
 
         # [P, G]: a prompt with fewer rows than another one is asked by row 0 too, and nobody reads the answer
@@ -245,7 +245,7 @@ class OwnRows(ABC):
 
     @abstractmethod
     def take(self, index: Tensor, moved: Tensor) -> None:
-        """Keep the rows `index` [R']; `moved` are the places whose row comes from another place."""
+        """Keep the rows `index` [R']; `moved` are the places with a row of another place."""
 
     @abstractmethod
     def join(self, other: Any) -> None:

@@ -55,7 +55,7 @@ def numbers_per_draw(vocab: int) -> int:
 def draw(p: Tensor, u: Tensor) -> Tensor:
     """Draw one of V tokens with the probabilities p / p.sum(-1): p [B, V], u [B, D] -> token [B].
 
-    u are uniform numbers in [0, 1), float64, of which the first `numbers_per_draw(V)` are read. A token of
+    u are uniform numbers in [0, 1), float64; the first `numbers_per_draw(V)` are read. A token of
     probability 0 is never drawn. Sums are formed element by element, so that a row gives the same token in
     any batch.
     """
@@ -113,7 +113,7 @@ class Batch:
     cache: Any = None
     ragged: bool = True  # whether some row has padding
     most: int = 64  # tokens that a row may still be given, for the room of buffers
-    prompts: Prompts | None = None  # which the rows share: `seen` and the cache are of their own tokens then
+    prompts: Prompts | None = None  # shared by the rows: `seen` and the cache then leave them out
     every: Tensor | None = None  # [R, W] all tokens, where a switch is ahead
 
     def repeat(self, counts: Tensor) -> None:
@@ -261,7 +261,7 @@ def start(
         tokens=tokens,
         seen=seen,
         before=tokens.new_zeros(len(prompts)),
-        beyond=tokens.new_empty(0, len(prompts)),  # without axes of their own
+        beyond=tokens.new_empty(0, len(prompts)),  # no axes
         media=list(media or text(prompts)),
         logits=torch.empty(0),
         most=most,

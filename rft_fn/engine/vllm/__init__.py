@@ -1,4 +1,4 @@
-"""The engine of vLLM, in this process or over the processes of a tensor-parallel group."""
+"""Holds the engine of vLLM, in this process or over the processes of a tensor-parallel group."""
 
 from rft_fn.engine.vllm.engine import build, check_config, check_media
 

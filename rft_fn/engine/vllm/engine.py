@@ -32,7 +32,7 @@ __all__ = ["InProcess", "ModelFolder", "build", "check_config", "check_media"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 HOTTEST = 2.0  # vLLM refuses temperatures above it
-STEP_TOKENS = 4096  # least that vLLM may read in a step, beside one whole prompt
+STEP_TOKENS = 4096  # least that vLLM may read in a step, next to one whole prompt
 CPU_BLOCK = 32  # tokens of a block of the cache: the fewest that vLLM takes on a CPU, where it would use 128
 
 
@@ -165,7 +165,7 @@ class InProcess:
             # a prompt read in parts draws from its row's generator for each part, and a CPU's cannot go back
             "enable_chunked_prefill": self.device.type != "cpu",
             "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
-            # prompts are tokens, and texts that stop are found by `Stop`; a processor wants the tokenizer
+            # prompts are tokens, and `Stop` looks for texts; a processor wants the tokenizer
             "skip_tokenizer_init": not self.folder.places,
             "generation_config": "vllm",  # the model's own defaults are not those of Sampling
             "enforce_eager": self.device.type == "cpu",

@@ -39,7 +39,7 @@ class Sampler:
         self.request = request  # makes vLLM's input of a row
         self.device = device
         self.timeout = timeout
-        self.asked = 0  # requests so far, by which each has a name of its own
+        self.asked = 0  # requests so far, which name the next one
         self.cached = 0  # tokens of the prompts of the last call that the cache had
 
     def responses(self, rows: Sequence[Asked], sampling: Sampling, stop: Stop) -> list[Response]:
@@ -106,7 +106,7 @@ class Sampler:
                 self.engine.add_request(name, self.request(row), params[i])
             self.asked += len(rows)
 
-            # after an error of its own vLLM steps for ever without an answer
+            # after an internal error vLLM steps for ever without an answer
             while len(answers) < len(rows):
                 if time.monotonic() > limit:
                     raise TimeoutError(
@@ -170,7 +170,7 @@ def check_family(model: nn.Module) -> None:
             f"{line}, whose module cannot be imported: {said}; sample with --engine-type hf"
         ) from None
 
-    # vLLM reads the files, whose names are older, and later the trainer's names
+    # vLLM reads the files, with older names, and later the trainer's names
     renamed = next((name for name, _ in model.named_parameters() if name.startswith(NEW_NAMES)), None)
     if renamed and getattr(family, "hf_to_vllm_mapper", None) is None:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Saves and restores the process state that vLLM changes, and merges the requests of its ranks.
 
-vLLM expects a process of its own. It seeds the global generators and draws from them, replaces
+vLLM expects a process for itself. It seeds the global generators and draws from them, replaces
 `torch.set_num_threads`, sets environment variables, binds memory to one NUMA node, freezes the garbage
 collector's objects, and starts a process group where there is none.
 """
