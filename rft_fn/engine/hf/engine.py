@@ -188,14 +188,17 @@ class _InProcess:
     def sleep(self) -> None:
         """Move the weights to the host, where that is not disabled."""
         if self.can_sleep and not self.asleep:
-            nn.Module.to(self.lm, torch.device("cpu"))  # transformers' own `to` has no signature
+            self._move(torch.device("cpu"))
             self.asleep = True
 
     def wake(self) -> None:
         """Move the weights back to the device."""
         if self.asleep:
-            nn.Module.to(self.lm, self.home)
+            self._move(self.home)
             self.asleep = False
+
+    def _move(self, device: torch.device) -> None:
+        nn.Module.to(self.lm, device)  # transformers' own `to` has no signature
 
     def status(self) -> EngineStatus:
         """Return the state of the engine, which lives as long as the process."""
