@@ -323,9 +323,7 @@ class _Process:
             code = self.process.wait(_GOODBYE)
         except subprocess.TimeoutExpired:
             return "closed its socket"
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with code {code}"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
     def end(self, why: str) -> None:
         """Kill the process and all that it started, unless that was done before."""

@@ -47,9 +47,7 @@ class Writer:
         """Take a copy of one tensor. Returns the error of a disk that is full."""
         self.bucket[name] = x.detach().to("cpu", copy=True).contiguous()
         self.bytes += x.numel() * x.element_size()
-        if self.bytes >= BUCKET:
-            return self.end_file()
-        return None
+        return self.end_file() if self.bytes >= BUCKET else None
 
     def end_file(self) -> OSError | None:
         """Begin another file. Returns the error of a disk that is full."""

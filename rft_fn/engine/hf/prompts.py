@@ -112,16 +112,11 @@ class Prompts:
         self.of = self.of[index]
         left, of = self.of.unique(return_inverse=True)
         if 2 * len(left) <= len(self.seen):
-            self.of = of
-            self._keep(left)
+            seen = self.seen[left]
+            empty = int(seen.any(0).int().argmax())  # columns that are padding in all of them
+            self.of, self.seen = of, seen[:, empty:]
+            self.layers = [Layer(k[left, :, empty:], v[left, :, empty:]) for k, v in self.layers]
         self._group()
-
-    def _keep(self, left: Tensor) -> None:
-        """Hold only the prompts `left`, without columns that are padding in all of them."""
-        self.seen = self.seen[left]
-        empty = int(self.seen.any(0).int().argmax())
-        self.seen = self.seen[:, empty:]
-        self.layers = [Layer(k[left, :, empty:], v[left, :, empty:]) for k, v in self.layers]
 
     def join(self, other: "Prompts") -> None:
         """Append other prompts and their rows."""
