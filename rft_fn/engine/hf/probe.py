@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rft_fn.engine.hf import prompts as kv
-from rft_fn.engine.hf.batch import Batching, start
 from rft_fn.engine.hf.prompts import can_share, media_arguments
+from rft_fn.engine.hf.sampler import Batching, start
 from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.model.forward import rope_switch
 from rft_fn.model.packed_attention import warn_once
