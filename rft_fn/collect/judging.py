@@ -12,8 +12,9 @@ from rft_fn import dist
 from rft_fn.collect.generate import part_of_rank
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import Judged, Score, Scored, TrainerState, check, concat, judge, judge_rows
-from rft_fn.reward.combine import Joint, joint_names
+from rft_fn.reward.combine import joint_names
 from rft_fn.reward.preflight import made_up
+from rft_fn.reward.scoring import Joint
 from rft_fn.types import Rollout, Strategy
 
 __all__ = ["check_reward", "gather_and_judge", "gather_and_judge_rows"]

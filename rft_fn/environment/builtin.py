@@ -19,8 +19,8 @@ from rft_fn.data.tasks.task import row_random
 from rft_fn.environment.record import Environment, Renderer, Row, Stepped, as_messages
 from rft_fn.environment.tool_calls import Call
 from rft_fn.environment.tools import Tooled, with_tools
-from rft_fn.reward import convention
 from rft_fn.reward.calling import EventLoop
+from rft_fn.reward.spec import find_module
 
 __all__ = [
     "ENVIRONMENTS", "Hand", "calculate", "calculator", "get_environment", "guess_number", "kuhn_poker",
@@ -298,7 +298,7 @@ def get_environment(spec: str) -> Environment:
 
 def _of_file(spec: str, source: str, name: str) -> Environment:
     """Return the environment that a file defines."""
-    found = getattr(convention.find(source, spec, kind="environment"), name or "environment", None)
+    found = getattr(find_module(source, spec, kind="environment"), name or "environment", None)
     if inspect.isfunction(found):
         found = found()
     if not isinstance(found, Environment):

@@ -10,9 +10,10 @@ libraries, `combine` their weighted sum and `scoring` the way from a rollout to 
 prompt, and is then a constant.
 """
 
-from rft_fn.reward.combine import Weighted, columns, label_values, weighted
+from rft_fn.reward.combine import Weighted, columns, label_values, normalized, weighted
 from rft_fn.reward.convention import (
     JointReward,
+    Judged,
     RewardFn,
     Score,
     Scored,
@@ -26,7 +27,7 @@ from rft_fn.reward.loading import by_column, load, parse
 from rft_fn.reward.preflight import check
 from rft_fn.reward.remote import served_at
 from rft_fn.reward.scalar_model import Reading, ScalarReward, scalar
-from rft_fn.reward.scoring import Judged, concat, judge, judge_rows, means, normalized, responses, select
+from rft_fn.reward.scoring import concat, judge, judge_rows, means, responses, select
 from rft_fn.reward.verifiable import (
     boxed_format,
     exact,

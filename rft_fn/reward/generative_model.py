@@ -8,6 +8,7 @@ what judges, `voting` takes several answers together. A judge has an engine of i
 rank's share. Rewards are in [0, 1].
 """
 
+import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,15 +23,83 @@ from rft_fn.data.prompts import Prompt
 from rft_fn.data.text_template import fill
 from rft_fn.reward import forms
 from rft_fn.reward import verdicts as voting
-from rft_fn.reward.asking import Asker, Watch, error
+from rft_fn.reward.asking import Asker
 from rft_fn.reward.calling import in_thread
 from rft_fn.reward.convention import Messages, RewardFn
-from rft_fn.reward.forms import Answers, Batch, first_said, key_of, make_batch, read_flags, row_of
+from rft_fn.reward.forms import Answers, Batch, Form, first_said, key_of, make_batch, read_flags, row_of
 from rft_fn.reward.scoring import responses
 from rft_fn.reward.verdicts import behind_thoughts
 from rft_fn.types import Engine, Sampling
 
 __all__ = ["generative", "generative_by_name"]
+
+
+# ---------- answers of a judge that have no verdict: examples of them, and when to stop
+
+
+_SHOWN = 3  # examples
+_WIDTH = 200  # characters of each
+_REMEDY = "take a form that this judge can follow, or raise max_new"
+_TOO_LONG = "take shorter criteria or a judge with a larger window, or lower max_new"
+
+
+class Watch:
+    """Shows the first answers without a verdict, and stops a run that gets little else.
+
+    `limit` is the share of answers without a verdict, and `patience` how many calls in a row may reach it.
+    ValueError for a share outside of (0, 1] and for no patience.
+    """
+
+    def __init__(self, form: Form, limit: float, patience: int):
+        if not isinstance(limit, (int, float)) or not 0 < limit <= 1:
+            raise ValueError(f"limit: expected a share of answers in (0, 1], got {limit!r}")
+        if not isinstance(patience, int) or patience < 1:
+            raise ValueError(f"patience: expected at least 1 call, got {patience!r}")
+        self.form = form
+        self.limit = limit
+        self.patience = patience
+        self.bad = 0  # calls in a row
+        self.shown = False
+
+    def see(self, said: Sequence[str], read: Sequence[bool], *, too_long: int = 0) -> None:
+        """Count one call: the answers, which of them have a verdict, the questions that were not asked.
+
+        ValueError, with three examples, where it was one too many.
+        """
+        unread = [answer for answer, good in zip(said, read, strict=True) if not good]
+        total = len(said) + too_long
+        bad = len(unread) + too_long
+        if not bad:
+            self.bad = 0
+            return
+
+        # few enough are left, or this call is one of several
+        self.bad += 1
+        if bad < self.limit * total:
+            self.bad = 0
+        got = f"none in {bad} of {total} answers"
+        remedy = _REMEDY
+        if not unread:
+            remedy = _TOO_LONG
+        if too_long:
+            got += f" ({too_long} questions do not fit into its window)"
+        if self.bad >= self.patience:
+            raise error(self.form, f"{got}, the last of {self.bad} calls in a row", unread, remedy)
+        if not self.shown:
+            self.shown = True
+            warnings.warn(str(error(self.form, got, unread, remedy)), stacklevel=2)
+
+
+def error(form: Form, got: str, said: Sequence[str], remedy: str = _REMEDY) -> ValueError:
+    """The error of answers without a verdict, with the first three that differ."""
+    examples = ", ".join(f"{answer!r:.{_WIDTH}}" for answer in list(dict.fromkeys(said))[:_SHOWN])
+    return ValueError(
+        f"judge: expected answers with a verdict such as {form.parse.write(1)!r}, got {got}; it said "
+        f"{examples or 'nothing'}; {remedy}"
+    )
+
+
+# ---------- judges
 
 
 class Log(Protocol):

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any, Protocol
 
 from rft_fn import check
-from rft_fn.reward import convention, verifiable
+from rft_fn.reward import verifiable
 from rft_fn.reward.adapters import ADAPTERS
 from rft_fn.reward.combine import Weighted
 from rft_fn.reward.convention import GIVEN, JointReward, RewardFn, parameters, takes_all
 from rft_fn.reward.remote.client import TOKEN_ENV, served_at
 from rft_fn.reward.remote.connection import shown
-from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_rows, split_weight
+from rft_fn.reward.spec import Names, Spec, arguments, distinct, find_module, split, split_rows, split_weight
 from rft_fn.reward.weights import RowWeights, Weight
 
 __all__ = ["Source", "by_column", "load", "parse"]
@@ -248,7 +248,7 @@ def _find(spec: Spec, words: Sequence[str]) -> Any:
             f"{spec.column!r}"
         )
     try:
-        module = convention.find(spec.source, spec.text)
+        module = find_module(spec.source, spec.text)
     except ValueError as error:
         for word in get_close_matches(spec.source, words, n=1):
             error.add_note(f"did you mean {spec.text.replace(spec.source, word, 1)!r}?")

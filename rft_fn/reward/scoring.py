@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -13,15 +13,16 @@ from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.data.prompts import Prompt
-from rft_fn.reward.combine import Joint, Weighted
-from rft_fn.reward.convention import Score, Scored, TrainerState, as_messages, asks_for, taken
+from rft_fn.reward.calling import noted
+from rft_fn.reward.combine import Known, joint_names
+from rft_fn.reward.convention import Judged, Score, Scored, TrainerState, as_messages, asks_for, taken
 from rft_fn.reward.media import records
-from rft_fn.reward.weights import vetoed, weights_of
+from rft_fn.reward.weights import weights_of
+from rft_fn.rollout import take
 from rft_fn.types import Rollout
 
 __all__ = [
-    "Judged", "concat", "judge", "judge_rows", "means", "normalized", "responses", "select",
-    "standardized",
+    "Joint", "concat", "judge", "judge_rows", "means", "responses", "select",
 ]  # fmt: skip
 
 
@@ -31,15 +32,87 @@ __all__ = [
 _REMEDY = "judge each rollout with its own prompts, before its rows are joined to others or moved"
 
 
-class Judged(NamedTuple):
-    """A scored rollout."""
+# ---------- the values of joint rewards, which all ranks compute together, once for a rollout
 
-    reward: Tensor  # [N, G]
-    parts: dict[str, Tensor]  # name -> [N, G], before its weight; NaN where a part does not apply
-    texts: list[str]  # B responses
-    # PART/NAME -> [N, G]: further numbers, NaN where there is none; PART/NAME -> B: values to be read
-    metrics: dict[str, Tensor] = {}  # noqa: RUF012  never written to
-    extra: dict[str, list[Any]] = {}  # noqa: RUF012
+
+class Joint:
+    """The values [B] of the joint rewards of a score for a rollout, which are computed once."""
+
+    def __init__(self, score: Score, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any):
+        self._score = score
+        self._batch = (rollout, prompts, tokenizer)
+        self._found: dict[str, Tensor] | None = None
+        self._parts: dict[tuple[int, ...], Rollout] = {}
+        self.begun = False  # it may have failed
+
+    def values(self) -> dict[str, Tensor]:
+        """The values by name. ValueError for a reward that gives another number of them."""
+        if self._found is None:
+            self.begun = True
+            self._found = {name: self._one(name) for name in joint_names(self._score)}
+        return self._found
+
+    def prepare(self) -> None:
+        """Do what each rank does by itself, so that its errors are shared before the ranks meet."""
+        for name in joint_names(self._score):
+            prepare = getattr(self._fn(name), "prepare", None)
+            rows = self._rows(name)
+            if prepare is not None and rows:
+                self._named(name, prepare, rows)
+
+    def _one(self, name: str) -> Tensor:
+        """The values [B] of one reward, which is asked for the rows that it applies to."""
+        values = torch.full((len(self._batch[0].group),), math.nan)
+        rows = self._rows(name)
+        if not rows:
+            return values
+        found = self._named(name, self._fn(name), rows)
+        if not isinstance(found, Tensor) or found.shape != (len(rows),):
+            got = list(getattr(found, "shape", ())) or type(found).__name__
+            raise ValueError(f"reward {name!r}: expected [B] = [{len(rows)}], got {got}")
+        return values.index_copy(0, torch.tensor(rows), found.detach().cpu().float())
+
+    def _fn(self, name: str) -> Any:
+        score: Any = self._score
+        return score.components[name][0]
+
+    def _rows(self, name: str) -> tuple[int, ...]:
+        """The rows that a reward applies to."""
+        score: Any = self._score
+        weight = score.components[name][1]
+        prompts = self._batch[1]
+        owners = self._batch[0].group.tolist()
+        column = getattr(weight, "column", "")
+        asked = {column: [prompts[i].columns.get(column) for i in owners]}
+        applies = ~weights_of(name, weight, asked, len(owners)).isnan()
+        return tuple(applies.nonzero().flatten().tolist())
+
+    def _named(self, name: str, call: Any, rows: tuple[int, ...]) -> Any:
+        """What a reward makes of those rows; its errors name it."""
+        score: Any = self._score
+        score.running = name
+        _, prompts, tokenizer = self._batch
+        with noted(name):
+            return call(self._part(rows), prompts, tokenizer)
+
+    def _part(self, rows: tuple[int, ...]) -> Rollout:
+        """Those rows of the rollout: the same object for all rewards of the same rows."""
+        if len(rows) == len(self._batch[0].group):
+            return self._batch[0]
+        if rows not in self._parts:
+            self._parts[rows] = take(self._batch[0], list(rows))
+        return self._parts[rows]
+
+    def of_rows(self, rows: Sequence[int]) -> Known:
+        """The values for those rows of the rollout, once they are asked for."""
+
+        def known() -> dict[str, Tensor]:
+            return {name: x[list(rows)] for name, x in self.values().items()}
+
+        return known
+
+
+# ---------- judge a rollout
 
 
 def responses(rollout: Rollout, tokenizer: Any) -> list[str]:
@@ -367,46 +440,3 @@ def _means(values: Mapping[str, Tensor], prefix: str) -> dict[str, float]:
         if not x.isnan().all():
             found[f"{prefix}/{name}"] = x.double().nanmean().item()
     return found
-
-
-# ---------- parts of a reward on one scale, before they are weighted
-
-
-Over = Literal["batch", "group"]
-
-
-def normalized(
-    score: Weighted, judged: Judged, prompts: Sequence[Any], *, over: Over = "group", eps: float = 1e-6
-) -> Tensor:
-    """The rewards [N, G] with each part normalised before it is weighted.
-
-    reward = sum of weight * standardized(part), over the parts that apply to a row. So a part that varies
-    little counts as much as one that varies a lot. `over` is "group", the responses to one prompt (GDPO, Liu
-    et al., 2026, 2601.05242, before its second normalisation), or "batch", all responses. Vetoes look at the
-    parts as they are, and set the reward as it is. `judged` is what `score` gave for the `prompts`. For
-    running moments see `reward_shaping.running_norm`, whose state is explicit.
-    """
-    n, g = judged.reward.shape
-    total = torch.zeros_like(judged.reward)
-    names = dict.fromkeys(name for p in prompts for name in p.columns)
-    columns = {name: [p.columns.get(name) for p in prompts] for name in names}
-    for name, (_, weight) in score.components.items():
-        scaled = standardized(judged.parts[name], over=over, eps=eps)
-        total = total + (weights_of(name, weight, columns, n)[:, None] * scaled).nan_to_num()
-    return vetoed(total, judged.parts, score.vetoes)[0].view(n, g)
-
-
-def standardized(x: Tensor, *, over: Over, eps: float = 1e-6) -> Tensor:
-    """(x - mean) / (sample std + eps) of x [N, G], of each row or of all; NaN stays, and counts nowhere.
-
-    A row, or a batch, with fewer than two numbers becomes 0 where it has one.
-    """
-    shape = x.shape
-    if over == "batch":
-        x = x.reshape(1, -1)
-    there = ~x.isnan()
-    count = there.sum(1, keepdim=True)
-    wide = x.double()
-    centred = wide - wide.nansum(1, keepdim=True) / count
-    variance = centred.square().nansum(1, keepdim=True) / (count - 1).clamp(min=1)
-    return (centred / (variance.sqrt() + eps)).float().reshape(shape)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rft_fn import collect, data, reward
 from rft_fn.reward import adapters
-from rft_fn.reward.scoring import standardized
+from rft_fn.reward.combine import standardized
 from rft_fn.reward.weights import RowWeights, read_veto, vetoed
 from rft_fn.strategy import get_fake_strategy
 
