@@ -1,16 +1,18 @@
 """How rollouts come about: sampled and judged by all ranks, and checked against the trainer."""
 
-from rft_fn.collect.ahead import Ahead, InOrder, Weights, due, version_of
+from rft_fn.collect.asynchronous import Ahead, InOrder, Weights, due, version_of
 from rft_fn.collect.episodes import Played
-from rft_fn.collect.generate import (
+from rft_fn.collect.gather import (
+    check_reward,
     gather_and_generate,
+    gather_and_judge,
+    gather_and_judge_rows,
     inference_engine_status,
     setup_inference_engine,
     sleep_inference_engine,
     update_engine_weights,
     wakeup_inference_engine,
 )
-from rft_fn.collect.judging import check_reward, gather_and_judge, gather_and_judge_rows
 from rft_fn.collect.mismatch import (
     CORRECTIONS,
     MISMATCH,

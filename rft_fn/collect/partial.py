@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rft_fn import reward_shaping, tree
 from rft_fn import rollout as rollouts
-from rft_fn.collect.generate import has_media, with_media, without_media
+from rft_fn.collect.gather import has_media, with_media, without_media
 from rft_fn.reward import Judged, select
 from rft_fn.reward import concat as concat_judged
 from rft_fn.rollout import Prefix, concat, extend, prefixes, take

@@ -20,7 +20,7 @@ from rft_fn.collect.episodes import (
     read_reset,
     read_step,
 )
-from rft_fn.collect.generate import gather_and_generate, has_media, part_of_rank, with_media
+from rft_fn.collect.gather import gather_and_generate, has_media, part_of_rank, with_media
 from rft_fn.environment import Environment, Renderer
 from rft_fn.rollout import Prefix
 from rft_fn.types import Engine, Sampling, Strategy

@@ -18,8 +18,8 @@ from rft_fn.engine import requests
 from rft_fn.engine.weight_folder import Manifest, manifest
 from rft_fn.model import quantize
 from rft_fn.model.materialize import Stored, converted, slices
-from rft_fn.reward.remote import protocol
-from rft_fn.reward.remote.connection import masked, token_in
+from rft_fn.reward import wire
+from rft_fn.reward.connection import masked, token_in
 from rft_fn.types import Sampling
 
 __all__ = [
@@ -123,13 +123,13 @@ class Client:
         if not answer.data:
             return None
         try:
-            return protocol.load(answer.data)
+            return wire.load(answer.data)
         except ValueError as error:
             raise Fault(f"{path}: {error}") from error
 
     async def _exchange(self, address: str, body: bytes | None, key: str, most: int, seconds: float) -> Any:
         """Return the answer to a request. TimeoutError at the deadline, of all that is sent and read."""
-        from rft_fn.reward.remote import connection
+        from rft_fn.reward import connection
 
         task = asyncio.current_task()
         assert task is not None

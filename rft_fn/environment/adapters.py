@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from rft_fn.data.messages import Turn
 from rft_fn.environment.record import Environment, Row, Stepped, as_messages
-from rft_fn.reward.adapters.verifiers import score_conversation
+from rft_fn.reward.rubrics import score_conversation
 
 __all__ = ["gymnasium", "verifiers"]
 
@@ -95,7 +95,7 @@ def verifiers(env: Any, *, name: str = "verifiers") -> Environment:
     A row has the columns of its data set: prompt (text or messages), answer, info, task. Of the object only
     `setup_state`, `env_response`, `is_completed`, `system_prompt` and `rubric` are used, in the signatures of
     either time: with messages and state, or only with the state. It gets messages, while tokens stay as they
-    were sampled. Its rubric scores an episode at its end, as `reward.adapters.verifiers` does; functions of
+    were sampled. Its rubric scores an episode at its end, as `reward.rubrics.verifiers` does; functions of
     whole groups are refused by ValueError. Version 0.4 has other classes, `verifiers.v1`, and is not read.
 
     Its state changes in place: a state can be stepped once.

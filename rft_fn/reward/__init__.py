@@ -10,8 +10,14 @@ libraries, `combine` their weighted sum and `scoring` the way from a rollout to 
 prompt, and is then a constant.
 """
 
-from rft_fn.reward.combine import Weighted, columns, label_values, normalized, weighted
-from rft_fn.reward.convention import (
+from rft_fn.reward.combine import Veto, Weighted, columns, label_values, normalized, weighted
+from rft_fn.reward.from_spec import by_column, load, parse
+from rft_fn.reward.generative_model import generative, generative_by_name
+from rft_fn.reward.preflight import check
+from rft_fn.reward.remote import served_at
+from rft_fn.reward.scalar_model import Reading, ScalarReward, scalar
+from rft_fn.reward.scoring import concat, judge, judge_rows, means, responses, select
+from rft_fn.reward.signature import (
     JointReward,
     Judged,
     RewardFn,
@@ -22,12 +28,6 @@ from rft_fn.reward.convention import (
     text,
     trainer_state,
 )
-from rft_fn.reward.generative_model import generative, generative_by_name
-from rft_fn.reward.loading import by_column, load, parse
-from rft_fn.reward.preflight import check
-from rft_fn.reward.remote import served_at
-from rft_fn.reward.scalar_model import Reading, ScalarReward, scalar
-from rft_fn.reward.scoring import concat, judge, judge_rows, means, responses, select
 from rft_fn.reward.verifiable import (
     boxed_format,
     exact,
@@ -40,7 +40,6 @@ from rft_fn.reward.verifiable import (
     tag_format,
     task,
 )
-from rft_fn.reward.weights import Veto
 
 __all__ = [
     "Judged", "Reading", "RewardFn", "Veto", "boxed_format", "by_column", "check", "columns", "concat",

@@ -3,19 +3,29 @@
 import asyncio
 import concurrent.futures as futures
 import inspect
+import io
+import mimetypes
 import threading
+import wave
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rft_fn.reward.convention import RewardFn, asks_for, column_names, required, taken
+from rft_fn.data.media import Medium, stored
+from rft_fn.data.media.decode import image
+from rft_fn.data.media.medium import label
+from rft_fn.reward.signature import RewardFn, asks_for, column_names, required, taken
 
-__all__ = ["Call", "Caller", "EventLoop", "Log", "in_thread", "noted"]
+__all__ = ["Call", "Caller", "EventLoop", "Log", "in_thread", "media_records", "noted"]
+
+
+# ---------- calls reward functions; async ones wait for a network while the others compute
 
 
 # ---------- one event loop for all async functions of a kind
@@ -314,3 +324,75 @@ def _check_arguments(name: str, fn: RewardFn, given: Mapping[str, Any]) -> None:
                 f"reward {name!r}: column {column!r} is not in the dataset; "
                 f"its columns are: {column_names(given)}"
             )
+
+
+# ---------- the media of prompts as rewards get them: the kind, the type and the bytes of each
+
+
+_BEGINNINGS = {
+    b"\x89PNG": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"fLaC": "audio/flac",
+    b"ID3": "audio/mpeg",
+    b"OggS": "audio/ogg",
+}
+"""How files of a type begin."""
+
+
+def media_records(media: Sequence[Medium]) -> list[dict[str, Any]]:
+    """One record for each medium, in their order: its kind, its type, and the bytes of its file.
+
+    {"kind": "image", "mime": "image/png", "bytes": ...}; of a URL, which is not fetched, {"kind", "mime",
+    "url"}. The kind is image, video or audio; an unknown type is application/octet-stream. An array becomes
+    a PNG or a WAV file, a video of frames an animated PNG. ValueError as the data's own reader raises it.
+    """
+    return [_record(medium) for medium in media]
+
+
+def _record(medium: Medium) -> dict[str, Any]:
+    name = label(medium.source)
+    if name.startswith(("http://", "https://")):
+        return {"kind": medium.kind, "mime": _mime(b"", name), "url": name}
+    found = _file(medium.kind, stored.read(medium))
+    return {"kind": medium.kind, "mime": _mime(found, name), "bytes": found}
+
+
+def _file(kind: str, content: stored.Content) -> bytes:
+    """The content of a medium as a file."""
+    if isinstance(content, bytes):
+        return content
+    if kind == "audio":
+        return _wav(content)
+    frames = content
+    if kind == "image":
+        frames = [content]
+    pictures = [image(frame)[0] for frame in frames]
+    file = io.BytesIO()
+    pictures[0].save(file, "PNG", save_all=len(pictures) > 1, append_images=pictures[1:])
+    return file.getvalue()
+
+
+def _wav(content: Any) -> bytes:
+    """(samples [n] or [n, channels] in [-1, 1], rate) as a WAV file of 16 bits."""
+    if not isinstance(content, tuple):
+        raise ValueError("audio: expected a file, or {'array', 'sampling_rate'}: an array has no rate")
+    samples = np.asarray(content[0], dtype=np.float64)
+    samples = samples.reshape(len(samples), -1)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(samples.shape[1])
+        out.setsampwidth(2)
+        out.setframerate(content[1])
+        out.writeframes((samples.clip(-1, 1) * 32767).round().astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def _mime(found: bytes, name: str) -> str:
+    """The type of a file, by how it begins, else by its name."""
+    for beginning, mime in _BEGINNINGS.items():
+        if found.startswith(beginning):
+            return mime
+    if found.startswith(b"RIFF"):
+        return {b"WAVE": "audio/wav", b"WEBP": "image/webp"}.get(found[8:12], "video/x-msvideo")
+    return mimetypes.guess_type(name)[0] or "application/octet-stream"

@@ -17,16 +17,23 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from rft_fn import rng
+from rft_fn.data import Processing
+from rft_fn.data.chat import Chat
+from rft_fn.data.masks import special_tokens
 from rft_fn.data.medium import Medium
-from rft_fn.data.text_template import fill
+from rft_fn.data.prompts import Prompt
+from rft_fn.data.text_template import fill, render
 from rft_fn.reward.convention import Messages, text
 from rft_fn.reward.verdicts import Choice, JsonNumber, Match, Parser, TaggedNumber, TerseNumber
 
 __all__ = [
-    "FORMS", "Answers", "Batch", "Form", "Piece", "Quote", "as_json", "column_of", "first_said", "flat",
-    "json_rating", "key_of", "make_batch", "markup", "named", "pair", "rating", "read_flags", "row_of",
-    "terse",
+    "FORMS", "Answers", "Asker", "Batch", "Form", "Piece", "Quote", "as_json", "column_of", "first_said",
+    "flat", "json_rating", "key_of", "make_batch", "markup", "named", "pair", "rating", "read_flags",
+    "row_of", "terse",
 ]  # fmt: skip
+
+
+# ---------- forms of a judge: how it is asked, and how its answer is read
 
 
 # ---------- quotes the texts that a judge is shown, so that none of them can end its own quotation
@@ -357,3 +364,105 @@ def _tokens(reasoning: bool) -> int:
     if reasoning:
         return _THOUGHT
     return _ALONE
+
+
+# ---------- makes the prompts of a judge: tokens in which quoted text is text, whatever it spells
+
+
+# ---------- makes the prompts of a judge: tokens in which quoted text is text, whatever it spells
+
+
+class Asker:
+    """Makes questions of a form for a judge, by its tokenizer.
+
+    `processing` is the processor of a judge that sees or hears. ValueError for a tokenizer or a chat template
+    that leaves no way to tell the places of the quoted texts.
+    """
+
+    def __init__(self, form: Form, tokenizer: Any, processing: Processing | None = None):
+        self.form = form
+        self.tokenizer = tokenizer
+        self.chat = Chat(tokenizer, {}, processing)
+        self._places = [piece.place for piece in form.pieces if piece.place]
+        self._mark = self._find_mark()
+        self._fixed = self._cut(self._rendered(self._text(self._mark)))
+
+    def prompt(self, values: Mapping[str, Any], index: int, media: Sequence[Medium] = ()) -> Prompt:
+        """The question with these values of its places; ValueError, with the row `index`, as `Form.filled`.
+
+        The media stand in front of the text.
+        """
+        fixed = self._fixed
+        tensors = None
+        if media:
+            encoded = self._encoded(media)
+            fixed = self._cut(encoded.ids)
+            tensors = encoded.media
+
+        # each quoted text between the fixed parts around it
+        ids = list(fixed[0])
+        for place, behind in zip(self._places, fixed[1:], strict=True):
+            ids += self._quoted(self.form.filled(place, values, f"completion {index}"))
+            ids += behind
+        return Prompt(ids, self.form.question(values), dict(values), index, media=tensors)
+
+    def _quoted(self, text: str) -> list[int]:
+        """The tokens of a text, none of which is special; a character that has no token keeps its unknown."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        special = special_tokens(self.tokenizer) - {self.tokenizer.unk_token_id}
+        return [i for i in ids if i not in special]
+
+    def _text(self, mark: str) -> str:
+        """The template with the mark in each of its places."""
+        parts = []
+        for piece in self.form.pieces:
+            parts.append(piece.text)
+            if piece.place:
+                parts.append(mark)
+        return "".join(parts)
+
+    def _rendered(self, text: str) -> list[int]:
+        """The tokens of the question's text in the judge's chat template."""
+        return render(self.tokenizer, text, system=self.form.system)
+
+    def _encoded(self, media: Sequence[Medium]) -> Any:
+        """The tokens and tensors of the question's text behind media."""
+        content: list[dict[str, Any]] = [{"type": medium.kind, medium.kind: medium} for medium in media]
+        content.append({"type": "text", "text": self._text(self._mark)})
+        turns: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        if self.form.system is not None:
+            turns.insert(0, {"role": "system", "content": self.form.system})
+        return self.chat.encoded(turns, ask=True)
+
+    def _find_mark(self) -> str:
+        """A special token that the question itself does not have."""
+        # nor one that stands for media, or that takes the spaces beside it
+        used = set(self._rendered(self._text("")))
+        if self.chat.processing is not None:
+            marks = [self.chat.processing.mark(kind) for kind in self.chat.processing.kinds]
+            used |= set(self.tokenizer.convert_tokens_to_ids(marks))
+        added = self.tokenizer.added_tokens_decoder
+        usual = [self.tokenizer.pad_token_id, self.tokenizer.eos_token_id]
+        for i in [*usual, *sorted(added)]:
+            token = added.get(i)
+            if token is None or i in used or token.lstrip or token.rstrip:
+                continue
+            if token.special:
+                return token.content
+        raise ValueError("tokenizer: expected a special token that its chat template does not use, got none")
+
+    def _cut(self, ids: Sequence[int]) -> list[list[int]]:
+        """The tokens between the marks. ValueError unless each place has its mark."""
+        mark = self.tokenizer.convert_tokens_to_ids(self._mark)
+        parts: list[list[int]] = [[]]
+        for i in ids:
+            if i == mark:
+                parts.append([])
+            else:
+                parts[-1].append(i)
+        if len(parts) != len(self._places) + 1:
+            raise ValueError(
+                f"chat template: expected it to render the question once, with {len(self._places)} places, "
+                f"got {len(parts) - 1}"
+            )
+        return parts

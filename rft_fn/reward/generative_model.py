@@ -23,11 +23,20 @@ from rft_fn.data.prompts import Prompt
 from rft_fn.data.text_template import fill
 from rft_fn.reward import forms
 from rft_fn.reward import verdicts as voting
-from rft_fn.reward.asking import Asker
 from rft_fn.reward.calling import in_thread
-from rft_fn.reward.convention import Messages, RewardFn
-from rft_fn.reward.forms import Answers, Batch, Form, first_said, key_of, make_batch, read_flags, row_of
+from rft_fn.reward.forms import (
+    Answers,
+    Asker,
+    Batch,
+    Form,
+    first_said,
+    key_of,
+    make_batch,
+    read_flags,
+    row_of,
+)
 from rft_fn.reward.scoring import responses
+from rft_fn.reward.signature import Messages, RewardFn
 from rft_fn.reward.verdicts import behind_thoughts
 from rft_fn.types import Engine, Sampling
 

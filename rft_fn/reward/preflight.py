@@ -8,12 +8,12 @@ import torch
 
 from rft_fn import packing, rng
 from rft_fn.data.rows import value_at
-from rft_fn.reward.adapters import Adapter, messages, texts
+from rft_fn.reward.calling import media_records as records
 from rft_fn.reward.combine import Known, Weighted, columns
-from rft_fn.reward.convention import Columns, RewardFn, Score, Scored, as_messages
-from rft_fn.reward.convention import text as text_of
-from rft_fn.reward.media import records
+from rft_fn.reward.foreign import Adapter, messages, texts
 from rft_fn.reward.scoring import Joint
+from rft_fn.reward.signature import Columns, RewardFn, Score, Scored, as_messages
+from rft_fn.reward.signature import text as text_of
 from rft_fn.types import Rollout
 
 __all__ = ["check", "made_up"]

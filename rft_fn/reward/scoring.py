@@ -13,11 +13,10 @@ from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.data.prompts import Prompt
+from rft_fn.reward.calling import media_records as records
 from rft_fn.reward.calling import noted
-from rft_fn.reward.combine import Known, joint_names
-from rft_fn.reward.convention import Judged, Score, Scored, TrainerState, as_messages, asks_for, taken
-from rft_fn.reward.media import records
-from rft_fn.reward.weights import weights_of
+from rft_fn.reward.combine import Known, joint_names, weights_of
+from rft_fn.reward.signature import Judged, Score, Scored, TrainerState, as_messages, asks_for, taken
 from rft_fn.rollout import take
 from rft_fn.types import Rollout
 

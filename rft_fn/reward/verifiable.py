@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from rft_fn.data import tasks
 from rft_fn.data.rows import column_at
-from rft_fn.reward.convention import Columns, Messages, RewardFn, column_names, reads, stateless, text
+from rft_fn.reward.signature import Columns, Messages, RewardFn, column_names, reads, stateless, text
 
 __all__ = [
     "boxed_format",

@@ -17,7 +17,7 @@ from torch import Tensor
 from rft_fn import collect, data, dist, optim, strategy, sync
 from rft_fn import engine as engine_lib
 from rft_fn.check import printable
-from rft_fn.collect import ahead
+from rft_fn.collect import asynchronous
 from rft_fn.engine import BadRequest, EngineDead, time_limit
 from rft_fn.run import options
 from rft_fn.run.folder import Run
@@ -265,7 +265,7 @@ def start_sampler(
     if not cfg.ahead:
         inner, push = start_engine(cfg, st, task)
         return collect.Ahead(inner, st, saved=saved), push
-    config, threads = ahead.apart(engine_lib.config_of(st.config), torch.get_num_threads())
+    config, threads = asynchronous.apart(engine_lib.config_of(st.config), torch.get_num_threads())
     torch.set_num_threads(threads)
     build = partial(engine_lib.get_engine, config, cfg.model, task.tokenizer)
     check = partial(_check, cfg, st, task) if cfg.canary else None

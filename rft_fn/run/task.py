@@ -13,8 +13,8 @@ from rft_fn.data.labelled import NEW_LINE
 from rft_fn.engine import EngineDead
 from rft_fn.engine.lifetime import deferred
 from rft_fn.memory import Sampler
+from rft_fn.reward.combine import read_veto
 from rft_fn.reward.scalar_model import check_budget
-from rft_fn.reward.weights import read_veto
 from rft_fn.run import options
 from rft_fn.run.files import last_model
 from rft_fn.run.folder import Run

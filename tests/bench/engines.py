@@ -19,7 +19,7 @@ import torch
 
 import rft_fn as rft
 from rft_fn import collect, engine, model, sync
-from rft_fn.collect import ahead
+from rft_fn.collect import asynchronous
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "vllm"), str(ROOT / "tests" / "bench")]
@@ -195,7 +195,7 @@ def measure(args):
                 "vLLM server": engine.EngineConfig(type="openai", servers=(server.url,), **batch),
             }
             engines = {name: engine.get_engine(c, folder, tokenizer) for name, c in configs.items()}
-            apart, _ = ahead.apart(engine.EngineConfig(type="vllm", **limits), args.threads)
+            apart, _ = asynchronous.apart(engine.EngineConfig(type="vllm", **limits), args.threads)
             calls = collect.InOrder(lambda: engine.get_engine(apart, folder, tokenizer))
             trainer = Trainer(folder)
             found, rollout, sampling = measure_rollouts(trainer, engines, calls, args)

@@ -11,8 +11,7 @@ from hypothesis import strategies as some
 
 import rft_fn as rft
 from rft_fn import engine, rng, tree
-from rft_fn.collect import ahead as module
-from rft_fn.collect import due, version_of
+from rft_fn.collect import asynchronous, due, version_of
 from rft_fn.engine import EngineConfig
 from rft_fn.engine.requests import Response, assemble, rows
 from rft_fn.types.engine import Delivered
@@ -298,13 +297,13 @@ def test_an_engine_that_takes_too_little_is_not_sampled_from():
 
 
 def test_an_engine_of_its_own_process_never_sleeps_and_has_half_of_the_threads():
-    config, left = module.apart(EngineConfig(batch=7), 5)
+    config, left = asynchronous.apart(EngineConfig(batch=7), 5)
     assert (config.process, config.sleep, config.threads, config.batch, left) == (True, False, 2, 7, 3)
-    config, left = module.apart(EngineConfig(threads=4), 5)
+    config, left = asynchronous.apart(EngineConfig(threads=4), 5)
     assert (config.threads, left) == (4, 1)
-    assert module.apart(EngineConfig(), 1)[0].threads == module.apart(EngineConfig(), 1)[1] == 1
+    assert asynchronous.apart(EngineConfig(), 1)[0].threads == asynchronous.apart(EngineConfig(), 1)[1] == 1
     with pytest.raises(ValueError, match="ahead, engine_tp_size: expected one process"):
-        module.apart(EngineConfig(tp_size=2), 4)
+        asynchronous.apart(EngineConfig(tp_size=2), 4)
 
 
 def test_what_a_run_no_longer_asks_for_leaves_its_checkpoints():

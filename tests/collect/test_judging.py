@@ -79,7 +79,7 @@ def judged_in_full(st):
     score = reward.weighted(waits=(waits, 1.0), logs=(logs_on_rank_1, 0.5))
     spoken = [dataclasses.replace(p, messages=[{"role": "user", "content": p.text}]) for p in PROMPTS]
     judged = collect.gather_and_judge(
-        st, reward.weighted(**{k: (reward.adapters.texts(fn), w) for k, (fn, w) in score.components.items()}),
+        st, reward.weighted(**{k: (reward.foreign.texts(fn), w) for k, (fn, w) in score.components.items()}),
         rollout_of(), spoken, tiny.tokenizer(), state=reward.trainer_state(7, 9),
     )  # fmt: skip
     return judged._asdict() | {"means": reward.means(judged, "reward")}

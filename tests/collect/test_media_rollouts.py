@@ -12,7 +12,7 @@ from sees_and_hears import FAMILIES
 
 import rft_fn as rft
 from rft_fn import collect, engine, rng
-from rft_fn.collect.ahead import name_of
+from rft_fn.collect.asynchronous import name_of
 from rft_fn.engine import EngineConfig, prompt_media
 from rft_fn.environment import Environment, Renderer, Stepped
 from rft_fn.model.media_inputs import placeholder_ids

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from judges import ATTACKS
 
 from rft_fn.reward import forms, verdicts
-from rft_fn.reward import forms as quoting
 from rft_fn.reward.verdicts import Choice, JsonNumber, TaggedNumber, TerseNumber
 
 PARSERS = [TaggedNumber(), TaggedNumber(1, 5), JsonNumber(), JsonNumber(-1, 1, "reward"), TerseNumber(0, 4)]
@@ -141,13 +140,13 @@ def test_thoughts_have_no_verdict(said, answer):
 @given(st.text() | st.sampled_from(list(ATTACKS.values())))
 def test_quotes_keep_the_text_and_hold_no_delimiter(text):
     assert (
-        html.unescape(quoting.markup(text)) == text or "&" in text
+        html.unescape(forms.markup(text)) == text or "&" in text
     )  # other entities of the text stay as they are
-    assert quoting.markup(text).replace("&lt;", "<").replace("&amp;", "&") == text
-    assert "<" not in quoting.markup(text)
-    assert json.loads(quoting.as_json(text)) == text
-    assert "<" not in quoting.as_json(text) and '"' not in quoting.as_json(text)[1:-1].replace('\\"', "")
-    assert ":" not in quoting.flat(text) and len(quoting.flat(text)) == len(text)
+    assert forms.markup(text).replace("&lt;", "<").replace("&amp;", "&") == text
+    assert "<" not in forms.markup(text)
+    assert json.loads(forms.as_json(text)) == text
+    assert "<" not in forms.as_json(text) and '"' not in forms.as_json(text)[1:-1].replace('\\"', "")
+    assert ":" not in forms.flat(text) and len(forms.flat(text)) == len(text)
 
 
 def test_the_usual_forms_show_what_is_judged_and_what_is_asked():

@@ -21,8 +21,7 @@ from rft_fn import reward, rng
 from rft_fn.data.chat import Chat
 from rft_fn.data.medium import Medium
 from rft_fn.engine.time_limit import time_limit
-from rft_fn.reward import forms
-from rft_fn.reward import verdicts as voting
+from rft_fn.reward import forms, verdicts
 from rft_fn.types import Sampling
 
 TOKENIZER = chats.tokenizer(chats.CHATML, end="<|im_end|>")
@@ -168,7 +167,7 @@ samples = st.lists(
 def test_votes_are_their_definitions(rows):
     for row, mean, median, majority in zip(
         rows,
-        *(voting.VOTES[name](torch.tensor(rows).double()) for name in ("mean", "median", "majority")),
+        *(verdicts.VOTES[name](torch.tensor(rows).double()) for name in ("mean", "median", "majority")),
         strict=True,
     ):
         known = np.array([x for x in row if x == x])
@@ -186,7 +185,7 @@ def test_votes_change_the_reward_and_their_spread_is_logged():
     assert logged["spread"] == pytest.approx(np.std([0, 1, 1, 0.4])) and logged[
         "unparsable"
     ] == pytest.approx(0.2)
-    for vote, value in ((voting.majority, 1.0), (voting.median, 0.7)):
+    for vote, value in ((verdicts.majority, 1.0), (verdicts.median, 0.7)):
         assert judge(lambda q, k, j: f"<score>{[0, 10, 10, 4, 'x'][j]}</score>", votes=5, vote=vote)[0](
             ["q"], ["a"]
         ) == pytest.approx([value])
@@ -240,7 +239,7 @@ def test_the_reward_within_a_group_is_the_share_of_the_others_that_it_beats(both
 
 @given(st.lists(st.sampled_from("pq"), min_size=1, max_size=9), st.booleans())
 def test_a_round_robin_has_each_pair_once_or_in_both_orders(groups, both_orders):
-    found = voting.round_robin(groups, both_orders=both_orders)
+    found = verdicts.round_robin(groups, both_orders=both_orders)
     pairs = [(i, j) for i, j in itertools.permutations(range(len(groups)), 2) if groups[i] == groups[j]]
     if both_orders:
         assert sorted(found) == sorted(pairs)
@@ -282,8 +281,8 @@ def test_a_pair_against_a_reference_is_asked_in_both_orders_with_keys_of_their_o
     )
 )
 def test_shares_are_the_mean_of_what_each_one_won(played):
-    matches = [voting.Match(a, b) for a, b, _ in played]
-    found = voting.shares(torch.tensor([v for *_, v in played], dtype=torch.float64), matches, 4)
+    matches = [verdicts.Match(a, b) for a, b, _ in played]
+    found = verdicts.shares(torch.tensor([v for *_, v in played], dtype=torch.float64), matches, 4)
     for i in range(4):
         won = [v for a, _, v in played if a == i] + [1 - v for _, b, v in played if b == i]
         won = [x for x in won if x == x]
@@ -291,12 +290,12 @@ def test_shares_are_the_mean_of_what_each_one_won(played):
 
 
 def test_consistency_is_the_share_of_pairs_with_one_winner_in_both_orders():
-    both = [voting.Match(0, 1), voting.Match(1, 0), voting.Match(0, 2), voting.Match(2, 0)]
+    both = [verdicts.Match(0, 1), verdicts.Match(1, 0), verdicts.Match(0, 2), verdicts.Match(2, 0)]
     for verdicts, share in (
         ([1, 0, 1, 0], 1), ([1, 1, 1, 0], 0.5), ([0.5, 0.5, 1, 1], 0.5), ([0.5, 1, 0, 0], 0),
         ([1, NAN, 1, 0], 1), ([1, NAN, NAN, 0], None),
     ):  # fmt: skip
-        assert voting.consistent(torch.tensor(verdicts).double(), both) == share
+        assert verdicts.consistent(torch.tensor(verdicts).double(), both) == share
 
 
 # ---------------------------------------- answers without a verdict

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rft_fn as rft
-from rft_fn.reward import Scored
-from rft_fn.reward.remote import connection, openrlhf, protocol
-from rft_fn.reward.remote.client import cuts, joined
-from rft_fn.reward.remote.protocol import Batch, load, plain
+from rft_fn.reward import Scored, connection, wire
+from rft_fn.reward.remote import cuts, joined
+from rft_fn.reward.wire import Batch, load, plain
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 texts = st.text(max_size=8)
@@ -43,7 +42,7 @@ def batches(draw):
 @settings(deadline=None)
 @given(batches())
 def test_a_request_is_read_as_it_was_written(batch):
-    assert protocol.read_request(protocol.request(batch)) == batch
+    assert wire.read_request(wire.request(batch)) == batch
 
 
 @settings(deadline=None)
@@ -52,7 +51,7 @@ def test_numbers_come_back_to_the_bit(numbers, more):
     total = torch.tensor([math.nan if x is None else x for x in numbers])
     extra = {"a/why": ["x"] * len(numbers)} if more else {}
     scored = Scored(total, {"a": total, "b": total * 0}, {"a/n": total}, extra)
-    found = protocol.read_answer(protocol.answer(scored), len(numbers))
+    found = wire.read_answer(wire.answer(scored), len(numbers))
     logs = {"a": numbers, "a/n": numbers} | extra
     back = torch.tensor([math.nan if x is None else x for x in found["rewards"]])
     assert torch.equal(back.view(torch.int32), total.view(torch.int32))
@@ -62,16 +61,16 @@ def test_numbers_come_back_to_the_bit(numbers, more):
 def test_the_request_and_the_answer_of_the_page_are_read():
     page = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text()
     asked, answered = re.findall(r"```json\n(.*?)```", page, re.S)
-    batch = protocol.read_request(asked.encode())
+    batch = wire.read_request(asked.encode())
     assert batch.completions == ["13", "31"] and not batch.columns and not batch.given
-    found = protocol.read_answer(answered.encode(), len(batch.completions))
+    found = wire.read_answer(answered.encode(), len(batch.completions))
     assert found == {"rewards": [1.0, None], "extra_logs": {}}
 
 
 def test_the_only_part_is_not_told_twice():
     one = torch.tensor([1.0, 2.0])
-    assert b"parts" not in protocol.answer(Scored(one, {"a": one}))
-    assert b'"parts":{"a":[2.0,4.0]}' in protocol.answer(Scored(one, {"a": 2 * one}))
+    assert b"parts" not in wire.answer(Scored(one, {"a": one}))
+    assert b'"parts":{"a":[2.0,4.0]}' in wire.answer(Scored(one, {"a": 2 * one}))
 
 
 @settings(deadline=None)
@@ -144,9 +143,9 @@ def test_every_medium_is_sent_and_each_once():
     two = {"kind": "image", "mime": "image/png", "bytes": b"two"}
     far = {"kind": "audio", "mime": "audio/wav", "url": "https://host/a.wav"}
     media = [[one, two], [one, two], [], [far, one]]
-    data = protocol.request(Batch(["p"] * 4, ["c"] * 4, {"n": [1] * 4}, {"media": media}))
+    data = wire.request(Batch(["p"] * 4, ["c"] * 4, {"n": [1] * 4}, {"media": media}))
     assert len(load(data)["files"]) == 3
-    assert protocol.read_request(data).given["media"] == media
+    assert wire.read_request(data).given["media"] == media
 
 
 def test_media_are_not_sent_again_in_their_columns():
@@ -155,12 +154,12 @@ def test_media_are_not_sent_again_in_their_columns():
         "answer": ["1", "2"],
         "media": [[{"kind": "image", "mime": "", "bytes": b"x"}]] * 2,
     }
-    assert set(protocol.batch_of(["p"] * 2, ["c"] * 2, given).columns) == {"answer"}
-    assert set(protocol.batch_of(["p"] * 2, ["c"] * 2, given | {"media": None}).columns) == {
+    assert set(wire.batch_of(["p"] * 2, ["c"] * 2, given).columns) == {"answer"}
+    assert set(wire.batch_of(["p"] * 2, ["c"] * 2, given | {"media": None}).columns) == {
         "answer",
         "image",
     }
-    assert set(protocol.batch_of(["p"] * 2, ["c"] * 2, given, ["answer"]).columns) == {"answer"}
+    assert set(wire.batch_of(["p"] * 2, ["c"] * 2, given, ["answer"]).columns) == {"answer"}
 
 
 WHOLE = {
@@ -193,39 +192,39 @@ BAD = WHOLE | {ONE + x + "}": line for x, line in FURTHER.items()}
 @each("data", BAD)
 def test_other_requests_are_refused_in_one_line(data):
     with pytest.raises(ValueError) as caught:
-        protocol.read_request(data.encode())
+        wire.read_request(data.encode())
     assert BAD[data] in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_half_of_a_surrogate_pair_is_replaced_where_it_is_written_and_refused_where_it_is_read():
-    written = protocol.request(Batch(["a \ud83d"], ["\udc00"], {"x": [{"\udc00": "\U0001f600"}]}, {}, None))
-    found = protocol.read_request(written)
+    written = wire.request(Batch(["a \ud83d"], ["\udc00"], {"x": [{"\udc00": "\U0001f600"}]}, {}, None))
+    found = wire.read_request(written)
     assert found == Batch(["a \ufffd"], ["\ufffd"], {"x": [{"\ufffd": "\U0001f600"}]}, {}, None)
     answered = Scored(torch.ones(1), {}, {}, {"why": ["\ud83d"]})
-    assert protocol.read_answer(protocol.answer(answered), 1)["extra_logs"]["why"] == ["\ufffd"]
+    assert wire.read_answer(wire.answer(answered), 1)["extra_logs"]["why"] == ["\ufffd"]
     for data in (rb'{"prompts": ["\ud83d"], "completions": ["a"]}', b'{"prompts": ["\xed\xa0\xbd"]}'):
         with pytest.raises(ValueError, match=r"expected Unicode text, got half of a surrogate pair at .'pro"):
-            protocol.read_request(data)
+            wire.read_request(data)
 
 
 def test_the_columns_and_lists_of_a_request_may_be_missing():
-    found = protocol.read_request(b'{"prompts": ["a"], "completions": ["b"], "unknown": 1}')
+    found = wire.read_request(b'{"prompts": ["a"], "completions": ["b"], "unknown": 1}')
     assert found == Batch(["a"], ["b"], {}, {}, None)
 
 
 def test_openrlhfs_request_is_read_as_it_was_written():
     batch = Batch(["p", "q"], ["a", "b"], {"label": ["1", {"x": 2}]}, {})
-    assert openrlhf.read_request(openrlhf.request(batch)) == batch
-    assert load(openrlhf.request(batch, "gold"))["labels"] == [None, None]
+    assert wire.read_openrlhf_request(wire.openrlhf_request(batch)) == batch
+    assert load(wire.openrlhf_request(batch, "gold"))["labels"] == [None, None]
 
 
 def test_openrlhfs_older_request_has_queries_alone():
-    assert openrlhf.read_request(b'{"query": ["pa"]}') == Batch([""], ["pa"], {}, {})
+    assert wire.read_openrlhf_request(b'{"query": ["pa"]}') == Batch([""], ["pa"], {}, {})
 
 
 def test_openrlhfs_answer_is_read_as_it_was_written():
     total = torch.tensor([0.5, -1.25])
-    found = openrlhf.read_answer(openrlhf.answer(total, {"len": torch.tensor([3.0, math.nan])}), 2)
+    found = wire.read_openrlhf_answer(wire.openrlhf_answer(total, {"len": torch.tensor([3.0, math.nan])}), 2)
     assert found == {"rewards": [0.5, -1.25], "extra_logs": {"scores": [0.5, -1.25], "len": [3.0, None]}}
 
 
@@ -241,5 +240,5 @@ def test_openrlhfs_answer_is_read_as_it_was_written():
 )
 def test_other_answers_of_openrlhfs_form_are_refused(data, line):
     with pytest.raises(ValueError) as caught:
-        openrlhf.read_answer(data, 2)
+        wire.read_openrlhf_answer(data, 2)
     assert line in str(caught.value)

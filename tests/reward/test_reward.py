@@ -647,7 +647,7 @@ def test_only_a_number_behind_the_last_equals_sign_is_a_weight(tmp_path, weight)
     ("spec", "name"), [("http://h/s?m=a", "http://h/s?m=a"), ("http://h/s?m=a=2", "http://h/s?m=a")]
 )
 def test_the_query_of_a_url_is_no_weight(monkeypatch, spec, name):
-    monkeypatch.setattr(reward.loading, "_NAMED", {name.partition(":")[0]: lambda column: constant(1.0)})
+    monkeypatch.setattr(reward.from_spec, "_NAMED", {name.partition(":")[0]: lambda column: constant(1.0)})
     assert list(reward.parse([spec]).specs.values()) == [name]
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from rft_fn.reward.convention import TrainerState, as_messages
 
 from rft_fn import data, reward
 from rft_fn.data.rows import column_at, value_at
 from rft_fn.data.tasks import TASKS
-from rft_fn.reward.convention import TrainerState, as_messages
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 * 12?"}]
 SAID = ["72", "so 72", ""]
@@ -64,10 +64,10 @@ def test_a_prompt_of_messages_has_completions_of_messages():
 
 def test_an_adapter_says_the_form():
     prompts = [data.Prompt([3], "6 * 12?", {}, 0, CHAT), data.Prompt([4], "1+1=", {}, 1)]
-    seen = seen_by(reward.adapters.messages, prompts)
+    seen = seen_by(reward.foreign.messages, prompts)
     assert seen["prompts"] == [CHAT, CHAT, *[[{"role": "user", "content": "1+1="}]] * 2]
     assert seen["completions"] == [said("0"), said("1"), said("2"), said("3")]
-    seen = seen_by(reward.adapters.texts, prompts)
+    seen = seen_by(reward.foreign.texts, prompts)
     assert seen["prompts"] == ["Be brief.\n6 * 12?"] * 2 + ["1+1="] * 2
     assert seen["completions"] == ["0", "1", "2", "3"]
 
@@ -479,7 +479,7 @@ VERL = {
 def test_verl_scores_a_row_a_call(form):
     texts = ["72", "7"]
     completions = texts if form == "text" else [said(t) for t in texts]
-    fn = reward.adapters.verl(compute_score)
+    fn = reward.foreign.verl(compute_score)
     assert fn.columns == ("data_source", "reward_model.ground_truth")
     found = score(fn, completions, columns=VERL)
     assert found.total.tolist() == [1.0, 0.0]
@@ -498,15 +498,15 @@ def test_verl_of_fewer_arguments_async_and_in_batches():
         return [float(s == g) for s, g in zip(solution_strs, ground_truths)]
 
     for fn, want in [(short, [1.0, 0.0]), (waits, [3.0, 2.0]), (batched, [1.0, 0.0])]:
-        assert score(reward.adapters.verl(fn), ["72", "7"], columns=VERL).total.tolist() == want
-    assert score(reward.adapters.verl(short, "gold"), ["7"], columns={"gold": ["7"]}).total.tolist() == [1.0]
+        assert score(reward.foreign.verl(fn), ["72", "7"], columns=VERL).total.tolist() == want
+    assert score(reward.foreign.verl(short, "gold"), ["7"], columns={"gold": ["7"]}).total.tolist() == [1.0]
 
 
 def test_verl_says_which_column_is_missing():
     line = r"^column 'reward_model.ground_truth', the reward's ground_truth: not in every row of the "
     line += r"dataset; its columns are: data_source"
     with pytest.raises(ValueError, match=line):
-        score(reward.adapters.verl(compute_score), ["7"], columns={"data_source": ["x"]})
+        score(reward.foreign.verl(compute_score), ["7"], columns={"data_source": ["x"]})
 
 
 # -------------------------------------------------------------------------------------- OpenRLHF and LightRFT
@@ -524,7 +524,7 @@ def unusual(questions, asked, truths):
 
 @pytest.mark.parametrize("fn", [reward_func, unusual])
 def test_openrlhf_sees_prompt_and_response(fn):
-    adapted = reward.adapters.openrlhf(fn, "gold")
+    adapted = reward.foreign.openrlhf(fn, "gold")
     assert adapted.columns == ("gold",)
     found = score(adapted, ["72", "7"], ["6*12=", "6*12="], {"gold": ["72", "72"]})
     assert found.total.tolist() == [1.0, 0.0]
@@ -543,7 +543,7 @@ def test_openrlhf_of_two_arguments_needs_no_label():
         seen.append((queries, prompts))
         return torch.tensor([1.0])
 
-    adapted = reward.adapters.openrlhf(old)
+    adapted = reward.foreign.openrlhf(old)
     assert adapted.columns == () and score(adapted, ["7"], ["p="], prompt_texts=["<u>p="]).total.tolist() == [
         1.0
     ]
@@ -557,7 +557,7 @@ def reward_fn(model_reward_list, labels, queries, refs, label_map):
 
 
 def test_lightrft_returns_rewards_and_metrics():
-    adapted = reward.adapters.lightrft(reward_fn)
+    adapted = reward.foreign.lightrft(reward_fn)
     assert adapted.columns == ("label", "reference")
     columns = {"label": ["rule", "rule", "other"], "reference": ["72"] * 3}
     found = score(adapted, ["72", "7", "72"], columns=columns)
@@ -570,7 +570,7 @@ def test_lightrft_returns_rewards_and_metrics():
 @pytest.mark.parametrize("fn", [reward_func, unusual])
 def test_the_reward_file_of_lightrft_sees_prompt_and_response(fn):
     """One row too: with other arguments in these places it would earn something, and nobody would know."""
-    adapted = reward.adapters.lightrft(fn)
+    adapted = reward.foreign.lightrft(fn)
     assert adapted.columns == ("label",)
     for texts, values in ((["72"], [1.0]), (["72", "7"], [1.0, 0.0])):
         count = len(texts)
@@ -578,7 +578,7 @@ def test_the_reward_file_of_lightrft_sees_prompt_and_response(fn):
             adapted, texts, ["6*12="] * count, {"label": ["72"] * count}, prompt_texts=["<u>6"] * count
         )
         assert found.total.tolist() == values
-    assert reward.adapters.lightrft(fn, "gold").columns == ("gold",)
+    assert reward.foreign.lightrft(fn, "gold").columns == ("gold",)
 
 
 def test_the_reward_file_of_lightrft_for_images_sees_references():
@@ -586,7 +586,7 @@ def test_the_reward_file_of_lightrft_for_images_sees_references():
         assert queries == ["p=7"] and prompts == ["p="] and references == ["7"]
         return torch.tensor([1.0])
 
-    adapted = reward.adapters.lightrft(of_references)
+    adapted = reward.foreign.lightrft(of_references)
     assert adapted.columns == ("reference",)
     assert score(adapted, ["7"], ["p="], {"reference": ["7"], "label": ["x"]}).total.tolist() == [1.0]
 
@@ -595,7 +595,7 @@ def test_a_recipe_of_lightrft_with_fewer_arguments_is_called_by_name():
     def some(queries, refs):
         return [float(q == r) for q, r in zip(queries, refs)], {}
 
-    assert score(reward.adapters.lightrft(some), ["7"], ["p="], {"reference": ["7"]}).total.tolist() == [1.0]
+    assert score(reward.foreign.lightrft(some), ["7"], ["p="], {"reference": ["7"]}).total.tolist() == [1.0]
 
 
 @pytest.mark.parametrize("adapter", ["openrlhf", "lightrft"])
@@ -612,7 +612,7 @@ def test_names_in_other_places_are_refused_and_not_filled_with_something_else(ad
             rf"expected a reward of \(queries, prompts, labels\), by these names .*, got one of \({names}\)"
         )
         with pytest.raises(ValueError, match=line):
-            score(reward.adapters.ADAPTERS[adapter](fn), ["7"], ["p="], columns)
+            score(reward.foreign.ADAPTERS[adapter](fn), ["7"], ["p="], columns)
 
 
 # -------------------------------------------------------------------------------------------------- verifiers
@@ -653,7 +653,7 @@ def test_a_rubric_is_the_weighted_sum_of_its_functions(form):
     texts, prompts = ["72", "7", "720", "72"], ["p", "p", "q", "q"]
     completions = texts if form == "text" else [said(t) for t in texts]
     prompts = prompts if form == "text" else [as_messages(p, "user") for p in prompts]
-    adapted = reward.adapters.ADAPTERS["verifiers"](RUBRIC)
+    adapted = reward.foreign.ADAPTERS["verifiers"](RUBRIC)
     assert adapted.columns == ("answer",)
     found = score(adapted, completions, prompts, COLUMNS)
     assert found.total.tolist() == pytest.approx([1.2, 0.1, 0.3, 1.2])
@@ -669,7 +669,7 @@ def test_a_rubric_of_older_names_a_group_of_rubrics_and_a_function():
     older = SimpleNamespace(reward_funcs=[correct], reward_weights=[0.5], class_objects={"parser": Parser()})
     group = SimpleNamespace(rubrics=[older, RUBRIC])
     environment = SimpleNamespace(rubric=group)
-    verifiers = reward.adapters.ADAPTERS["verifiers"]
+    verifiers = reward.foreign.ADAPTERS["verifiers"]
     found = score(verifiers(environment), ["72"], columns={"answer": ["72"], "info": [{"k": 1}]})
     assert found.total.tolist() == pytest.approx([1.7])
     assert score(verifiers(lambda completion, gold: float(completion[0]["content"] == gold), "gold"), ["7"],
@@ -679,7 +679,7 @@ def test_a_rubric_of_older_names_a_group_of_rubrics_and_a_function():
 
 
 def test_a_function_of_a_rubric_that_raises_scores_nothing_and_is_counted():
-    adapted = reward.adapters.ADAPTERS["verifiers"](
+    adapted = reward.foreign.ADAPTERS["verifiers"](
         SimpleNamespace(funcs=[breaks, correct], weights=[1.0, 1.0])
     )
     with (

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rft_fn import collect, data, reward
-from rft_fn.reward import adapters
-from rft_fn.reward.combine import standardized
-from rft_fn.reward.weights import RowWeights, read_veto, vetoed
+from rft_fn.reward import foreign
+from rft_fn.reward.combine import RowWeights, read_veto, standardized, vetoed
 from rft_fn.strategy import get_fake_strategy
 
 PROMPTS = [data.Prompt([3, 4], f"{i}=", {"label": "ab"[i % 2], "row": i}, i) for i in range(4)]
@@ -97,7 +96,7 @@ def test_a_remote_keeps_its_deadline_behind_labels_recipes_and_forms():
         reward.parse([f"[label=a]{spec}"]),
         reward.by_column("label", {"a": {spec: 1.0}}),
         reward.by_column("label", {"a": reward.weighted(remote=(remote, 1.0))}),
-        reward.weighted(remote=(adapters.messages(adapters.texts(remote)), 1.0)),
+        reward.weighted(remote=(foreign.messages(foreign.texts(remote)), 1.0)),
     ]
     for score in scores:
         with pytest.raises(ValueError, match="expected a deadline below reward_timeout = 300 s, got 400"):
@@ -108,7 +107,7 @@ def test_a_form_closes_what_it_wraps():
     closed = []
     length.__dict__["close"] = lambda: closed.append(1)
     try:
-        reward.weighted(length=(adapters.messages(length), 1.0)).close()
+        reward.weighted(length=(foreign.messages(length), 1.0)).close()
     finally:
         del length.__dict__["close"]
     assert closed == [1]

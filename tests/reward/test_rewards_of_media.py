@@ -14,8 +14,7 @@ from tiny import rollout as rollout_of
 import rft_fn as rft
 from rft_fn import collect, data, model, packing, reward, tree
 from rft_fn.environment.tiny_models import VISION, new_tokenizer
-from rft_fn.reward import forms
-from rft_fn.reward.remote import protocol
+from rft_fn.reward import forms, wire
 from rft_fn.run import load_rewards, options
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 from rft_fn.types import Media, Sampling
@@ -161,7 +160,7 @@ def test_a_server_gets_both_images_of_each_prompt_each_once():
         body = host.seen[0][2]
     assert judged.reward.tolist() == [[1.0] * G] * N
     assert len(body["files"]) == 2 * N and "images" not in body["columns"]
-    got = protocol.read_request(json.dumps(body).encode()).given["media"]
+    got = wire.read_request(json.dumps(body).encode()).given["media"]
     files = [[base64.b64decode(x.split(",")[1]) for x in json.loads(p.columns["images"])] for p in prompts]
     assert [[x["bytes"] for x in row] for row in got] == [row for row in files for _ in range(G)]
     assert {(x["kind"], x["mime"]) for row in got for x in row} == {("image", "image/png")}

@@ -15,8 +15,8 @@ import torch
 from cases import each
 
 import rft_fn as rft
-from rft_fn.reward.convention import reads_state
-from rft_fn.reward.remote.protocol import Batch
+from rft_fn.reward.signature import reads_state
+from rft_fn.reward.wire import Batch
 from rft_fn.tools.serving import app, scoring
 from rft_fn.tools.serving.scoring import Partial, work
 

@@ -20,7 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 import rft_fn as rft
 from rft_fn import rng
-from rft_fn.collect import ahead
+from rft_fn.collect import asynchronous
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64", "plain_runs")]
 
@@ -53,7 +53,7 @@ def versions(monkeypatch):
         seen.extend(set(rollout.version.tolist()))
         return rollout
 
-    for caller in (rft.collect, ahead):  # of evaluations, and of what the sampler of a script calls
+    for caller in (rft.collect, asynchronous):  # of evaluations, and of what the sampler of a script calls
         monkeypatch.setattr(caller, "gather_and_generate", recorded)
     return seen
 

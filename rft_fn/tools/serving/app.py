@@ -21,9 +21,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rft_fn.check import writable
 from rft_fn.data.rows import value_at
-from rft_fn.reward import Scored
-from rft_fn.reward.remote import openrlhf, protocol
-from rft_fn.reward.remote.protocol import Batch
+from rft_fn.reward import Scored, wire
+from rft_fn.reward.wire import Batch
 from rft_fn.tools.serving.scoring import Job, Jobs
 
 __all__ = ["Metrics", "Rules", "Server", "application"]
@@ -120,8 +119,8 @@ def application(names: Sequence[str], jobs: Jobs, rules: Rules, metrics: Metrics
 
     return Starlette(
         routes=[
-            Route("/score", scores(protocol.read_request, protocol.answer), methods=["POST"]),
-            Route("/get_reward", scores(openrlhf.read_request, _openrlhf_answer), methods=["POST"]),
+            Route("/score", scores(wire.read_request, wire.answer), methods=["POST"]),
+            Route("/get_reward", scores(wire.read_openrlhf_request, _openrlhf_answer), methods=["POST"]),
             Route("/health", health),
             Route("/metrics", numbers),
         ]
@@ -129,7 +128,7 @@ def application(names: Sequence[str], jobs: Jobs, rules: Rules, metrics: Metrics
 
 
 def _openrlhf_answer(scored: Scored) -> bytes:
-    return openrlhf.answer(scored.total, {**scored.parts, **protocol.logs_of(scored, scored.metrics)})
+    return wire.openrlhf_answer(scored.total, {**scored.parts, **wire.logs_of(scored, scored.metrics)})
 
 
 async def _answered(request: Request, read: Read, write: Write, jobs: Jobs, rules: Rules) -> Response:

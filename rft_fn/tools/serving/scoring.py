@@ -18,8 +18,8 @@ from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import Scored, text
 from rft_fn.reward.calling import noted
 from rft_fn.reward.combine import Weighted, joint_names
-from rft_fn.reward.convention import Messages, taken
-from rft_fn.reward.remote.protocol import Batch
+from rft_fn.reward.signature import Messages, taken
+from rft_fn.reward.wire import Batch
 from rft_fn.types import Rollout
 
 __all__ = ["Job", "Jobs", "Partial", "as_rollout", "join", "joint_values", "rows_of", "score_jobs", "work"]

@@ -7,24 +7,15 @@ import asyncio
 import inspect
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from rft_fn.data.rows import column_at
-from rft_fn.reward.adapters.foreign import ForeignFn
-from rft_fn.reward.convention import (
-    GIVEN,
-    Columns,
-    RewardFn,
-    as_messages,
-    parameters,
-    reads,
-    required,
-    taken,
-)
+from rft_fn.reward.signature import GIVEN, Columns, RewardFn, as_messages, parameters, reads, required, taken
 
 __all__ = ["score_conversation", "verifiers"]
+
 
 _FIELDS = ("prompt", "completion", "answer", "state", "task", "info")  # of a response; plural for a group
 
@@ -87,7 +78,7 @@ async def score_conversation(rubric: Any, state: Mapping[str, Any]) -> float:
 class _Function(NamedTuple):
     """A function of a rubric."""
 
-    fn: ForeignFn
+    fn: Callable[..., Any]
     weight: float
     objects: Mapping[str, Any]  # of the rubric, by the names that functions give them
 

@@ -18,12 +18,19 @@ from torch import Tensor
 
 from rft_fn import check
 from rft_fn.data.medium import KINDS
+from rft_fn.data.rows import column_at
 from rft_fn.reward.convention import GIVEN, Columns, Scored, TrainerState
+from rft_fn.reward.foreign import whole_texts
+from rft_fn.reward.signature import text
 
 __all__ = [
     "LISTS", "Batch", "ReadAnswer", "answer", "batch_of", "dump", "entries", "finite", "load", "logs_of",
-    "media_in", "media_out", "plain", "read_answer", "read_request", "request",
+    "media_in", "media_out", "openrlhf_answer", "openrlhf_request", "plain", "read_answer",
+    "read_openrlhf_answer", "read_openrlhf_request", "read_request", "request",
 ]  # fmt: skip
+
+
+# ---------- the requests and answers of this library's own form, as docs/remote_rewards.md shows them
 
 
 # ---------- values of rows as JSON, and the media beside them
@@ -372,3 +379,76 @@ def read_answer(data: bytes, count: int) -> dict[str, Any]:
                 check = entries
             logs[name] = check(f"{kind}.{name}", column, count)
     return {"rewards": finite("rewards", body["rewards"], count), "extra_logs": logs}
+
+
+# ---------- the requests and answers that reward servers for OpenRLHF have
+
+
+def openrlhf_request(batch: Batch, label: str = "label") -> bytes:
+    """The body of a request: `labels` is the column at the path `label`, null where a row has none.
+
+    `query` holds prompt and response, with the special tokens of the chat template where the tokenizer is
+    known; `prompts` the prompts alone.
+    """
+    asked = list(batch.given.get("prompt_texts") or [text(x) for x in batch.prompts])
+    queries = whole_texts(batch.prompts, batch.completions, asked)
+    labels = column_at(batch.columns, label, len(asked), default=None)
+    return dump({"query": queries, "prompts": asked, "labels": labels})
+
+
+def read_openrlhf_request(data: bytes) -> Batch:
+    """The batch of a request; the labels are the column `label`. ValueError for anything else.
+
+    Without prompts the whole query is the completion, as in OpenRLHF's first versions.
+    """
+    body = load(data)
+    if not isinstance(body, dict) or not isinstance(body.get("query"), list) or not body["query"]:
+        raise ValueError("request: expected an object with 'query', a list of texts")
+    count = len(body["query"])
+    asked = body.get("prompts")
+    if asked is None:
+        asked = [""] * count
+    for name, column in (("query", body["query"]), ("prompts", asked)):
+        for i, x in enumerate(entries(name, column, count)):
+            if not isinstance(x, str):
+                raise ValueError(f"{name}: expected texts, got {x!r:.40} at {i}")
+    columns = {}
+    if body.get("labels") is not None:
+        columns["label"] = entries("labels", body["labels"], count)
+    completions = [q.removeprefix(p) for q, p in zip(body["query"], asked, strict=True)]
+    return Batch(asked, completions, columns)
+
+
+def openrlhf_answer(total: Tensor, logs: dict[str, Tensor]) -> bytes:
+    """The body of an answer: rewards, the same as `scores`, and further numbers as `extra_logs`."""
+    rewards = plain(total.tolist())
+    extra = {name: plain(x.tolist()) for name, x in logs.items()}
+    return dump({"rewards": rewards, "scores": rewards, "extra_logs": extra})
+
+
+def read_openrlhf_answer(data: bytes, count: int) -> dict[str, Any]:
+    """The rewards of an answer; `scores` and numbers of `extra_logs` are metrics.
+
+    `rewards` may be [B] or [B, 1]. ValueError for anything but finite numbers.
+    """
+    body = load(data)
+    if not isinstance(body, dict) or "rewards" not in body:
+        raise ValueError(f"expected an object with 'rewards', got {dump(body)[:40].decode()!r}")
+    extra = body.get("extra_logs") or {}
+    if not isinstance(extra, dict):
+        raise ValueError(f"extra_logs: expected an object, got {type(extra).__name__}")
+    logs: dict[str, list[Any]] = {}
+    if body.get("scores") is not None:
+        logs["scores"] = _column_of("scores", body["scores"], count)
+    for name, x in extra.items():
+        if not isinstance(x, list):  # one number for the whole batch
+            x = [x] * count
+        logs[name] = _column_of(f"extra_logs.{name}", x, count)
+    return {"rewards": _column_of("rewards", body["rewards"], count), "extra_logs": logs}
+
+
+def _column_of(name: str, x: Any, count: int) -> list[float | None]:
+    """[B] of [B] or [B, 1]."""
+    if isinstance(x, list) and all(isinstance(row, list) and len(row) == 1 for row in x):
+        x = [row[0] for row in x]
+    return finite(name, x, count)

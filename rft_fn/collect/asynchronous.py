@@ -22,13 +22,7 @@ from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.check import printable
-from rft_fn.collect.generate import (
-    check_prompts,
-    gather_and_generate,
-    part_of_rank,
-    with_media,
-    without_media,
-)
+from rft_fn.collect.gather import check_prompts, gather_and_generate, part_of_rank, with_media, without_media
 from rft_fn.engine import EngineConfig, EngineDead
 from rft_fn.sync import CanaryError
 from rft_fn.types import Engine, Rollout, Sampling, Strategy

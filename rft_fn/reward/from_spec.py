@@ -8,13 +8,12 @@ from typing import Any, Protocol
 
 from rft_fn import check
 from rft_fn.reward import verifiable
-from rft_fn.reward.adapters import ADAPTERS
-from rft_fn.reward.combine import Weighted
-from rft_fn.reward.convention import GIVEN, JointReward, RewardFn, parameters, takes_all
-from rft_fn.reward.remote.client import TOKEN_ENV, served_at
-from rft_fn.reward.remote.connection import shown
+from rft_fn.reward.combine import RowWeights, Weight, Weighted
+from rft_fn.reward.connection import shown
+from rft_fn.reward.foreign import ADAPTERS
+from rft_fn.reward.remote import TOKEN_ENV, served_at
+from rft_fn.reward.signature import GIVEN, JointReward, RewardFn, parameters, takes_all
 from rft_fn.reward.spec import Names, Spec, arguments, distinct, find_module, split, split_rows, split_weight
-from rft_fn.reward.weights import RowWeights, Weight
 
 __all__ = ["Source", "by_column", "load", "parse"]
 
@@ -83,7 +82,7 @@ def load(spec: str) -> RewardFn:
     with literal arguments: "file.py:cosine(max_len=512)", "numeric(boxed=True)".
 
     In front of a function that is not written for TRL stands its library: "verl:", "openrlhf:", "lightrft:"
-    or "verifiers:" (see `reward.adapters`), with ":COLUMN" behind it where the answer has another column than
+    or "verifiers:" (see `reward.foreign`), with ":COLUMN" behind it where the answer has another column than
     there. "messages:" and "text:" give a function prompts and completions in that form, whatever the data
     has.
 

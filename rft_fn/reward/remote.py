@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from rft_fn.reward.convention import RewardFn
-from rft_fn.reward.remote import openrlhf, protocol
-from rft_fn.reward.remote.connection import Host, Hosts, addresses, masked, pause, token_in
-from rft_fn.reward.remote.protocol import ReadAnswer, batch_of
+from rft_fn.reward import wire
+from rft_fn.reward.connection import Host, Hosts, addresses, masked, pause, token_in
+from rft_fn.reward.signature import RewardFn
+from rft_fn.reward.wire import ReadAnswer, batch_of
 
 __all__ = ["TOKEN_ENV", "Client", "Limits", "Question", "cuts", "served_at"]
 
@@ -25,7 +25,7 @@ __all__ = ["TOKEN_ENV", "Client", "Limits", "Question", "cuts", "served_at"]
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
 
-    from rft_fn.reward.remote.connection import Answer
+    from rft_fn.reward.connection import Answer
 
 
 OK = 200
@@ -134,7 +134,7 @@ class Client:
 
     async def _attempt(self, host: Host, question: Question) -> dict[str, Any]:
         """The answer of one server. Again where another attempt may mend it, else ValueError."""
-        from rft_fn.reward.remote import connection
+        from rft_fn.reward import connection
 
         token = token_in(self.token_env)
         client = await self._connected()
@@ -151,7 +151,7 @@ class Client:
 
     async def _connected(self) -> "AsyncClient":
         """The client of this event loop, with its connections."""
-        from rft_fn.reward.remote import connection
+        from rft_fn.reward import connection
 
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
@@ -263,8 +263,8 @@ def served_at(
 def _form(form: str, label: str) -> _Form:
     """The form of a name."""
     if form == "openrlhf":
-        return _Form(partial(openrlhf.request, label=label), openrlhf.read_answer)
-    return _Form(protocol.request, protocol.read_answer)
+        return _Form(partial(wire.openrlhf_request, label=label), wire.read_openrlhf_answer)
+    return _Form(wire.request, wire.read_answer)
 
 
 def _check(limits: Limits, batch: int, form: str, label: str | None) -> None:

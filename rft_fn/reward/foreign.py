@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from rft_fn.data.rows import column_at
-from rft_fn.reward.convention import (
+from rft_fn.reward.rubrics import verifiers
+from rft_fn.reward.signature import (
     Columns,
     Messages,
     RewardFn,
@@ -27,6 +28,7 @@ from rft_fn.reward.convention import (
 )
 
 __all__ = [
+    "ADAPTERS", "Adapter",
     "ForeignFn", "call", "lightrft", "like", "messages", "missing", "openrlhf", "read_columns",
     "required_columns", "texts", "tinyzero", "verl", "whole_texts",
 ]  # fmt: skip
@@ -325,3 +327,30 @@ def _score(result: Any) -> Any:
     if isinstance(result, tuple) and result:
         return result[0]
     return result
+
+
+# ---------- the adapters by name
+
+
+class Adapter(Protocol):
+    """Makes a reward function of one that is written for another library."""
+
+    def __call__(self, fn: Any, /, *args: Any, **options: Any) -> RewardFn:
+        """The reward function that calls `fn` as that library does.
+
+        The second argument is the column of the answer, or a path into one, where the library has an answer;
+        its default is the library's own column.
+        """
+        ...
+
+
+ADAPTERS: dict[str, Adapter] = {
+    "messages": messages,
+    "text": texts,
+    "verl": verl,
+    "tinyzero": tinyzero,
+    "openrlhf": openrlhf,
+    "lightrft": lightrft,
+    "verifiers": verifiers,
+}
+"""By the name that stands in front of a file or a module on the command line."""
