@@ -1,6 +1,6 @@
 """How rollouts come about: sampled and judged by all ranks, and checked against the trainer."""
 
-from rft_fn.collect.asynchronous import Ahead, InOrder, Weights, due, version_of
+from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, Weights, due, version_of
 from rft_fn.collect.episodes import Played
 from rft_fn.collect.gather import (
     check_reward,

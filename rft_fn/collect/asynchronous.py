@@ -1,11 +1,11 @@
-"""Asynchronous rollouts: those of coming steps are sampled while the trainer learns from earlier ones.
+"""Sample the rollouts of later steps while the trainer learns from earlier ones.
 
 At step k, with weights of version k, the rollouts of the steps up to k + ahead are begun. So the rollout of
 step k is of version max(0, k - ahead), and a run is a function of its seed and `ahead`: nothing depends on
-which of the two sides was faster.
+which side was faster.
 
-One thread calls the engine, one call after the other in the order in which they were asked for. It never
-meets another rank: rollouts are gathered, and weights are put together, by the thread that trains.
+One thread calls the engine, in the order in which the calls were made. It never meets another rank: rollouts
+are gathered, and weights are put together, by the thread that trains.
 """
 
 import queue
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -25,25 +25,20 @@ from rft_fn.check import printable
 from rft_fn.collect.gather import check_prompts, gather_and_generate, part_of_rank, with_media, without_media
 from rft_fn.engine import EngineConfig, EngineDead
 from rft_fn.sync import CanaryError
-from rft_fn.types import Engine, Rollout, Sampling, Strategy
+from rft_fn.types import Engine, Rollout, Sampling, Strategy, record
 from rft_fn.types.engine import Delivered, EngineStatus
 
-__all__ = ["Ahead", "InOrder", "Weights", "apart", "due", "name_of", "version_of"]
-
-
-# ---------- an engine that is called by a thread, one call after the other, and built again where it dies
-
+__all__ = ["AsyncSampler", "EngineWorker", "Weights", "due", "name_of", "split_threads", "version_of"]
 
 T = TypeVar("T")
 
 
+# ---------- an engine that one thread calls, and that is built again where it dies
+
+
 def name_of(keys: Sequence[Any], n: int, sampling: Sampling) -> str:
-    """The name of a rollout: keys name what is drawn."""
+    """Return the name of a rollout: keys name what is drawn."""
     return f"{rng.fold_in(0, *(str(key) for key in keys), n, repr(sampling)):016x}"
-
-
-def _nothing() -> None:
-    """Sleep or wake an engine that is always awake."""
 
 
 class Weights(Iterable[tuple[str, Tensor]]):
@@ -56,13 +51,13 @@ class Weights(Iterable[tuple[str, Tensor]]):
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> "Weights":
-        """The weights that `saved` was made of."""
-        found = cls(saved["weights"].items(), saved["version"])
-        found.frozen = frozenset(saved["frozen"])
-        return found
+        """Rebuild weights from what `saved` gave."""
+        weights = cls(saved["weights"].items(), saved["version"])
+        weights.frozen = frozenset(saved["frozen"])
+        return weights
 
     def saved(self) -> dict[str, Any]:
-        """A tree for a checkpoint."""
+        """Return them as a tree for a checkpoint."""
         return {"weights": dict(self.pairs), "frozen": sorted(self.frozen), "version": self.version}
 
     def __iter__(self):
@@ -74,28 +69,24 @@ class Weights(Iterable[tuple[str, Tensor]]):
 
     @property
     def delivered(self) -> Delivered:
-        """The record of a load that takes all of them."""
+        """Return the record of a load that takes all of them."""
         size = sum(x.numel() * x.element_size() for _, x in self.pairs)
         return Delivered(len(self.pairs), size, 0.0, self.version)
 
 
-class Check(Protocol):
-    """Checks an engine that was built again."""
+Check = Callable[[Engine, Weights], object]
+"""Checks an engine that was built again: CanaryError unless it samples from what it is sent.
 
-    def __call__(self, engine: Engine, weights: Weights) -> object:
-        """CanaryError if the engine does not sample from what it is sent; it has `weights` at the end.
-
-        Called by the thread of the trainer, on one rank alone.
-        """
-        ...
+The thread of the trainer calls it, on one rank only; the engine has the given weights at the end.
+"""
 
 
-class InOrder:
-    """A thread that calls an engine, in the order in which the calls were asked for.
+class EngineWorker:
+    """A thread that calls an engine, in the order in which the calls were made; it never sleeps.
 
     An engine that dies is built again, at most `rebuilds` times, and gets the weights that it had; then the
-    call is made again. Keys name what is drawn, so the rollout is the same. No rollout of an engine that was
-    built again is handed on before `check` has passed it.
+    call is repeated. Keys name what is drawn, so the rollout is the same. `check` passes a rebuilt engine
+    before any of its rollouts is returned.
     """
 
     def __init__(self, build: Callable[[], Engine], *, rebuilds: int = 0, check: Check | None = None):
@@ -103,17 +94,17 @@ class InOrder:
         self.rebuilds = rebuilds
         self.check = check
         self.target = build()
-        self.unchecked = False  # it was built again, and not checked since
-        self.newest: Weights | None = None  # what was loaded last, by the calls that were asked for
+        self.unchecked = False  # built again, and not checked since
+        self.newest: Weights | None = None  # of the last load, which may still wait its turn
         self.loaded: Weights | None = None  # what the engine has
-        self.failed: BaseException | None = None  # the error after which it was given up
+        self.failed: BaseException | None = None  # why it was given up
         self.seconds = 0.0  # in calls
         self.begun: dict[str, Future[Rollout]] = {}
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="rft_fn engine").start()
 
     def submit(self, call: Callable[[Engine], T]) -> "Future[T]":
-        """What a call gives, later."""
+        """Queue a call and return its future."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -132,23 +123,17 @@ class InOrder:
     # ---- the functions of an engine
 
     def engine(self) -> Engine:
-        """The engine whose calls wait their turn; it is always awake."""
-        return self._unchecked_engine()._replace(generate=self.generate)
+        """Return the engine, called from one worker thread."""
+        return record(Engine, self)
 
-    def _unchecked_engine(self) -> Engine:
-        """The same without a check of its rollouts."""
-        return Engine(
-            generate=self._sample,
-            score=self.score,
-            load=self.load,
-            sleep=_nothing,
-            wake=_nothing,
-            status=self.status,
-            close=self.close,
-        )
+    def sleep(self) -> None:
+        """Do nothing: the engine is always awake."""
+
+    def wake(self) -> None:
+        """Do nothing: the engine is always awake."""
 
     def begin(self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int, sampling: Sampling) -> None:
-        """Ask for a rollout with the weights that were loaded last; `generate` with its keys waits for it."""
+        """Queue a rollout with the newest weights; `generate` with its keys waits for it."""
         self.begun[name_of(keys, n, sampling)] = self.submit(
             lambda engine: engine.generate(prompts, keys, n=n, sampling=sampling)
         )
@@ -156,7 +141,7 @@ class InOrder:
     def generate(
         self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **rows: Any
     ) -> Rollout:
-        """`Generate`: the rollout that was begun with these keys, or else a new one.
+        """Return the rollout that was begun with these keys, or sample one.
 
         EngineDead for an engine that was built again and fails its check.
         """
@@ -167,24 +152,22 @@ class InOrder:
     def _sample(
         self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **rows: Any
     ) -> Rollout:
-        part = None
-        if not rows:
-            part = self.begun.pop(name_of(keys, n, sampling), None)
+        part = None if rows else self.begun.pop(name_of(keys, n, sampling), None)
         if part is None:
             part = self.submit(lambda engine: engine.generate(prompts, keys, n=n, sampling=sampling, **rows))
         return part.result()
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
-        """`Score`."""
+        """Return the engine's log-probs of a rollout, when earlier calls are done."""
         return self.submit(lambda engine: engine.score(rollout, sampling=sampling)).result()
 
     def status(self) -> EngineStatus:
-        """The state of the engine, whatever it is doing; dead once it was given up."""
+        """Return the state of the engine, at once; dead when it was given up."""
         status = self.target.status()
         return {**status, "alive": status["alive"] and self.failed is None}
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
-        """Copy the weights, and load them when earlier calls are done; nobody waits for that."""
+        """Copy the weights and queue their load; returns at once."""
         copy = Weights(weights, version)
         self.newest = copy
 
@@ -206,11 +189,11 @@ class InOrder:
         self.target.close()
 
     def _check_rebuilt(self) -> None:
-        """Check an engine that was built again, until one passes without dying meanwhile."""
+        """Check an engine that was built again, until one passes and stays alive."""
         while self.unchecked and self.check is not None and self.newest is not None:
             self.unchecked = False
             try:
-                self.check(self._unchecked_engine(), self.newest)
+                self.check(self.engine()._replace(generate=self._sample), self.newest)
             except CanaryError as error:
                 self.failed = EngineDead(str(error))
                 raise self.failed from error
@@ -220,7 +203,7 @@ class InOrder:
             job()
 
     def _call(self, call: Callable[[Engine], T]) -> T:
-        """The value of a call, after as many engines as it takes."""
+        """Call, rebuilding a dead engine up to `rebuilds` times."""
         while True:
             if self.failed is not None:
                 raise EngineDead(str(self.failed)) from self.failed
@@ -232,7 +215,7 @@ class InOrder:
                 self._rebuild(error)
 
     def _rebuild(self, error: Exception) -> None:
-        """Build another engine with the weights of the dead one. Raises `error` where it is the last."""
+        """Build another engine with the weights of the dead one; raise `error` if none is left."""
         if not self.rebuilds or self.failed is not None:
             self.failed = self.failed or error
             raise error
@@ -251,24 +234,21 @@ class InOrder:
             self.target.close()
 
 
-# ---------- asynchronous rollouts
-
-
 # ---------- the schedule
 
 
 def due(step: int, ahead: int, total: int) -> range:
-    """The steps whose rollouts are begun by the start of `step`, of `total` steps."""
+    """Return the steps whose rollouts are begun by the start of `step`, of `total` steps."""
     return range(step, min(step + ahead + 1, total))
 
 
 def version_of(step: int, ahead: int) -> int:
-    """The version of the weights that sample the rollout of a step."""
+    """Return the version of the weights that sample the rollout of a step."""
     return max(0, step - ahead)
 
 
-def apart(config: EngineConfig, threads: int) -> tuple[EngineConfig, int]:
-    """(the config of an engine that samples during training, how many of `threads` the trainer keeps).
+def split_threads(config: EngineConfig, threads: int) -> tuple[EngineConfig, int]:
+    """Return (the config of an engine that samples during training, the trainer's share of `threads`).
 
     The engine has a process of its own, never sleeps, and takes half of the threads unless it was given a
     number. ValueError for an engine of several processes: its ranks would have to meet while they train.
@@ -279,8 +259,7 @@ def apart(config: EngineConfig, threads: int) -> tuple[EngineConfig, int]:
             f"{config.tp_size}"
         )
     share = config.threads or max(1, threads // 2)
-    alone = replace(config, process=True, sleep=False, threads=share)
-    return alone, max(1, threads - share)
+    return replace(config, process=True, sleep=False, threads=share), max(1, threads - share)
 
 
 # ---------- the rollouts
@@ -296,12 +275,12 @@ class _Begun(NamedTuple):
     weights: Weights | None  # that sample it
 
 
-class Ahead:
-    """Samples the rollouts of coming steps while earlier ones are learned from.
+class AsyncSampler:
+    """Samples the rollouts of later steps while the trainer learns from earlier ones.
 
-    `engine` is for everything else: evaluation, scores and weight sync, each after what was asked for before.
-    With `calls` rollouts can be begun early, and a load copies the weights and returns at once; without, the
-    rollout of a step is sampled when it is asked for.
+    `engine` is for everything else: evaluation, scores and weight sync, each after the calls before it. With
+    `calls` rollouts can be begun early, and a load copies the weights and returns at once; without, the
+    rollout of a step is sampled when it is needed.
     """
 
     def __init__(
@@ -309,24 +288,24 @@ class Ahead:
         engine: Engine,
         strategy: Strategy,
         *,
-        calls: InOrder | None = None,
+        calls: EngineWorker | None = None,
         saved: Sequence[dict[str, Any]] = (),
     ):
-        """`engine` calls `calls.engine()`, or is that; `saved` is `save()` of a checkpoint."""
+        """Take an `engine` that calls `calls.engine()`, or is that, and `save()` of a checkpoint."""
         self.engine = engine
         self.strategy = strategy
         self._calls = calls
         self._begun: dict[str, _Begun] = {}
         self._done: dict[str, Rollout] = {x["name"]: x["rollout"] for x in saved if "rollout" in x}
-        self._older = {x["name"]: Weights.restored(x) for x in saved if "weights" in x}  # of rollouts lost
-        self._asked: set[str] = set()  # of those begun or saved, what this process has asked for
-        self._used: dict[str, Rollout] = {}  # of those, what the step under way was given
+        self._older = {x["name"]: Weights.restored(x) for x in saved if "weights" in x}  # of lost rollouts
+        self._asked: set[str] = set()  # begun or saved, and wanted by this process
+        self._used: dict[str, Rollout] = {}  # of them, given to the step under way
         self._dead = False  # the engine is lost for good
 
     def begin(self, prompts: Sequence[Any], keys: Sequence[int], *, n: int, sampling: Sampling) -> None:
-        """Begin a rollout with the weights that were loaded last, unless it was begun or saved before.
+        """Begin a rollout with the newest weights, unless it was begun or saved before.
 
-        One that was lost is drawn with the weights that were saved for it. Every rank samples its part of the
+        A lost one is drawn with the weights that were saved for it. Every rank samples its part of the
         prompts, in order.
         """
         name = name_of(keys, n, sampling)
@@ -338,7 +317,7 @@ class Ahead:
 
         check_prompts(self.engine, prompts, keys, n=n, sampling=sampling)
 
-        # the weights that were loaded last come back behind the older ones
+        # the newest weights come back after the older ones
         newest = calls.newest
         older = self._older.pop(name, None)
         self._begun[name] = _Begun(prompts, keys, n, sampling, older or newest)
@@ -351,9 +330,9 @@ class Ahead:
             newest.load(calls.engine())
 
     def generate(self, prompts: Sequence[Any], keys: Sequence[int], *, n: int, sampling: Sampling) -> Rollout:
-        """`gather_and_generate`: the rollout that was begun with these keys, or else a new one.
+        """Return the rollout that was begun with these keys, or sample one.
 
-        All ranks call it.
+        All ranks call it; see `gather_and_generate`.
         """
         name = name_of(keys, n, sampling)
         if name in self._done:
@@ -366,7 +345,7 @@ class Ahead:
         return rollout
 
     def _sampled(self, prompts: Sequence[Any], keys: Sequence[int], n: int, sampling: Sampling) -> Rollout:
-        """A rollout of the engine; one that is lost with it counts as begun."""
+        """Sample a rollout; one that is lost with its engine counts as begun."""
         try:
             rollout = gather_and_generate(self.engine, self.strategy, prompts, keys, n=n, sampling=sampling)
         except EngineDead:
@@ -376,34 +355,31 @@ class Ahead:
         return rollout
 
     def save(self) -> list[dict[str, Any]]:
-        """The rollouts under way, for a checkpoint: waits until they are done. All ranks call it.
+        """Finish the rollouts under way, and return them for a checkpoint. All ranks call it.
 
-        They cannot be drawn again by a resumed run, which has no longer the weights that they are drawn with.
-        For one that is lost with its engine these weights are saved, unless they are those of the checkpoint;
-        and as the engine was lost in the middle of a step, what that step has used is saved too. Media are
-        left out, and come back with the prompts.
+        A resumed run cannot draw them again, without the weights that they are drawn with. For a rollout that
+        is lost with its engine these weights are saved, unless the checkpoint has them anyway; and as the
+        engine was lost in the middle of a step, what that step has used is saved too. Media are left out, and
+        come back with the prompts.
         """
         with suppress(EngineDead):
             for name, begun in list(self._begun.items()):
                 self._done[name] = self._sampled(begun.prompts, begun.keys, begun.n, begun.sampling)
-        kept = self._asked & set(self._done)  # a run with other options does not ask for all that it found
-        done = {name: self._done[name] for name in kept}
+        # a run with other options does not ask for all that was saved
+        done = {name: self._done[name] for name in self._asked & set(self._done)}
         if self._dead:
             done |= self._used
         saved = [{"name": name, "rollout": without_media(done[name])} for name in sorted(done)]
-        return saved + self._lost()
 
-    def _lost(self) -> list[dict[str, Any]]:
-        """The rollouts that are still under way, each with the older weights that sample it."""
-        found: list[dict[str, Any]] = []
+        # what is still under way is lost: the older weights that sample it
+        newest = self._calls and self._calls.newest
         for name, begun in sorted(self._begun.items()):
-            newest = self._calls and self._calls.newest
             if begun.weights and newest and begun.weights.version != newest.version:
-                found.append({"name": name, **begun.weights.saved()})
-        return found
+                saved.append({"name": name, **begun.weights.saved()})
+        return saved
 
     def busy(self) -> float:
-        """Seconds that the engine has worked since the last call of this function; 0 without `calls`."""
+        """Return the seconds that the engine has worked since the last call; 0 without `calls`."""
         if self._calls is None:
             return 0.0
         seconds = self._calls.seconds

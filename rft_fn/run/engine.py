@@ -254,7 +254,7 @@ def _save_alone(run: Run) -> str:
 
 def start_sampler(
     cfg: options.Reinforcement, st: Strategy, task: Task, saved: Sequence[dict[str, Any]] = ()
-) -> tuple[collect.Ahead, Push]:
+) -> tuple[collect.AsyncSampler, Push]:
     """(what samples the rollouts, the function that sends it weights): `start_engine`, with `ahead`.
 
     `saved` are the rollouts that a checkpoint has kept. With `ahead` the engine has a process of its own,
@@ -264,14 +264,14 @@ def start_sampler(
     """
     if not cfg.ahead:
         inner, push = start_engine(cfg, st, task)
-        return collect.Ahead(inner, st, saved=saved), push
-    config, threads = asynchronous.apart(engine_lib.config_of(st.config), torch.get_num_threads())
+        return collect.AsyncSampler(inner, st, saved=saved), push
+    config, threads = asynchronous.split_threads(engine_lib.config_of(st.config), torch.get_num_threads())
     torch.set_num_threads(threads)
     build = partial(engine_lib.get_engine, config, cfg.model, task.tokenizer)
     check = partial(_check, cfg, st, task) if cfg.canary else None
-    calls = collect.InOrder(build, rebuilds=cfg.rebuilds, check=check)
+    calls = collect.EngineWorker(build, rebuilds=cfg.rebuilds, check=check)
     inner, push = start_engine(replace(cfg, rebuilds=0), st, task, build=calls.engine)
-    return collect.Ahead(inner, st, calls=calls, saved=saved), push
+    return collect.AsyncSampler(inner, st, calls=calls, saved=saved), push
 
 
 def _check(

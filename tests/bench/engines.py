@@ -195,8 +195,8 @@ def measure(args):
                 "vLLM server": engine.EngineConfig(type="openai", servers=(server.url,), **batch),
             }
             engines = {name: engine.get_engine(c, folder, tokenizer) for name, c in configs.items()}
-            apart, _ = asynchronous.apart(engine.EngineConfig(type="vllm", **limits), args.threads)
-            calls = collect.InOrder(lambda: engine.get_engine(apart, folder, tokenizer))
+            apart, _ = asynchronous.split_threads(engine.EngineConfig(type="vllm", **limits), args.threads)
+            calls = collect.EngineWorker(lambda: engine.get_engine(apart, folder, tokenizer))
             trainer = Trainer(folder)
             found, rollout, sampling = measure_rollouts(trainer, engines, calls, args)
             places = engines | {"vLLM in its own process": calls.target}

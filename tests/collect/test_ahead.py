@@ -102,9 +102,9 @@ def same(a, b):
 def sampler(build, *, ahead, saved=(), rebuilds=0, strategy=STRATEGY):
     """What `run.start_sampler` makes of an engine of plain Python."""
     if not ahead:
-        return rft.collect.Ahead(build(), strategy, saved=saved)
-    calls = rft.collect.InOrder(build, rebuilds=rebuilds)
-    return rft.collect.Ahead(calls.engine(), strategy, calls=calls, saved=saved)
+        return rft.collect.AsyncSampler(build(), strategy, saved=saved)
+    calls = rft.collect.EngineWorker(build, rebuilds=rebuilds)
+    return rft.collect.AsyncSampler(calls.engine(), strategy, calls=calls, saved=saved)
 
 
 def train(samples, first, total, ahead, *, evaluate=(), stop=None):
@@ -199,8 +199,8 @@ def checking(loads):
 def test_an_engine_that_was_built_again_is_checked_before_its_rollouts_are_used(dies):
     """And it goes on with the weights that it should have, also where it dies within the check."""
     loads, calls = [], []
-    order = rft.collect.InOrder(lambda: Plain(dies, calls).record(), rebuilds=9, check=checking(loads))
-    samples = rft.collect.Ahead(order.engine(), STRATEGY, calls=order)
+    order = rft.collect.EngineWorker(lambda: Plain(dies, calls).record(), rebuilds=9, check=checking(loads))
+    samples = rft.collect.AsyncSampler(order.engine(), STRATEGY, calls=order)
     found, _ = train(samples, 0, 6, 2, evaluate={1})
     samples.close()
     assert all(same(x, expected(step, version_of(step, 2))) for step, x in enumerate(found))
@@ -224,8 +224,8 @@ def test_an_engine_that_fails_its_check_is_not_sampled_from():
         made.append(Stuck({3}, calls))
         return made[-1].record()
 
-    order = rft.collect.InOrder(build, rebuilds=5, check=checking([]))
-    samples = rft.collect.Ahead(order.engine(), STRATEGY, calls=order)
+    order = rft.collect.EngineWorker(build, rebuilds=5, check=checking([]))
+    samples = rft.collect.AsyncSampler(order.engine(), STRATEGY, calls=order)
     with pytest.raises(engine.EngineDead, match="canary: w: expected"):
         train(samples, 0, 6, 1)
     assert len(made) == 2 and not samples.engine.status()["alive"]
@@ -236,7 +236,7 @@ def test_an_engine_that_fails_its_check_is_not_sampled_from():
 def test_what_is_lost_with_an_engine_is_drawn_again_with_the_weights_it_had(ahead, total, death, rounds):
     """A run that goes on from what is saved then has the rollouts of one that nothing interrupts."""
     calls = []
-    order = rft.collect.InOrder(lambda: Plain(range(death, 9999), calls).record())
+    order = rft.collect.EngineWorker(lambda: Plain(range(death, 9999), calls).record())
 
     def generate(*args, **options):  # as the engine of a run says it, on every rank
         try:
@@ -244,7 +244,7 @@ def test_what_is_lost_with_an_engine_is_drawn_again_with_the_weights_it_had(ahea
         except Lost as error:
             raise engine.EngineDead("lost") from error
 
-    samples = rft.collect.Ahead(order.engine()._replace(generate=generate), STRATEGY, calls=order)
+    samples = rft.collect.AsyncSampler(order.engine()._replace(generate=generate), STRATEGY, calls=order)
     found, done = [], 0
     try:
         samples.engine.load(iter(weights_of(0)), version=0)
@@ -297,13 +297,13 @@ def test_an_engine_that_takes_too_little_is_not_sampled_from():
 
 
 def test_an_engine_of_its_own_process_never_sleeps_and_has_half_of_the_threads():
-    config, left = asynchronous.apart(EngineConfig(batch=7), 5)
+    config, left = asynchronous.split_threads(EngineConfig(batch=7), 5)
     assert (config.process, config.sleep, config.threads, config.batch, left) == (True, False, 2, 7, 3)
-    config, left = asynchronous.apart(EngineConfig(threads=4), 5)
+    config, left = asynchronous.split_threads(EngineConfig(threads=4), 5)
     assert (config.threads, left) == (4, 1)
-    assert asynchronous.apart(EngineConfig(), 1)[0].threads == asynchronous.apart(EngineConfig(), 1)[1] == 1
+    assert asynchronous.split_threads(EngineConfig(), 1)[0].threads == asynchronous.split_threads(EngineConfig(), 1)[1] == 1
     with pytest.raises(ValueError, match="ahead, engine_tp_size: expected one process"):
-        asynchronous.apart(EngineConfig(tp_size=2), 4)
+        asynchronous.split_threads(EngineConfig(tp_size=2), 4)
 
 
 def test_what_a_run_no_longer_asks_for_leaves_its_checkpoints():

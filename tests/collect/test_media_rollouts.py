@@ -103,8 +103,8 @@ def test_media_are_sent_once():
 def test_a_checkpoint_of_rollouts_ahead_brings_their_media_back(eng):
     """They are left out of it, as numbers of one rank would be; a resumed run has them from its prompts."""
     st = get_strategy()
-    calls = collect.InOrder(lambda: engine.hf(lm(), TOK, batch=8))
-    samples = collect.Ahead(calls.engine(), st, calls=calls)
+    calls = collect.EngineWorker(lambda: engine.hf(lm(), TOK, batch=8))
+    samples = collect.AsyncSampler(calls.engine(), st, calls=calls)
     prompts, keys = draw(3)
     samples.begin(prompts, keys, n=2, sampling=SAMPLING)
     saved = samples.save()
@@ -112,7 +112,7 @@ def test_a_checkpoint_of_rollouts_ahead_brings_their_media_back(eng):
     want = eng.generate(prompts, keys, n=2, sampling=SAMPLING)
     same(samples.generate(prompts, keys, n=2, sampling=SAMPLING), want)
     samples.close()
-    resumed = collect.Ahead(eng, st, saved=saved)
+    resumed = collect.AsyncSampler(eng, st, saved=saved)
     same(resumed.generate(prompts, keys, n=2, sampling=SAMPLING), want)
 
 
@@ -203,7 +203,7 @@ def everything(st):
     done = collect.sample_partial(generate, draw, 0, **how)
     later = collect.sample_partial(generate, draw, 1, waiting=done.waiting, **how)
     saved = [{"name": name_of(keys, 2, SAMPLING), "rollout": rft.tree.replace(first, media=None)}]
-    ahead = collect.Ahead(eng, st, saved=saved).generate(prompts, keys, n=2, sampling=SAMPLING)
+    ahead = collect.AsyncSampler(eng, st, saved=saved).generate(prompts, keys, n=2, sampling=SAMPLING)
     found = {"first": first, "more": more, "done": done.rollout, "later": later.rollout, "ahead": ahead}
     return {name: packed(st, x) for name, x in found.items()}
 

@@ -25,8 +25,8 @@ def refusals(st):
     # as the engine of a run, which agrees on what has failed
     kept = _Kept(lambda: engine.dead_after_failure(eng._replace(generate=generate)), None, st, 0)
     own = kept.inner._replace(generate=kept.generate)
-    calls = collect.InOrder(lambda: own)
-    samples = collect.Ahead(calls.engine(), st, calls=calls)
+    calls = collect.EngineWorker(lambda: own)
+    samples = collect.AsyncSampler(calls.engine(), st, calls=calls)
     found = {}
     for name, prompts in BAD.items():
         for way in (collect.gather_and_generate, None):
