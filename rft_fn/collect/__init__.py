@@ -1,4 +1,4 @@
-"""How rollouts come about: sampled and judged by all ranks, and checked against the trainer."""
+"""Collects rollouts: sampled and judged by all ranks, and checked against the trainer."""
 
 from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, Weights, due, version_of
 from rft_fn.collect.episodes import Played

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.check import printable
-from rft_fn.collect.gather import check_prompts, gather_and_generate, part_of_rank, with_media, without_media
+from rft_fn.collect.gather import check_prompts, gather_and_generate, shard_prompts, with_media, without_media
 from rft_fn.engine import EngineConfig, EngineDead
 from rft_fn.sync import CanaryError
 from rft_fn.types import Engine, Rollout, Sampling, Strategy, record
@@ -323,7 +323,7 @@ class AsyncSampler:
         self._begun[name] = _Begun(prompts, keys, n, sampling, older or newest)
         if older is not None:
             older.load(calls.engine())
-        mine = part_of_rank(self.strategy, len(prompts))
+        mine = shard_prompts(self.strategy, len(prompts))
         if mine.start < mine.stop:
             calls.begin(prompts[mine], keys[mine], n=n, sampling=sampling)
         if older is not None and newest is not None:

@@ -1,10 +1,10 @@
-"""Calls of an environment: many at once where they can be awaited, in a limit of time, checked."""
+"""Episodes with an environment: its calls, the conversations, and the rollout that they make."""
 
 import asyncio
 import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,10 +20,19 @@ from rft_fn.reward import Judged
 from rft_fn.reward.calling import EventLoop
 from rft_fn.types import Rollout, Sampling, Strategy
 
-__all__ = ["Act", "Acted", "Conversation", "Played", "act_together", "assembled", "read_reset", "read_step"]
+__all__ = [
+    "Act",
+    "Conversation",
+    "Played",
+    "StepResult",
+    "assembled",
+    "read_reset",
+    "read_step",
+    "step_environments",
+]
 
 
-# ---------- calls of an environment: many at once where they can be awaited, in a limit of time, checked
+# ---------- calls of an environment: many at once where they can be awaited, in a limit of time
 
 
 _LOOP = EventLoop()  # one for all, since the clients of an environment belong to the loop they were made in
@@ -34,11 +43,11 @@ class Act(NamedTuple):
 
     name: str  # for errors: the environment, the row and the turn
     call: Callable[[], Any]  # gives the result, or an awaitable of it
-    read: Callable[[Any], tuple[Any, "Acted"]]  # the result as (the new state, what all ranks learn of it)
+    read: Callable[[Any], tuple[Any, "StepResult"]]  # the result -> (new state, what all ranks learn of it)
 
 
-class Acted(NamedTuple):
-    """What comes of a call, one entry per seat."""
+class StepResult(NamedTuple):
+    """The result of a call, one entry per seat."""
 
     observations: list[list[Turn]]
     rewards: list[float]
@@ -49,35 +58,33 @@ class Acted(NamedTuple):
 class _Answer(NamedTuple):
     """The answer of one rank to the others."""
 
-    found: list[Acted]
+    results: list[StepResult]
     error: str  # what went wrong, in a line; "" for nothing
 
 
-def act_together(
+def step_environments(
     strategy: Strategy, env: Environment, acts: Sequence[Act], *, timeout: float
-) -> tuple[list[Any], list[Acted]]:
-    """(the new states of this rank's acts, what came of the acts of all ranks in their order).
+) -> tuple[list[Any], list[StepResult]]:
+    """Return (the new states of this rank's acts, the results of all ranks' acts in their order).
 
     Acts that give awaitables are awaited together; `timeout` [s] limits all acts of a rank. Nothing is
     changed if one fails: ValueError, or TimeoutError, with one line that names the environment, the row and
     the turn, on every rank. Called by all ranks alike.
     """
     states: list[Any] = []
-    found: list[Acted] = []
+    results: list[StepResult] = []
     failed: Exception | None = None
-    line = ""
     running = _Running("")
     try:
         limit = time_limit(timeout, lambda: running.name)
         with strategy.session.phase(f"environment {env.name}"), limit:
-            for state, acted in _results(acts, running):
+            for state, result in _results(acts, running):
                 states.append(state)
-                found.append(acted)
+                results.append(result)
     except (Exception, SystemExit) as error:  # raised below, once the others know
         failed = _as_one_line(error, running.name)
-        line = str(failed)
 
-    everyone = [_Answer(found, line)]
+    everyone = [_Answer(results, str(failed or ""))]
     if strategy.world > 1:
         with strategy.session.phase(f"gather of environment {env.name}"):
             everyone = dist.all_gather_object(everyone[0])
@@ -86,32 +93,31 @@ def act_together(
     for rank, answer in enumerate(everyone):
         if answer.error:
             raise ValueError(f"rank {rank}: {answer.error}")
-    return states, [acted for answer in everyone for acted in answer.found]
+    return states, [result for answer in everyone for result in answer.results]
 
 
 class _Running:
-    """The name of the act that runs, which the clock's line and errors take."""
+    """The name of the act that runs, for errors and the time limit."""
 
     def __init__(self, name: str):
         self.name = name
 
 
 def _as_one_line(error: BaseException, name: str) -> Exception:
-    """The error with the act's name before it."""
+    """Return the error with the act's name before it."""
     if isinstance(error, _Failed):
         return _as_one_line(error.error, error.name)
     text = error_text(error)
     if isinstance(error, TimeoutError) and text.startswith(name):
         return TimeoutError(text)
-    made = ValueError(f"{name}: {type(error).__name__}: {text}")
-    if isinstance(error, _Wrong):
-        made = ValueError(f"{name}: {text}")
+    kind = "" if isinstance(error, _Wrong) else f"{type(error).__name__}: "
+    made = ValueError(f"{name}: {kind}{text}")
     made.__cause__ = error
     return made
 
 
 class _Failed(Exception):
-    """An awaitable raised; others may have, or be cancelled, before the error is looked at."""
+    """The error of one of several concurrent calls, with its name."""
 
     def __init__(self, name: str, error: BaseException):
         super().__init__(error_text(error))
@@ -120,11 +126,11 @@ class _Failed(Exception):
 
 
 class _Wrong(ValueError):
-    """A result that an environment may not give."""
+    """The error of a result that an environment may not give."""
 
 
-def _results(acts: Sequence[Act], running: _Running) -> list[tuple[Any, Acted]]:
-    """What each act gives, read."""
+def _results(acts: Sequence[Act], running: _Running) -> list[tuple[Any, StepResult]]:
+    """Call all acts, and read their results."""
     results = []
     waiting: list[int] = []
     for i, act in enumerate(acts):
@@ -137,15 +143,15 @@ def _results(acts: Sequence[Act], running: _Running) -> list[tuple[Any, Acted]]:
         for i, result in zip(waiting, awaited, strict=True):
             results[i] = result
 
-    found = []
+    read = []
     for act, result in zip(acts, results, strict=True):
         running.name = act.name
-        found.append(act.read(result))
-    return found
+        read.append(act.read(result))
+    return read
 
 
 async def _all(calls: Sequence[Awaitable[Any]], names: Sequence[str], running: _Running) -> list[Any]:
-    """The results of awaitables that run together; `running` is the first that has not ended."""
+    """Await all calls together; `running` is the first that has not ended."""
     left = list(names)
     running.name = left[0]
 
@@ -165,35 +171,31 @@ async def _all(calls: Sequence[Awaitable[Any]], names: Sequence[str], running: _
 # ---------- what an environment gives
 
 
-def read_reset(env: Environment, result: Any) -> tuple[Any, Acted]:
-    """The result of `reset` as (the state, what all ranks learn of it)."""
+def read_reset(env: Environment, result: Any) -> tuple[Any, StepResult]:
+    """Read the result of `reset` as (the state, what all ranks learn of it)."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise _Wrong(f"expected (state, observation) from reset, got {result!r:.80}")
     state, observation = result
-    return state, Acted(_observations(env, observation), [0.0] * env.seats, False, _seat(env, state))
+    return state, StepResult(_observations(env, observation), [0.0] * env.seats, False, _seat(env, state))
 
 
-def read_step(env: Environment, result: Any) -> tuple[Any, Acted]:
-    """The result of `step` as (the state, what all ranks learn of it)."""
+def read_step(env: Environment, result: Any) -> tuple[Any, StepResult]:
+    """Read the result of `step` as (the state, what all ranks learn of it)."""
     if not isinstance(result, tuple) or len(result) != 4:
         raise _Wrong(f"expected (state, observation, reward, done) from step, got {result!r:.80}")
     state, observation, reward, done = result
     if not isinstance(done, bool):
         raise _Wrong(f"expected True or False as done, got {done!r:.80}")
-    rewards = [reward]
-    if env.seats > 1:
-        rewards = _per_seat(env, "rewards", reward)
+    rewards = _per_seat(env, "rewards", reward) if env.seats > 1 else [reward]
     for x in rewards:
         if isinstance(x, bool) or not isinstance(x, numbers.Real) or not math.isfinite(x):
             raise _Wrong(f"expected a finite number as the reward, got {x!r:.80}")
-    seat = 0
-    if not done:
-        seat = _seat(env, state)
-    return state, Acted(_observations(env, observation), [float(x) for x in rewards], done, seat)
+    seat = 0 if done else _seat(env, state)
+    return state, StepResult(_observations(env, observation), [float(x) for x in rewards], done, seat)
 
 
 def _seat(env: Environment, state: Any) -> int:
-    """The seat that speaks next."""
+    """Return the seat that speaks next."""
     seat = env.seat(state)
     if seat not in range(env.seats):
         raise _Wrong(f"expected a seat below {env.seats}, got {seat!r:.80}")
@@ -201,10 +203,8 @@ def _seat(env: Environment, state: Any) -> int:
 
 
 def _observations(env: Environment, observation: Any) -> list[list[Turn]]:
-    """The messages for each seat."""
-    each = [observation]
-    if env.seats > 1:
-        each = _per_seat(env, "observations", observation)
+    """Return the messages for each seat."""
+    each = _per_seat(env, "observations", observation) if env.seats > 1 else [observation]
     try:
         return [as_messages(x) for x in each]
     except ValueError as error:
@@ -212,18 +212,18 @@ def _observations(env: Environment, observation: Any) -> list[list[Turn]]:
 
 
 def _per_seat(env: Environment, what: str, values: Any) -> list[Any]:
-    """The values for all seats."""
+    """Return the values for all seats."""
     if not isinstance(values, (list, tuple)) or len(values) != env.seats:
         raise _Wrong(f"expected {env.seats} {what}, one for each seat, got {values!r:.80}")
     return list(values)
 
 
-# ---------- conversations while they are sampled, and the rollout that they make in the end
+# ---------- conversations, and the rollout that they make
 
 
 @dataclass
 class Conversation:
-    """What one seat has read and said: B of them make a rollout."""
+    """The tokens that one seat has read and sampled: B conversations make a rollout."""
 
     prompt: int  # its number among the prompts
     sample: int
@@ -235,9 +235,9 @@ class Conversation:
     rewards: list[tuple[int, float]] = field(default_factory=list)  # (place of a token, what it earned)
     total: float = 0.0
     turns: int = 0  # that the policy took
-    spoke_at: int = 0  # the place of the first token of the last of them
+    spoke_at: int = 0  # the place of the first token of the last turn
     last_token: int = -1  # the place of its last token; -1 before the first turn
-    unfinished: int = 0  # turns of them that the limit of a response cut off
+    unfinished: int = 0  # turns that the limit of a response cut off
     version: int = 0  # the oldest of the weights that it was sampled with
     messages: list[Turn] = field(default_factory=list)  # to be read
     unread: list[Turn] = field(default_factory=list)  # observations that are not tokens yet
@@ -262,34 +262,33 @@ class Conversation:
         self.unfinished += cut
 
     def earn(self, reward: float) -> None:
-        """Put a reward on the last token that was sampled, if there is one yet."""
+        """Add a reward to the last sampled token."""
         self.total += reward
         if self.turns:
             self.rewards.append((self.last_token, reward))
 
-    def observe(self, messages: Iterable[Turn]) -> None:
-        """Take messages, which become tokens when the policy speaks next."""
-        found = list(messages)
-        self.messages += found
-        self.unread += found
+    def observe(self, messages: Sequence[Turn]) -> None:
+        """Add messages, which become tokens before the policy's next turn."""
+        self.messages += messages
+        self.unread += messages
 
 
 class Played(NamedTuple):
-    """Whole conversations: B = N G rows, the G samples of one prompt and seat side by side.
+    """Whole conversations: B = N G rows, grouped by prompt and seat.
 
     N counts prompts times seats: prompt 0 as seat 0, prompt 0 as seat 1, prompt 1 as seat 0 ...
     """
 
     rollout: Rollout  # mask: what the policy sampled; truncated: ended by a limit
     reward: Tensor  # [N, G] of the whole conversation
-    token_reward: Tensor  # [B, S] that of each turn, on its last sampled token; 0 elsewhere
-    prompts: list[Any]  # N, whose conversations they are
+    token_reward: Tensor  # [B, S] of each turn, on its last sampled token; 0 elsewhere
+    prompts: list[Any]  # N
     talks: list[list[Turn]]  # B, to be read
     texts: list[str]  # B, what the policy said
     numbers: dict[str, Tensor]  # name -> [B] float32: turns, cut_by_turns, cut_by_tokens, unfinished
 
     def judged(self) -> Judged:
-        """The rewards as those of any rollout, with the conversations to be read."""
+        """Return the rewards as `Judged`, with the conversations to be read."""
         shape = self.reward.shape
         metrics = {name: x.view(shape) for name, x in self.numbers.items()}
         return Judged(self.reward, {}, self.texts, metrics, {"conversation": self.talks})
@@ -305,14 +304,14 @@ def assembled(
     pad: int,
     sampling: Sampling,
 ) -> Played:
-    """The rollout of conversations in the order of (prompt, sample, seat); cuts [B] name the limits met."""
+    """Assemble the rollout, ordered by (prompt, seat, sample); cuts [B] name the limits met."""
     order = sorted(range(len(rows)), key=lambda b: (rows[b].prompt, rows[b].seat, rows[b].sample))
     rows = [rows[b] for b in order]
     cuts = [cuts[b] for b in order]
     groups = len(prompts) * seats
     size = max(len(row.tokens) for row in rows)
 
-    # right-padded; whatever is no token of the policy is 0 but for the tokens
+    # right-padded; all but the tokens is 0 outside mask
     tokens = torch.full((len(rows), size), pad)
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
     logp = torch.zeros(tokens.shape)

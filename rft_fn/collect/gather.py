@@ -1,4 +1,4 @@
-"""The rollout of the global batch, sampled by all ranks."""
+"""Gather the rollout of the global batch, and its rewards: each rank samples and scores its part."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,27 +20,35 @@ from rft_fn.types import Engine, Media, Rollout, Sampling, Strategy, TrainState
 from rft_fn.types.engine import Delivered
 
 __all__ = [
-    "check_prompts", "check_reward", "gather_and_generate", "gather_and_judge", "gather_and_judge_rows",
-    "has_media", "inference_engine_status", "own_part", "part_of_rank", "setup_inference_engine",
-    "sleep_inference_engine", "update_engine_weights", "wakeup_inference_engine", "with_media",
+    "check_prompts",
+    "check_reward",
+    "gather_and_generate",
+    "gather_and_judge",
+    "gather_and_judge_rows",
+    "has_media",
+    "inference_engine_status",
+    "own_part",
+    "setup_inference_engine",
+    "shard_prompts",
+    "sleep_inference_engine",
+    "update_engine_weights",
+    "wakeup_inference_engine",
+    "with_media",
     "without_media",
 ]  # fmt: skip
-
-
-# ---------- the rollout of the global batch, sampled by all ranks
 
 
 # ---------- the part of the prompts that a rank samples and judges
 
 
-def part_of_rank(strategy: Strategy, count: int) -> slice:
-    """The prompts of this rank, in order: equally many on each, fewer or none on the last ones."""
+def shard_prompts(strategy: Strategy, count: int) -> slice:
+    """Return this rank's shard of the prompts: contiguous; the last ranks may have fewer."""
     size = -(-count // strategy.world)  # rounded up
     first = min(strategy.rank * size, count)
     return slice(first, min(first + size, count))
 
 
-# ---------- the engine of a run, on explicit state: built with the trained weights, updated, asleep, awake
+# ---------- the engine of a run, on explicit state
 
 
 def setup_inference_engine(
@@ -51,10 +59,10 @@ def setup_inference_engine(
     state: TrainState | None = None,
     version: int = 0,
 ) -> Engine:
-    """The engine of the strategy's config, with the trained weights of `state`, asleep where it can be.
+    """Return the engine of the strategy's config with the weights of `state`, asleep if it can be.
 
-    Every rank has to call it. Without `state` it keeps the weights of `model`. ValueError as of `get_engine`
-    and `sync.push`; an engine that did not get its weights is closed.
+    Every rank calls it. Without `state` it keeps the weights of `model`. ValueError as of `get_engine` and
+    `sync.push`; an engine that did not get its weights is closed.
     """
     engine = get_engine(config_of(strategy.config), model, tokenizer)
     if state is not None:
@@ -70,7 +78,7 @@ def setup_inference_engine(
 def update_engine_weights(
     strategy: Strategy, state: TrainState, engine: Engine, *, version: int
 ) -> Delivered:
-    """Give the engine the trained weights; it is asleep afterwards if it was before."""
+    """Send the trained weights to the engine; it is asleep afterwards if it was before."""
     return sync.push(strategy, state, engine, version=version)
 
 
@@ -80,31 +88,29 @@ def wakeup_inference_engine(engine: Engine) -> None:
 
 
 def sleep_inference_engine(engine: Engine) -> bool:
-    """Send the engine to sleep where it can. Returns whether it is asleep."""
+    """Send the engine to sleep where it can, and return whether it is asleep."""
     engine.sleep()
     return engine.status()["asleep"]
 
 
 def inference_engine_status(engine: Engine) -> Literal["dead", "asleep", "awake"]:
-    """The state of the engine in one word; `Engine.status` has the rest."""
+    """Return the state of the engine in one word; `Engine.status` has the rest."""
     status = engine.status()
     if not status["alive"]:
         return "dead"
-    if status["asleep"]:
-        return "asleep"
-    return "awake"
+    return "asleep" if status["asleep"] else "awake"
 
 
-# ---------- the media of rollouts that were kept without them
+# ---------- the media of prompts and rollouts
 
 
 def own_part(strategy: Strategy, prompts: Sequence[Any]) -> list[Any]:
-    """The prompts of this rank, in order, with the media of those that continue a row. All ranks call it.
+    """Return this rank's prompts, with the media of those that continue a row. All ranks call it.
 
     After a gather the rows of a prompt's media are on the rank that sampled it, which is not always the one
     that continues it.
     """
-    mine = part_of_rank(strategy, len(prompts))
+    mine = shard_prompts(strategy, len(prompts))
     part = list(prompts[mine])
     if strategy.world == 1:
         return part
@@ -121,34 +127,32 @@ def own_part(strategy: Strategy, prompts: Sequence[Any]) -> list[Any]:
 
 
 def has_media(prompt: Any) -> bool:
-    """Whether a prompt has media, which are not read for it where it can say so by their names."""
+    """Return whether a prompt has media, without reading them where it has their names."""
     names = getattr(prompt, "media_names", None)
-    if names is None:
-        return bool(getattr(prompt, "media", None))
-    return bool(names)
+    return bool(getattr(prompt, "media", None) if names is None else names)
 
 
 def without_media(rollout: Rollout) -> Rollout:
-    """The rollout without media, as a checkpoint has it, which is the same on all ranks."""
+    """Return the rollout without media, as checkpoints have it, the same on all ranks."""
     return tree.replace(rollout, media=None)
 
 
 def with_media(strategy: Strategy, rollout: Rollout, prompts: Sequence[Any]) -> Rollout:
-    """The rollout of the global batch with the media of its N prompts.
+    """Return the rollout of the global batch with the media of its N prompts. All ranks call it.
 
-    It has B = N G rows, those of a prompt side by side. Each rank reads the media of its part of the prompts,
-    as in `gather_and_generate`. All ranks call it.
+    It has B = N G rows, grouped by prompt. Each rank reads the media of its part of the prompts, as in
+    `gather_and_generate`.
     """
     if not any(has_media(prompt) for prompt in prompts):
         return rollout
-    mine = part_of_rank(strategy, len(prompts))
+    mine = shard_prompts(strategy, len(prompts))
     n = len(rollout.tokens) // len(prompts)
     own = take(without_media(rollout), range(mine.start * n, mine.stop * n))
     media = [getattr(prompt, "media", None) for prompt in prompts[mine]]
     return strategy.gather(tree.replace(own, media=Media.of_prompts(media, n)))
 
 
-# ---------- the rollout of the global batch, sampled by all ranks
+# ---------- sample
 
 
 def gather_and_generate(
@@ -173,9 +177,9 @@ def gather_and_generate(
     which only an engine can encode, when each rank has done its part.
     """
     check_prompts(engine, prompts, keys, n=n, sampling=sampling, max_new=max_new, start=start)
-    mine = part_of_rank(strategy, len(prompts))
+    mine = shard_prompts(strategy, len(prompts))
     rows = slice(mine.start * n, mine.stop * n)
-    of_rows = {name: x[rows] for name, x in requests.given(max_new, start).items()}
+    of_rows = {name: x[rows] for name, x in requests.given(max_new, start).items()}  # without the None
 
     prompts = own_part(strategy, prompts)
     engine.wake()
@@ -189,7 +193,15 @@ def gather_and_generate(
             refused = error.moved(mine.start)  # numbered in the global batch
         except requests.BadRequest as error:
             refused = error
-    _raise_refused(strategy, refused)
+
+    # every rank raises the refusal of the first rank that has one
+    everyone = [refused]
+    if strategy.world > 1:
+        with strategy.session.phase("gather"):
+            everyone = dist.all_gather_object(refused)
+    for error in everyone:
+        if error is not None:
+            raise error
     if sleep_engine:
         engine.sleep()
 
@@ -209,7 +221,7 @@ def check_prompts(
     max_new: Sequence[int] | None = None,
     start: Sequence[int] | None = None,
 ) -> None:
-    """BadRequest for a prompt of the global batch that is empty or too long, before anything is sampled.
+    """Raise BadRequest for a prompt of the global batch that is empty or too long.
 
     Every rank has all of the prompts, so all ranks refuse the same one. Texts are left to the engine.
     """
@@ -220,18 +232,7 @@ def check_prompts(
     requests.check(requests.token_ids(prompts), keys, n, sampling, window, max_new=max_new, start=start)
 
 
-def _raise_refused(strategy: Strategy, refused: requests.BadRequest | None) -> None:
-    """Raise the refusal of the first rank that has one, on every rank."""
-    everyone = [refused]
-    if strategy.world > 1:
-        with strategy.session.phase("gather"):
-            everyone = dist.all_gather_object(refused)
-    for error in everyone:
-        if error is not None:
-            raise error
-
-
-# ---------- rewards over the ranks of a strategy: each rank scores its part, and all get the same numbers
+# ---------- judge
 
 
 Result = TypeVar("Result")
@@ -253,24 +254,24 @@ def gather_and_judge(
     The result is the same on every rank. Whole groups stay on one rank, in order, as in
     `gather_and_generate`, and rewards, parts and texts are shared: a reward that differs from rank to rank
     cannot make the ranks differ, and a remote judge is asked once for each response. Equal to `reward.judge`
-    on one process, to the bit, for a reward that looks at one response, or one group, at a time. Joint
-    rewards (`JointReward`) are computed by all ranks together, while async ones wait for their answers.
-    Called by all ranks alike.
+    on one process, to the bit, for a reward that looks at one response, or one group, at a time. All ranks
+    compute joint rewards (`JointReward`) together, while async ones wait for their answers. Called by all
+    ranks alike.
 
     A reward that has not answered after `timeout` [s] is interrupted, and TimeoutError names it and the
     limit; one that cannot be interrupted ends the process with that line. Keep `timeout` below the
     strategy's, which bounds how long the others wait. Rewards run in the calling thread; outside of the main
     thread nothing can be interrupted: the line is printed, and the reward is waited for.
 
-    What a reward raises on one rank is raised there as it is, and on all others as ValueError with its text,
-    the reward's name and the rank. ValueError for what `reward.judge` refuses, for ranks whose prompts
-    differ, and for a timeout that is not above 0.
+    What a reward raises on one rank is raised there unchanged, and on all others as ValueError with its text,
+    the reward's name and the rank. ValueError for what `reward.judge` refuses, for ranks with different
+    prompts, and for a timeout that is not above 0.
     """
 
     joint = Joint(score, rollout, prompts, tokenizer)
 
     def work() -> Judged | None:
-        mine = part_of_rank(strategy, len(prompts))
+        mine = shard_prompts(strategy, len(prompts))
         if prompts and mine.start == mine.stop:  # more ranks than prompts
             return None
         return judge(score, rollout, prompts, tokenizer, part=mine, state=state, seed=seed, joint=joint)
@@ -290,32 +291,30 @@ def gather_and_judge_rows(
     state: TrainerState | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """The reward of each row [B], in any order, with groups of any size; each is asked for once.
+    """Return the reward of each row [B], in any order, with groups of any size.
 
-    Each rank judges the rows of its part of the prompts, and all get the same numbers. Equal to
-    `reward.judge_rows` on one process for a reward that looks at one response at a time. The limit and the
-    errors are those of `gather_and_judge`. Called by all ranks alike.
+    Each rank judges the rows of its part of the prompts once, and all get the same numbers. Equal to
+    `reward.judge_rows` on one process for a reward that looks at one response at a time. Limit and errors as
+    of `gather_and_judge`. Called by all ranks alike.
     """
     owners = rollout.group.tolist()
     parts: list[list[int]] = []
     for rank in range(strategy.world):
-        own = part_of_rank(strategy._replace(rank=rank), len(prompts))
+        own = shard_prompts(strategy._replace(rank=rank), len(prompts))
         parts.append([row for row, g in enumerate(owners) if own.start <= g < own.stop])
     known = sum(len(part) for part in parts) == len(owners)
     joint = Joint(score, rollout, prompts, tokenizer)
 
     def work() -> Tensor:
-        mine = None
-        if known:  # otherwise it raises, and asks for nothing
-            mine = parts[strategy.rank]
+        mine = parts[strategy.rank] if known else None  # None raises, and asks for nothing
         return judge_rows(score, rollout, prompts, tokenizer, rows=mine, state=state, seed=seed, joint=joint)
 
     everyone = _together(strategy, score, work, timeout, digest=_digest(prompts), joint=joint)
-    found = torch.zeros(len(owners))
+    rewards = torch.zeros(len(owners))
     for part, reward in zip(parts, everyone, strict=True):
         if reward is not None:
-            found[part] = reward
-    return found
+            rewards[part] = reward
+    return rewards
 
 
 def check_reward(
@@ -328,9 +327,9 @@ def check_reward(
 ) -> dict[str, Scored]:
     """Check a reward on rank 0 as `reward.check` does, for all ranks: a remote judge is asked once.
 
-    Joint rewards are computed by all ranks, for which `rows` are prompts and `tokenizer` is theirs. The limit
-    and the errors are those of `gather_and_judge`. ValueError also for a reward with a deadline beyond
-    `timeout`: it would be interrupted in the middle of its tries.
+    All ranks compute joint rewards, for which `rows` are prompts and `tokenizer` is theirs. Limit and errors
+    as of `gather_and_judge`. ValueError also for a reward with a deadline beyond `timeout`: it would be
+    interrupted in the middle of its tries.
     """
     for name, (fn, _) in getattr(score, "components", {}).items():
         deadline = getattr(fn, "deadline", 0.0)
@@ -338,9 +337,7 @@ def check_reward(
             raise ValueError(
                 f"reward {name!r}: expected a deadline below reward_timeout = {timeout:g} s, got {deadline:g}"
             )
-    joints: dict[str, Joint] | None = None
-    if joint_names(score):
-        joints = made_up(score, rows, tokenizer)
+    joints = made_up(score, rows, tokenizer) if joint_names(score) else None
 
     def work() -> dict[str, Scored] | None:
         for joint in (joints or {}).values():
@@ -369,9 +366,9 @@ def _together(
     digest: str = "",
     joint: Joint | None = None,
 ) -> list[Result | None]:
-    """The result of work() on each rank, within the limit; an error of one rank is raised on all.
+    """Return the result of work() on each rank, within the limit; raise one rank's error on all.
 
-    Every rank computes the joint rewards, whatever becomes of its work: the others wait for it there.
+    Every rank computes the joint rewards, even if its work has failed: the others wait for it there.
     """
     if not timeout > 0:
         raise ValueError(f"timeout: expected > 0 seconds, got {timeout}")
@@ -388,9 +385,9 @@ def _together(
                 result = work()
             except BaseException:
                 with suppress(Exception):  # what has failed before it counts
-                    _computed(joint)
+                    _compute(joint)
                 raise
-            _computed(joint)
+            _compute(joint)
     except Exception as error:  # raised below, once the others know
         failed = error
         line = _describe(score, error)
@@ -414,34 +411,31 @@ def _together(
     return [answer.result for answer in everyone]
 
 
-def _computed(joint: Joint | None) -> None:
+def _compute(joint: Joint | None) -> None:
     """Compute the joint rewards, unless this rank has begun to."""
     if joint is not None and not joint.begun:
         joint.values()
 
 
 def _digest(prompts: Sequence[Any]) -> str:
-    """A hash of these prompts: the same for the same rows, texts and order."""
-    found = hashlib.blake2b(digest_size=16)
+    """Hash the prompts: the same for the same rows, texts and order."""
+    digest = hashlib.blake2b(digest_size=16)
     for p in prompts:
-        found.update(repr((getattr(p, "index", None), getattr(p, "text", None))).encode())
-    return found.hexdigest()
+        digest.update(repr((getattr(p, "index", None), getattr(p, "text", None))).encode())
+    return digest.hexdigest()
 
 
 def _name(score: Score) -> str:
-    """The reward that a score is computing, as the head of a line."""
+    """Return the reward that a score is computing, as the head of a line."""
     running = getattr(score, "running", "")
-    if not running:
-        return "reward"
-    return f"reward {running!r}"
+    return f"reward {running!r}" if running else "reward"
 
 
 def _describe(score: Score, error: Exception) -> str:
-    """An error as the other ranks report it: the reward, and what it raised."""
+    """Describe an error for the other ranks: the reward, and what it raised."""
     text = " ".join(str(error).split())
     if not isinstance(error, (ValueError, TimeoutError)):
         text = f"{type(error).__name__}: {text}"
     head = f"{_name(score)}: "
-    if head == "reward: " or text.startswith(head):  # no single reward failed, or the text names it
-        return text
-    return head + text
+    # no single reward failed, or the text names it
+    return text if head == "reward: " or text.startswith(head) else head + text

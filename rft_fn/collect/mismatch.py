@@ -1,4 +1,4 @@
-"""Mismatch of trainer and sampler: how far they disagree, why, and weights against it.
+"""Measure the mismatch of trainer and sampler: how far they disagree, why, and weights against it.
 
 The sampler's log-probs are `Rollout.logp`; the trainer's are of the same tokens. Where the two differ,
 samples are off-policy: rounding makes them so a little, stale weights more.
@@ -7,7 +7,7 @@ samples are off-policy: rounding makes them so a little, stale weights more.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,15 +29,15 @@ MISMATCH = ("policy/logp_gap", "policy/logp_gap_max", "policy/kl_sampler")
 
 
 def logp_mismatch(a: Tensor, b: Tensor, mask: Tensor) -> float:
-    """Mean |a - b| over mask, in nats per token."""
+    """Return mean |a - b| over mask, in nats per token."""
     return _masked_mean((a - b).abs(), mask)
 
 
 def mismatch_metrics(trainer: Tensor, rollout: Rollout) -> dict[str, float]:
-    """The mismatch of the trainer's log-probs [B, S] with the sampler's, in nats per token.
+    """Return the mismatch of the trainer's log-probs [B, S] with the sampler's, in nats per token.
 
     Mean and largest |difference|, and KL(sampler, trainer), estimated by k3 on the sampler's own tokens. The
-    names are those of `MISMATCH`, which `metric.policy` gives for an update whose old_logp is the sampler's.
+    names are in `MISMATCH`; `metric.policy` gives them for an update from the sampler's log-probs.
     """
     check.shapes(trainer=(trainer, "B S"), logp=(rollout.logp, "B S"), mask=(rollout.mask, "B S"))
     return metric.results(metric.mismatch(trainer, rollout.logp, rollout.mask))
@@ -56,20 +56,13 @@ def _masked_mean(x: Tensor, mask: Tensor) -> float:
 # ---------- weights against it
 
 
-class Correction(Protocol):
-    """Changes the weight of each token."""
-
-    def __call__(self, w: Tensor, old_logp: Tensor, logp: Tensor, /, *, cap: float) -> Tensor:
-        """w [B, S] times a function of the ratio pi_old / pi_sampler; `old_logp` is the trainer's."""
-        ...
-
-
 def _icepop(w: Tensor, old_logp: Tensor, logp: Tensor, /, *, cap: float) -> Tensor:
-    """`weight.icepop` with the band [1 / cap, cap]."""
+    """Apply `weight.icepop` with the band [1 / cap, cap]."""
     return weight.icepop(w, old_logp, logp, low=1 / cap, high=cap)
 
 
-CORRECTIONS: dict[str, Correction] = {
+# (w [B, S], the trainer's log-probs, the sampler's, cap=) -> w times a function of their ratio
+CORRECTIONS: dict[str, Callable[..., Tensor]] = {
     "tis": weight.truncated_is,
     "mis": weight.masked_is,
     "icepop": _icepop,
@@ -79,11 +72,11 @@ CORRECTIONS: dict[str, Correction] = {
 def correction(
     name: str, old_logp: Tensor, rollout: Rollout, *, cap: float = 2.0
 ) -> tuple[Tensor, dict[str, float]]:
-    """(the factor of each token's weight [B, S], metrics): a row of `CORRECTIONS` for a whole rollout.
+    """Return (the factor of each token's weight [B, S], metrics): a row of `CORRECTIONS` for a rollout.
 
     `old_logp` [B, S] is the trainer's, and of the policy that the update starts from. Every row multiplies w,
     so w times the factor is what it makes of w; the factor is 0 outside mask. The metrics are the mean factor
-    and the share of tokens whose ratio was capped or that were dropped.
+    and the share of tokens with a ratio that was capped or that were dropped.
 
     tis: min(ratio, cap), as V-trace truncates it (arXiv 1802.01561). mis: 0 where the ratio exceeds the cap
     (compared in arXiv 2510.26788). icepop: 0 outside [1 / cap, cap] (arXiv 2510.18855). All work per token,
@@ -94,40 +87,36 @@ def correction(
     inside = rollout.mask.to(old_logp.dtype)
     factor = CORRECTIONS[name](inside, old_logp, rollout.logp, cap=cap)
     plain = weight.importance(inside, old_logp, rollout.logp)
-    found: dict[str, metric.Metric] = {
-        "mismatch/weight": metric.mean(factor, rollout.mask),
-        "mismatch/cut": metric.mean((factor != plain).double(), rollout.mask),
-    }
-    return factor, metric.results(found)
+    return factor, metric.results(
+        {
+            "mismatch/weight": metric.mean(factor, rollout.mask),
+            "mismatch/cut": metric.mean((factor != plain).double(), rollout.mask),
+        }
+    )
 
 
 # ---------- how far they may disagree, and what explains it
 
 
 def noise_floor(gap: float, sampling: Sampling) -> float:
-    """The noise of a mean mismatch that was measured where trainer and sampler have the same weights.
+    """Return the noise of a mean mismatch, measured where both sides have the same weights.
 
-    It is `gap` itself, but no less than the rounding of float32, 1e-6 nats per token, or 1e-4 where top_p or
-    top_k cut the distribution: rounding then decides now and then which token is the last that stays.
+    It is `gap`, but no less than the rounding of float32, 1e-6 nats per token, or 1e-4 where top_p or top_k
+    cut the distribution: rounding then decides now and then which token is the last that stays.
     """
-    least = 1e-6
-    if sampling.truncates:
-        least = 1e-4
-    return max(gap, least)
+    return max(gap, 1e-4 if sampling.truncates else 1e-6)
 
 
 def gap_limit(max_gap: float, factor: float, floor: float) -> float:
-    """The largest mismatch that passes: factor x the noise floor, and never more than `max_gap`.
+    """Return the largest mismatch that passes: factor x the noise floor, at most `max_gap`.
 
-    Before the floor is known it is 0 here, and `max_gap` alone is the limit.
+    Before the floor is known it is 0 here, and only `max_gap` limits it.
     """
-    if not floor:
-        return max_gap
-    return min(max_gap, factor * floor)
+    return min(max_gap, factor * floor) if floor else max_gap
 
 
 def _growth(x: Tensor, mask: Tensor) -> float:
-    """Mean |x| in the second half of the responses over that in the first half."""
+    """Return mean |x| in the second half of the responses over that in the first half."""
     order = mask.cumsum(-1)
     late = mask & (order * 2 > mask.sum(-1, keepdim=True))
     early = mask & ~late
@@ -146,14 +135,14 @@ def explain_mismatch(
     thresholds: Mapping[str, int] | None = None,
     limit: float,
 ) -> str:
-    """One paragraph that says where a mismatch above `limit` [nats per token] is, and names its cause.
+    """Say in one paragraph where a mismatch above `limit` [nats per token] is, and name its cause.
 
     It tests instead of guessing: dropout, temperature and top_p, packs, the engine, lengths, positions, then
     template or weights. `trainer` and `again` [B, S] are two scorings by the trainer, which differ only by
-    dropout. `rescored` scores the same tokens in the trainer under another Sampling: an option that only one
-    side knows is found by leaving it out. `alone` is (the trainer's log-probs of some rows, each by itself;
-    the mask of those). `engine_logp` is what the engine says of them now.
-    `thresholds` are numbers of tokens behind which layers of the model change, by their names in its config.
+    dropout. `rescored` scores the same tokens in the trainer under another Sampling: leaving an option out
+    shows whether only one side knows it. `alone` is (the trainer's log-probs of some rows, each by itself;
+    their mask). `engine_logp` is what the engine says of them now. `thresholds` are numbers of tokens beyond
+    which layers of the model change, by their names in its config.
     """
     mask = rollout.mask
     gap = logp_mismatch(trainer, rollout.logp, mask)
@@ -182,7 +171,7 @@ def explain_mismatch(
             "its batches or weights that came while it sampled differ."
         )
 
-    # wrong lengths and positions show in some tokens alone, wrong weights or templates in all
+    # wrong lengths and positions show in some tokens only, wrong weights or templates in all
     name = _threshold(rollout, trainer, limit, thresholds or {})
     if name:
         return head + (
@@ -207,12 +196,12 @@ def explain_mismatch(
 
 
 def _where(rollout: Rollout, trainer: Tensor, limit: float) -> str:
-    """One sentence: by position, by row and by token id, where the mismatch is above the limit."""
+    """Say by position, row and token id where the mismatch is above the limit."""
     gap = torch.where(rollout.mask, (trainer - rollout.logp).abs(), 0).double().nan_to_num(nan=math.inf)
     above = gap > limit
     if not above.any():
         return ""
-    inside, found = rollout.mask.nonzero()[:, 1], above.nonzero()[:, 1]
+    inside, places = rollout.mask.nonzero()[:, 1], above.nonzero()[:, 1]
     rows, drawn = above.any(-1), rollout.mask.any(-1)
     row = int(gap.sum(-1).argmax())
     ids, of = rollout.tokens[above].unique(return_inverse=True)
@@ -220,15 +209,15 @@ def _where(rollout: Rollout, trainer: Tensor, limit: float) -> str:
     token = int(each.argmax())
     share = 100 * float(each[token] / each.sum())
     return (
-        f"It is in {len(found)} of {len(inside)} tokens: at positions {int(found.min())} to "
-        f"{int(found.max())} (of {int(inside.min())} to {int(inside.max())}), in {int(rows.sum())} of "
+        f"It is in {len(places)} of {len(inside)} tokens: at positions {int(places.min())} to "
+        f"{int(places.max())} (of {int(inside.min())} to {int(inside.max())}), in {int(rows.sum())} of "
         f"{int(drawn.sum())} rows (most in row {row}), of {len(ids)} token ids ({share:.0f} % of it at token "
         f"id {int(ids[token])}). "
     )
 
 
 def _threshold(rollout: Rollout, trainer: Tensor, limit: float, thresholds: Mapping[str, int]) -> str:
-    """The threshold of length which parts the rows with a mismatch from those without; empty if none does."""
+    """Return the threshold of length that separates the rows with a mismatch, or ""."""
     gap = (trainer - rollout.logp).abs().nan_to_num(nan=math.inf)
     above = ((gap > limit) & rollout.mask).any(-1)
     drawn = rollout.mask.any(-1)
@@ -246,7 +235,7 @@ def _one_sided_option(
     rescored: Callable[[Sampling], Tensor],
     limit: float,
 ) -> str:
-    """The option of `sampling` that only the sampler or only the trainer has; empty if there is none."""
+    """Return the option of `sampling` that only the sampler or only the trainer has, or ""."""
     # greedy tokens are scored at temperature 1
     warm = sampling.temperature or 1.0
     own = rescored(Sampling(temperature=warm, top_p=sampling.top_p, top_k=sampling.top_k))
@@ -282,11 +271,11 @@ def check_mismatch(
     *,
     engine: Engine | None = None,
 ) -> None:
-    """ValueError with the explanation if `policy/logp_gap` of a step is above `limit` or NaN.
+    """Raise ValueError with the explanation if `policy/logp_gap` is above `limit` or NaN.
 
     `packs` are all packs of the rollout, or this rank's. The trainer scores them only in that case: twice,
-    once for each option that could explain it, and a row of each pack alone. An `engine` that can is asked to
-    score them too.
+    once for each option that could explain it, and one row of each pack by itself. An `engine` that can is
+    asked to score them too.
     """
     if values["policy/logp_gap"] <= limit:
         return
@@ -294,16 +283,20 @@ def check_mismatch(
     def scored(packs: Sequence[Packed] = packs) -> Tensor:
         return packing.unpack(model.score(apply, params, packs), packs, rollout.logp)
 
+    def unpacked_mask(packs: Sequence[Packed]) -> Tensor:
+        return packing.unpack([p.mask for p in packs], packs, rollout.mask)
+
     def rescored(other: Sampling) -> Tensor:
         assert scorer is not None
         with _under(scorer, other):
             return scored()
 
     trainer, again = scored(), scored()
-    mine = tree.replace(rollout, mask=_unpacked_mask(packs, rollout))
+    mine = tree.replace(rollout, mask=unpacked_mask(packs))
     # the last row of each pack: as many forwards on every process
     last = [packing.single_unit(p, max(packing.count_filled(p) - 1, 0)) for p in packs]
-    scorer = _scorer(apply)
+    root = getattr(apply, "root", None)
+    scorer = root if isinstance(root, Scorer) else None  # None: an apply that is not one of ours
     raise ValueError(
         explain_mismatch(
             mine,
@@ -311,7 +304,7 @@ def check_mismatch(
             sampling,
             again=again,
             rescored=None if scorer is None else rescored,
-            alone=(scored(last), _unpacked_mask(last, rollout)),
+            alone=(scored(last), unpacked_mask(last)),
             engine_logp=_scored_by(engine, rollout, sampling),
             thresholds={} if scorer is None else thresholds(scorer.parts.model),
             limit=limit,
@@ -319,13 +312,8 @@ def check_mismatch(
     )
 
 
-def _unpacked_mask(packs: Sequence[Packed], rollout: Rollout) -> Tensor:
-    """The tokens [B, S] in mask of some packs."""
-    return packing.unpack([p.mask for p in packs], packs, rollout.mask)
-
-
 def _scored_by(engine: Engine | None, rollout: Rollout, sampling: Sampling) -> Tensor | None:
-    """The engine's log-probs [B, S] of a rollout; None where it cannot tell."""
+    """Return the engine's log-probs [B, S] of a rollout; None where it cannot tell."""
     if engine is None or not sampling.temperature:
         return None
     try:
@@ -336,17 +324,9 @@ def _scored_by(engine: Engine | None, rollout: Rollout, sampling: Sampling) -> T
         return None
 
 
-def _scorer(apply: Apply) -> Scorer | None:
-    """The module behind an apply that turns tokens into log-probs, None where it is not one of ours."""
-    root = getattr(apply, "root", None)
-    if isinstance(root, Scorer):
-        return root
-    return None
-
-
 @contextmanager
 def _under(scorer: Scorer, sampling: Sampling) -> Iterator[None]:
-    """Within it log-probs are of the distribution that `sampling` draws from."""
+    """Make the scorer's log-probs those of the distribution that `sampling` draws from."""
     before = scorer.sampling
     fused = scorer.fused
     scorer.sampling = sampling

@@ -1,21 +1,20 @@
-"""Partial rollouts: a response longer than a step's budget waits, and is continued in the next step.
+"""Partial rollouts and dynamic sampling: rounds of sampling that fill a batch.
 
-So no step waits for its longest responses. A group is learned from when all of its responses are finished;
-until then it waits, and that is all the state there is.
-
-Each token keeps the log-prob of the weights that sampled it, which is what corrections need. `version` stays
-one number for a row, that of its oldest tokens: it bounds how stale any of them is.
+Partial: a response longer than a step's budget waits, and is continued in the next step, so no step waits for
+its longest responses. A group is learned from when all of its responses are finished; until then it waits,
+and that is all the state there is. Each token keeps the log-prob of the weights that sampled it, which is
+what corrections need. `version` stays one number for a row, of its oldest tokens: it bounds how stale any of
+them is.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
 from rft_fn import reward_shaping, tree
-from rft_fn import rollout as rollouts
 from rft_fn.collect.gather import has_media, with_media, without_media
 from rft_fn.reward import Judged, select
 from rft_fn.reward import concat as concat_judged
@@ -24,33 +23,28 @@ from rft_fn.strategy import get_fake_strategy
 from rft_fn.types import Rollout, Sampling, Strategy
 from rft_fn.types.engine import Generate
 
-__all__ = [
-    "Collect", "Draw", "DrawStep", "Finished", "VariedGroups", "Waiting", "judged_groups",
-    "sample_partial", "sample_varied_groups",
-]  # fmt: skip
+__all__ = ["Finished", "VariedGroups", "Waiting", "judged_groups", "sample_partial", "sample_varied_groups"]
+
+Draw = Callable[[int], tuple[Sequence[Any], Sequence[int]]]
+"""Draws (prompts, a key for each) by a number: that of a step, or of a round of one step; pure."""
 
 
 # ---------- partial rollouts
 
 
-class DrawStep(Protocol):
-    """Draws the prompts of a step."""
-
-    def __call__(self, step: int, /) -> tuple[Sequence[Any], Sequence[int]]:
-        """(prompts, a key for each): a function of the step alone, so that a prompt is found again by it."""
-        ...
-
-
 @tree.struct
 class Waiting:
-    """Groups that are not finished, M of n rows each: the state of partial rollouts, for checkpoints."""
+    """Groups that are not finished, M of n rows each: the state of partial rollouts.
+
+    Checkpoints have this name and the module's: renamed, older ones would not resume.
+    """
 
     rollout: Rollout  # B = M n rows, groups numbered from 0
     born: Tensor  # [M, 2] i64, the step that drew the prompt of each group, and its place in that draw
 
 
 class Finished(NamedTuple):
-    """The groups that a step learns from, and those that it leaves."""
+    """The groups that a step learns from, and the groups that it leaves."""
 
     prompts: list[Any]  # M
     rollout: Rollout  # of M groups, numbered from 0
@@ -59,7 +53,7 @@ class Finished(NamedTuple):
 
 def sample_partial(
     generate: Generate,
-    draw: DrawStep,
+    draw: Draw,
     step: int,
     *,
     n: int,
@@ -68,7 +62,7 @@ def sample_partial(
     waiting: Waiting | None = None,
     strategy: Strategy | None = None,
 ) -> Finished:
-    """The groups that are finished after each of their responses grew by at most `budget` tokens.
+    """Return the groups that are finished after each of their responses grew by at most `budget` tokens.
 
     Groups that wait are continued first, and come first; then the prompts of `draw(step)` begin, n responses
     each. If no group is finished after that, all grow again, so that there is something to learn from. With
@@ -88,47 +82,41 @@ def sample_partial(
     # a step's draw is needed again for the keys and the prompts of groups that wait
     if waiting is not None:
         older = _grown(generate, draw, waiting, n, sampling, budget)
-        groups = _joined(older, groups)
+        counts = [len(older.born), len(born)]
+        groups = Waiting(
+            rollout=concat([older.rollout, fresh], prompts=counts), born=torch.cat([older.born, born])
+        )
     while not bool(_finished(groups, n, sampling).any()):
         groups = _grown(generate, draw, groups, n, sampling, budget)
 
     ready = _finished(groups, n, sampling)
     done = _chosen(groups, ready, n)
-    rest = None
-    if not bool(ready.all()):
-        rest = _chosen(groups, ~ready, n)
+    rest = None if bool(ready.all()) else _chosen(groups, ~ready, n)
     prompts = _prompts(draw, done.born)
     return Finished(prompts, with_media(strategy or get_fake_strategy(), done.rollout, prompts), rest)
 
 
 def _open(groups: Waiting, sampling: Sampling) -> Tensor:
-    """[B] bool: the rows that may still grow."""
+    """Return [B] bool: the rows that may still grow."""
     return groups.rollout.truncated & (groups.rollout.mask.sum(-1) < sampling.max_new)
 
 
 def _finished(groups: Waiting, n: int, sampling: Sampling) -> Tensor:
-    """[M] bool: the groups none of whose rows may grow."""
+    """Return [M] bool: the groups without a row that may grow."""
     return ~_open(groups, sampling).view(-1, n).any(-1)
 
 
 def _chosen(groups: Waiting, which: Tensor, n: int) -> Waiting:
-    """Those groups, numbered from 0."""
+    """Select groups, numbered from 0."""
     rollout = take(groups.rollout, which.repeat_interleave(n))
     number = torch.arange(int(which.sum())).repeat_interleave(n)
     return Waiting(rollout=tree.replace(rollout, group=number), born=groups.born[which])
 
 
-def _joined(first: Waiting, second: Waiting) -> Waiting:
-    """The groups of both, in that order."""
-    counts = [len(first.born), len(second.born)]
-    rollout = concat([first.rollout, second.rollout], prompts=counts)
-    return Waiting(rollout=rollout, born=torch.cat([first.born, second.born]))
-
-
 def _grown(
-    generate: Generate, draw: DrawStep, groups: Waiting, n: int, sampling: Sampling, budget: int
+    generate: Generate, draw: Draw, groups: Waiting, n: int, sampling: Sampling, budget: int
 ) -> Waiting:
-    """The groups after their unfinished rows have grown."""
+    """Grow the unfinished rows of the groups."""
     rows = _open(groups, sampling).nonzero().flatten().tolist()
     short = take(groups.rollout, rows)
     spent = short.mask.sum(-1).tolist()
@@ -156,35 +144,23 @@ def _grown(
     return Waiting(rollout=tree.replace(both, group=groups.rollout.group), born=groups.born)
 
 
-def _keys(draw: DrawStep, born: Tensor) -> list[int]:
-    """The key of each group."""
+def _keys(draw: Draw, born: Tensor) -> list[int]:
+    """Return the key of each group."""
     drawn = {step: draw(step)[1] for step in set(born[:, 0].tolist())}
     return [drawn[step][place] for step, place in born.tolist()]
 
 
-def _prompts(draw: DrawStep, born: Tensor) -> list[Any]:
-    """The prompt of each group."""
+def _prompts(draw: Draw, born: Tensor) -> list[Any]:
+    """Return the prompt of each group."""
     drawn = {step: draw(step)[0] for step in set(born[:, 0].tolist())}
     return [drawn[step][place] for step, place in born.tolist()]
 
 
-# ---------- dynamic sampling: draw prompts again until enough of their groups have rewards that differ
+# ---------- dynamic sampling: draw prompts until enough groups have rewards that differ
 
 
-class Draw(Protocol):
-    """Draws the prompts of a round."""
-
-    def __call__(self, round: int, /) -> tuple[Sequence[Any], Sequence[int]]:
-        """(prompts, a key for each) of round 0, 1, ... of this step: a function of its number alone."""
-        ...
-
-
-class Collect(Protocol):
-    """Samples and judges responses."""
-
-    def __call__(self, prompts: Sequence[Any], keys: Sequence[int], /) -> tuple[Rollout, Judged]:
-        """(rollout, rewards) of the global batch, its groups in the order of the prompts."""
-        ...
+Collect = Callable[[Sequence[Any], Sequence[int]], tuple[Rollout, Judged]]
+"""Samples and judges: (prompts, keys) -> (rollout, rewards), the groups in the order of the prompts."""
 
 
 class VariedGroups(NamedTuple):
@@ -198,7 +174,7 @@ class VariedGroups(NamedTuple):
     varied: int  # of them, groups whose rewards differ
 
     def metrics(self) -> dict[str, float]:
-        """The number of rounds, and the share of drawn groups whose rewards differ."""
+        """Return the number of rounds, and the share of drawn groups with rewards that differ."""
         return {"sampling/rounds": float(self.rounds), "sampling/varied": self.varied / max(self.drawn, 1)}
 
 
@@ -209,17 +185,17 @@ class _Batch(NamedTuple):
 
 
 def judged_groups(prompts: Sequence[Any], rollout: Rollout, judged: Judged) -> VariedGroups:
-    """The groups of one round, all of which are taken."""
+    """Return the groups of one round, all of which are taken."""
     varied = int(reward_shaping.varied(judged.reward).sum())
     return VariedGroups(list(prompts), rollout, judged, 1, len(prompts), varied)
 
 
 def sample_varied_groups(collect: Collect, draw: Draw, n: int, *, rounds: int = 1) -> VariedGroups:
-    """n groups whose rewards differ, drawn and sampled in at most `rounds` rounds.
+    """Sample n groups with rewards that differ, in at most `rounds` rounds.
 
     The first n groups with variance are taken in the order in which they were drawn. If the bound is reached
     before there are n, the first of the others fill the batch: their advantages are 0, so only the shapes
-    need them. `rounds=1` takes whatever is drawn. The result is a function of the draws alone, so a resumed
+    need them. `rounds=1` takes whatever is drawn. The result is a function of the draws only, so a resumed
     run has the same. DAPO's dynamic sampling, arXiv 2503.14476.
 
     ValueError unless rounds >= 1, and for draws of fewer than n prompts in all.
@@ -252,17 +228,17 @@ def sample_varied_groups(collect: Collect, draw: Draw, n: int, *, rounds: int = 
 
 
 def _concat(parts: Sequence[_Batch]) -> _Batch:
-    """The groups of all parts in order, padded to the longest and numbered on."""
-    rollout = rollouts.concat([p.rollout for p in parts], prompts=[len(p.prompts) for p in parts])
+    """Join the groups of all parts in order, padded to the longest and numbered on."""
+    rollout = concat([p.rollout for p in parts], prompts=[len(p.prompts) for p in parts])
     judged = concat_judged([p.judged for p in parts])
     return _Batch([x for p in parts for x in p.prompts], rollout, judged)
 
 
 def _select(batch: _Batch, groups: Sequence[int]) -> _Batch:
-    """Those groups, in that order, numbered from 0."""
+    """Select groups in that order, numbered from 0."""
     size = batch.judged.reward.shape[1]
     rows_of_group = rearrange(torch.arange(len(batch.rollout.tokens)), "(n g) -> n g", g=size)
-    rollout = rollouts.take(batch.rollout, rearrange(rows_of_group[list(groups)], "n g -> (n g)"))
+    rollout = take(batch.rollout, rearrange(rows_of_group[list(groups)], "n g -> (n g)"))
     number = repeat(torch.arange(len(groups)), "n -> (n g)", g=size).to(rollout.group)
     rollout = tree.replace(rollout, group=number)
     return _Batch([batch.prompts[i] for i in groups], rollout, select(batch.judged, groups))

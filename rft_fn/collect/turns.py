@@ -1,7 +1,7 @@
-"""Conversations of a policy with environments, sampled by all ranks.
+"""Sample conversations of a policy with environments, on all ranks.
 
-In every round all conversations that wait for the policy get one turn, whichever turn that is for each, in
-one call of the engine; those that are done leave. An environment runs on the rank that owns its prompt.
+In every round all conversations that wait for the policy get one turn, in one call of the engine; finished
+ones leave. An environment runs on the rank that owns its prompt.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 from rft_fn import rng
 from rft_fn.collect.episodes import (
     Act,
-    Acted,
     Conversation,
     Played,
-    act_together,
     assembled,
     read_reset,
     read_step,
+    step_environments,
 )
-from rft_fn.collect.gather import gather_and_generate, has_media, part_of_rank, with_media
+from rft_fn.collect.gather import gather_and_generate, has_media, shard_prompts, with_media
 from rft_fn.environment import Environment, Renderer
 from rft_fn.rollout import Prefix
 from rft_fn.types import Engine, Sampling, Strategy
@@ -41,7 +40,7 @@ class _Episode:
 
     @property
     def speaker(self) -> Conversation:
-        """The conversation that the policy continues."""
+        """Return the conversation that the policy continues."""
         return self.rows[self.seat]
 
 
@@ -50,7 +49,7 @@ class _Limits(NamedTuple):
 
     turns: int
     tokens: int
-    placeholders: frozenset[int]  # of media, which stand for something to see only in a prompt
+    placeholders: frozenset[int]  # of media, which mean something only in a prompt
 
 
 def play(
@@ -76,14 +75,14 @@ def play(
     or the environment has written; a response has at most sampling.max_new tokens. Media of a prompt stay
     with its conversation.
 
-    Tokens stay as they were sampled; what the environment says is rendered by `renderer` behind them,
-    outside of the mask. A response is drawn by fold_in(key of the prompt, sample, seat, turn), and `reset`
-    gets the key of the prompt, so that the result does not depend on how conversations are batched, shared
-    out or ordered. It is the same on every rank.
+    Tokens stay as they were sampled; `renderer` appends what the environment says, outside of the mask. A
+    response is drawn by fold_in(key of the prompt, sample, seat, turn), and `reset` gets the key of the
+    prompt, so that the result does not depend on how conversations are batched, shared out or ordered. It is
+    the same on every rank.
 
     ValueError names the environment, the row and the turn of a call that raises or gives a wrong result, and
-    TimeoutError that of the first that has not ended after `timeout` [s] for all calls of a round and rank.
-    Either comes before anything was changed but the environment's own; states that are left are closed.
+    TimeoutError the first that has not ended after `timeout` [s] for all calls of a round and rank. Either
+    comes before anything was changed but the environment's own; remaining states are closed.
     """
     episodes = _episodes(env, strategy, prompts, keys, n)
     try:
@@ -103,39 +102,34 @@ def play(
 
     rows = [row for episode in episodes for row in episode.rows]
     cuts = [episode.cut for episode in episodes for _ in episode.rows]
-    texts = [_said(row) for row in rows]
+    texts = ["\n".join(m["content"] for m in row.messages if m["role"] == "assistant") for row in rows]
     pad = renderer.tokenizer.pad_token_id
     played = assembled(rows, prompts, cuts, texts, seats=env.seats, pad=pad, sampling=sampling)
     return played._replace(rollout=with_media(strategy, played.rollout, played.prompts))
 
 
-def _said(row: Conversation) -> str:
-    """The turns of the policy in a conversation, one after the other."""
-    return "\n".join(m["content"] for m in row.messages if m["role"] == "assistant")
-
-
 def _episodes(
     env: Environment, strategy: Strategy, prompts: Sequence[Any], keys: Sequence[int], n: int
 ) -> list[_Episode]:
-    """The episodes of all ranks, before they begin."""
+    """Make the episodes of all ranks, before they begin."""
     if not prompts or len(prompts) != len(keys) or n < 1:
         raise ValueError(
             f"prompts: expected one or more, a key for each, n >= 1; got {len(prompts)}, {len(keys)}, {n}"
         )
-    part = part_of_rank(strategy, len(prompts))
-    found = []
+    part = shard_prompts(strategy, len(prompts))
+    episodes = []
     for i, key in enumerate(keys):
         for j in range(n):
             rows = [Conversation(i, j, seat, key) for seat in range(env.seats)]
-            found.append(_Episode(rows, mine=part.start <= i < part.stop))
-    return found
+            episodes.append(_Episode(rows, mine=part.start <= i < part.stop))
+    return episodes
 
 
 # ---------- the environment's side
 
 
 def _name(env: Environment, prompts: Sequence[Any], episode: _Episode) -> str:
-    """An episode's place, for errors."""
+    """Name an episode's place, for errors."""
     first = episode.rows[0]
     row = getattr(prompts[first.prompt], "index", first.prompt)
     turn = sum(conversation.turns for conversation in episode.rows)
@@ -150,7 +144,7 @@ def _reset(
     renderer: Renderer,
     timeout: float,
 ) -> None:
-    """Begin all episodes, and put their first tokens into place."""
+    """Begin all episodes, and append their first tokens."""
     acts = []
     for episode in episodes:
         if episode.mine:
@@ -164,7 +158,7 @@ def _reset(
 
 
 def _open(row: Conversation, prompt: Any, env: Environment, renderer: Renderer) -> None:
-    """The first tokens of a conversation: what reset has observed, else the prompt of the data set."""
+    """Append the first tokens: what reset has observed, else the prompt of the data set."""
     asked = list(row.unread)
     row.unread.clear()
     retold = asked or (env.tools and renderer.tokenizer.chat_template)
@@ -189,7 +183,7 @@ def _open(row: Conversation, prompt: Any, env: Environment, renderer: Renderer) 
 def _check_openings(
     env: Environment, prompts: Sequence[Any], episodes: Sequence[_Episode], max_tokens: int
 ) -> None:
-    """ValueError for a first prompt that is empty or leaves no room for a response."""
+    """Raise ValueError for a first prompt that is empty or leaves no room for a response."""
     for episode in episodes:
         for row in episode.rows:
             if not 1 <= len(row.tokens) < max_tokens:
@@ -231,38 +225,31 @@ def _take(
     episodes: Sequence[_Episode],
     timeout: float,
 ) -> None:
-    """Run the acts of this rank, and let every rank know what came of all."""
-    states, everything = act_together(strategy, env, acts, timeout=timeout)
+    """Run the acts of this rank, and apply the results of all ranks to the episodes."""
+    states, results = step_environments(strategy, env, acts, timeout=timeout)
     mine = [episode for episode in episodes if episode.mine]
     for episode, state in zip(mine, states, strict=True):
         episode.state = state
-    for episode, acted in zip(episodes, everything, strict=True):
-        _note(episode, acted)
-
-
-def _note(episode: _Episode, acted: Acted) -> None:
-    """Take the rewards and the observations of an act."""
-    episode.done = acted.done
-    episode.seat = acted.seat
-    for row, messages, reward in zip(episode.rows, acted.observations, acted.rewards, strict=True):
-        row.earn(reward)
-        row.observe(messages)
+    for episode, result in zip(episodes, results, strict=True):
+        episode.done = result.done
+        episode.seat = result.seat
+        for row, messages, reward in zip(episode.rows, result.observations, result.rewards, strict=True):
+            row.earn(reward)
+            row.observe(messages)
 
 
 # ---------- the policy's side
 
 
 def _may_speak(episode: _Episode, renderer: Renderer, limits: _Limits) -> bool:
-    """Whether the policy has a turn; reads what is unread, or notes the limit that ends the episode."""
+    """Append pending messages; True if the policy may generate."""
     if episode.done or episode.cut:
         return False
     row = episode.speaker
     if row.turns == limits.turns:
         episode.cut = "turns"
         return False
-    ids = []
-    if row.unread:
-        ids = renderer.reply(row.tokens, row.unread)
+    ids = renderer.reply(row.tokens, row.unread) if row.unread else []
     if len(row.tokens) + len(ids) >= limits.tokens:
         episode.cut = "tokens"
         return False
@@ -282,9 +269,9 @@ def _speak(
     sampling: Sampling,
     max_tokens: int,
 ) -> None:
-    """Sample one response for each of these episodes."""
+    """Sample one response for each episode."""
     rows = [episode.speaker for episode in waiting]
-    found = gather_and_generate(
+    rollout = gather_and_generate(
         engine,
         strategy,
         [_so_far(row, prompts[row.prompt]) for row in rows],
@@ -295,17 +282,15 @@ def _speak(
         sleep_engine=False,
     )
     for b, row in enumerate(rows):
-        new = slice(len(row.tokens), int(found.length[b]))
+        new = slice(len(row.tokens), int(rollout.length[b]))
         row.say(
-            found.tokens[b, new].tolist(),
-            found.logp[b, new].tolist(),
-            version=int(found.version[b]),
-            cut=bool(found.truncated[b]),
+            rollout.tokens[b, new].tolist(),
+            rollout.logp[b, new].tolist(),
+            version=int(rollout.version[b]),
+            cut=bool(rollout.truncated[b]),
         )
 
 
 def _so_far(row: Conversation, prompt: Any) -> list[int]:
-    """The tokens of a conversation, with the media of its prompt."""
-    if not has_media(prompt):
-        return row.tokens
-    return Prefix(row.tokens, row.mask, prompt)
+    """Return the tokens of a conversation, with the media of its prompt."""
+    return Prefix(row.tokens, row.mask, prompt) if has_media(prompt) else row.tokens

@@ -1,4 +1,4 @@
-"""Calls reward functions; async ones wait for a network while the others compute."""
+"""Call reward functions: async ones wait for a network while the others compute."""
 
 import asyncio
 import concurrent.futures as futures
@@ -25,13 +25,11 @@ from rft_fn.reward.signature import RewardFn, asks_for, column_names, required, 
 __all__ = ["Call", "Caller", "EventLoop", "Log", "in_thread", "media_records", "noted"]
 
 
-# ---------- calls reward functions; async ones wait for a network while the others compute
+T = TypeVar("T")
 
 
 # ---------- one event loop for all async functions of a kind
 
-
-T = TypeVar("T")
 
 _PATIENCE = 2.0  # seconds for coroutines to end once they are cancelled
 _ANSWERS = 0.5  # seconds in which a loop that nothing blocks does anything
@@ -44,17 +42,17 @@ class EventLoop:
         self._thread: _Thread | None = None
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin to run the coroutine; the result is that of the future."""
-        found = self._thread.submit(coroutine) if self._thread is not None else None
-        if found is None:  # a task that exits ends its thread
+        """Start the coroutine, and return the future of its result."""
+        future = self._thread.submit(coroutine) if self._thread is not None else None
+        if future is None:  # a task that exits ends its thread
             self._thread = _Thread()
             self._thread.start()
             weakref.finalize(self, self._thread.end)
-            found = asyncio.run_coroutine_threadsafe(coroutine, self._thread.loop)
-        return found
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._thread.loop)
+        return future
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of the coroutine.
+        """Run the coroutine, and return its result.
 
         If it fails, or the calling thread is interrupted, everything else that it has started is cancelled.
         """
@@ -85,23 +83,23 @@ class EventLoop:
 
 
 async def in_thread(call: Callable[[], T], interrupt: Callable[[], None]) -> T:
-    """The result of a plain function that waits for a network, from a thread of its own.
+    """Run a plain function that waits for a network in a new thread, and return its result.
 
-    Where this is cancelled, `interrupt` is called, which has to make the function return or raise. Nobody
-    waits for the thread, not even the end of the process.
+    Where this is cancelled, it calls `interrupt`, which must make the function return or raise. Nobody waits
+    for the thread, not even the end of the process.
     """
-    found: Future[T] = Future()
+    future: Future[T] = Future()
 
     def work() -> None:
-        found.set_running_or_notify_cancel()  # from here on it cannot be cancelled under this thread
+        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled under this thread
         try:
-            found.set_result(call())
+            future.set_result(call())
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=work, daemon=True, name="rft_fn waiting reward").start()
     try:
-        return await asyncio.wrap_future(found)
+        return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         interrupt()
         raise
@@ -117,22 +115,19 @@ class _Thread(threading.Thread):
         self._lock = threading.Lock()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T] | None:
-        """Begin to run the coroutine; None where the loop has stopped."""
+        """Start the coroutine; None where the loop has stopped."""
         with self._lock:
             return asyncio.run_coroutine_threadsafe(coroutine, self.loop) if self._taking else None
-
-    def _until_stopped(self) -> None:
-        try:
-            with suppress(SystemExit):  # of a task, which ends what runs beside it and not the process
-                self.loop.run_forever()
-        finally:
-            with self._lock:
-                self._taking = False
 
     def run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self._until_stopped()
+            try:
+                with suppress(SystemExit):  # of a task, which ends the others and not the process
+                    self.loop.run_forever()
+            finally:
+                with self._lock:
+                    self._taking = False
             self.loop.run_until_complete(asyncio.sleep(0))  # one that never ran could not end what it awaits
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:
@@ -143,13 +138,13 @@ class _Thread(threading.Thread):
             self.loop.close()
 
     def end(self) -> None:
-        """End the loop; one that is blocked is left behind, for it cannot be interrupted."""
+        """End the loop; a blocked one is left running, for it cannot be interrupted."""
         if self.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.join(_PATIENCE)
 
 
-# ---------- calls reward functions; async ones wait for a network while the others compute
+# ---------- calls of reward functions
 
 
 class Log:
@@ -162,10 +157,7 @@ class Log:
         self.extra: dict[str, list[Any]] = {}
 
     def metric(self, name: str, value: float) -> None:
-        """Add a number for the batch.
-
-        The mean of those with one name is logged.
-        """
+        """Add a number for the batch; the mean of the numbers with one name is logged."""
         self._numbers.setdefault(name, []).append(float(value))
 
     def further(self, column: str, values: Sequence[Any]) -> None:
@@ -180,12 +172,11 @@ class Log:
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """The means by name, as the same number for every completion [B]."""
-        found = {}
-        for name, values in self._numbers.items():
-            mean = sum(values) / len(values)
-            found[name] = torch.full((self._count,), mean)
-        return found
+        """Return the means by name, as the same number for every completion [B]."""
+        return {
+            name: torch.full((self._count,), sum(values) / len(values))
+            for name, values in self._numbers.items()
+        }
 
 
 class Call:
@@ -200,7 +191,7 @@ class Call:
 
     @property
     def waits(self) -> bool:
-        """Whether the function is async, and so can begin before others compute.
+        """Return whether the function is async, and so can begin before others compute.
 
         An object that returns an awaitable from a plain `__call__` says so by its attribute `waits`.
         """
@@ -209,14 +200,19 @@ class Call:
         return asynchronous or getattr(self.fn, "waits", False) is True
 
     def start(self) -> object:
-        """The result of the function, an awaitable if it is async."""
+        """Return the result of the function, an awaitable if it is async."""
         given: dict[str, Any] = {}
         for name, values in self._batch.items():
             given[name] = values
             if isinstance(values, list):
                 given[name] = [values[row] for row in self._rows]
         given |= {"log_metric": self.log.metric, "log_extra": self.log.further}
-        _check_arguments(self.name, self.fn, given)
+        for column in required(self.fn):
+            if column not in given:
+                raise ValueError(
+                    f"reward {self.name!r}: column {column!r} is not in the dataset; "
+                    f"its columns are: {column_names(given)}"
+                )
         arguments = taken(self.fn, given)
         if not asks_for(self.fn, "media"):  # **kwargs is not enough to have files sent along
             arguments.pop("media", None)
@@ -237,7 +233,7 @@ class Caller:
     def results(
         self, calls: Sequence[Call], meanwhile: Callable[[], Mapping[str, object]]
     ) -> dict[str, object]:
-        """The results of all functions by name, and those of `meanwhile`.
+        """Return the results of all functions by name, with those of `meanwhile`.
 
         Async functions begin first. While they wait, `meanwhile` computes, and then the plain ones, one after
         the other. What any of them raises ends the others.
@@ -256,7 +252,7 @@ class Caller:
     def _start(
         self, calls: Sequence[Call], found: dict[str, object], waiting: dict[str, futures.Future[object]]
     ) -> None:
-        """Call functions: results are `found`, and those that are awaited are `waiting`."""
+        """Call functions: put results into `found`, and futures of async ones into `waiting`."""
         for call in calls:
             self.running = call.name
             result = call.start()
@@ -266,7 +262,7 @@ class Caller:
                 found[call.name] = result
 
     def _wait(self, waiting: Mapping[str, futures.Future[object]]) -> dict[str, object]:
-        """The results of the async functions, or the first error of one."""
+        """Return the results of the async functions, or raise the first error."""
         if not waiting:
             return {}
         self.running = ", ".join(waiting)
@@ -289,7 +285,7 @@ class Caller:
 
 
 async def _awaited(name: str, result: Awaitable[object]) -> object:
-    """The result of an async function."""
+    """Await the result of an async function; see `noted`."""
     with noted(name):
         return await result
 
@@ -316,17 +312,7 @@ def noted(name: str) -> Iterator[None]:
         raise
 
 
-def _check_arguments(name: str, fn: RewardFn, given: Mapping[str, Any]) -> None:
-    """ValueError for a parameter without a default that is no column."""
-    for column in required(fn):
-        if column not in given:
-            raise ValueError(
-                f"reward {name!r}: column {column!r} is not in the dataset; "
-                f"its columns are: {column_names(given)}"
-            )
-
-
-# ---------- the media of prompts as rewards get them: the kind, the type and the bytes of each
+# ---------- the media of prompts as rewards get them
 
 
 _BEGINNINGS = {
@@ -341,11 +327,11 @@ _BEGINNINGS = {
 
 
 def media_records(media: Sequence[Medium]) -> list[dict[str, Any]]:
-    """One record for each medium, in their order: its kind, its type, and the bytes of its file.
+    """Return one record for each medium, in their order: its kind, its type, and the bytes of its file.
 
     {"kind": "image", "mime": "image/png", "bytes": ...}; of a URL, which is not fetched, {"kind", "mime",
-    "url"}. The kind is image, video or audio; an unknown type is application/octet-stream. An array becomes
-    a PNG or a WAV file, a video of frames an animated PNG. ValueError as the data's own reader raises it.
+    "url"}. The kind is image, video or audio; an unknown type is application/octet-stream. An array becomes a
+    PNG or a WAV file, a video of frames an animated PNG. ValueError as the data's own reader raises it.
     """
     return [_record(medium) for medium in media]
 
@@ -354,27 +340,24 @@ def _record(medium: Medium) -> dict[str, Any]:
     name = label(medium.source)
     if name.startswith(("http://", "https://")):
         return {"kind": medium.kind, "mime": _mime(b"", name), "url": name}
-    found = _file(medium.kind, stored.read(medium))
-    return {"kind": medium.kind, "mime": _mime(found, name), "bytes": found}
+    file = _file(medium.kind, stored.read(medium))
+    return {"kind": medium.kind, "mime": _mime(file, name), "bytes": file}
 
 
 def _file(kind: str, content: stored.Content) -> bytes:
-    """The content of a medium as a file."""
+    """Return the content of a medium as a file."""
     if isinstance(content, bytes):
         return content
     if kind == "audio":
         return _wav(content)
-    frames = content
-    if kind == "image":
-        frames = [content]
-    pictures = [image(frame)[0] for frame in frames]
+    pictures = [image(frame)[0] for frame in ([content] if kind == "image" else content)]
     file = io.BytesIO()
     pictures[0].save(file, "PNG", save_all=len(pictures) > 1, append_images=pictures[1:])
     return file.getvalue()
 
 
 def _wav(content: Any) -> bytes:
-    """(samples [n] or [n, channels] in [-1, 1], rate) as a WAV file of 16 bits."""
+    """Return (samples [n] or [n, channels] in [-1, 1], rate) as a WAV file of 16 bits."""
     if not isinstance(content, tuple):
         raise ValueError("audio: expected a file, or {'array', 'sampling_rate'}: an array has no rate")
     samples = np.asarray(content[0], dtype=np.float64)
@@ -388,11 +371,11 @@ def _wav(content: Any) -> bytes:
     return file.getvalue()
 
 
-def _mime(found: bytes, name: str) -> str:
-    """The type of a file, by how it begins, else by its name."""
+def _mime(file: bytes, name: str) -> str:
+    """Return the type of a file, by how it begins, else by its name."""
     for beginning, mime in _BEGINNINGS.items():
-        if found.startswith(beginning):
+        if file.startswith(beginning):
             return mime
-    if found.startswith(b"RIFF"):
-        return {b"WAVE": "audio/wav", b"WEBP": "image/webp"}.get(found[8:12], "video/x-msvideo")
+    if file.startswith(b"RIFF"):
+        return {b"WAVE": "audio/wav", b"WEBP": "image/webp"}.get(file[8:12], "video/x-msvideo")
     return mimetypes.guess_type(name)[0] or "application/octet-stream"

@@ -1,4 +1,4 @@
-"""Several rewards as one weighted sum; every value is checked."""
+"""Combine several rewards into one weighted sum; every value is checked."""
 
 import math
 import re
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rft_fn.metric import OF_REWARD
-from rft_fn.reward import signature
-from rft_fn.reward.calling import Call, Caller, Log
+from rft_fn.reward.calling import Call, Caller
 from rft_fn.reward.signature import (
     GIVEN,
     Columns,
@@ -25,6 +24,8 @@ from rft_fn.reward.signature import (
     TrainerState,
     columns_of,
     is_joint,
+    read_result,
+    spread_result,
 )
 
 __all__ = [
@@ -33,24 +34,21 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- weights of rewards that depend on a column of the data: a recipe for each kind of row
-
-
-# ---------- weights of rewards that depend on a column of the data: a recipe for each kind of row
+# ---------- weights by a column of the data: a recipe for each kind of row
 
 
 @dataclass(frozen=True)
 class RowWeights:
-    """The weight of a reward by the value of a column; it does not apply to rows with another value.
+    """The weight of a reward by the value of a column, as text: 1 is "1".
 
-    Values are compared as text: 1 is "1".
+    It does not apply to rows with another value.
     """
 
     column: str
     of: Mapping[str, float]
 
     def joined(self, other: "RowWeights") -> "RowWeights":
-        """Both together. ValueError for two columns, and for two weights of one value."""
+        """Join both. ValueError for two columns, and for two weights of one value."""
         if other.column != self.column:
             raise ValueError(f"expected one column for its weights, got {self.column!r} and {other.column!r}")
         for value in other.of:
@@ -63,7 +61,7 @@ Weight = float | RowWeights
 
 
 def weights_of(name: str, weight: Weight, columns: Columns, count: int) -> Tensor:
-    """The weight [B] of the part `name` for each of `count` rows, NaN where it does not apply.
+    """Return the weight [B] of the part `name` for each row, NaN where it does not apply.
 
     ValueError for a column that is not there.
     """
@@ -74,15 +72,13 @@ def weights_of(name: str, weight: Weight, columns: Columns, count: int) -> Tenso
         raise ValueError(
             f"reward {name!r}: column {weight.column!r} is not in the dataset; its columns are: {known}"
         )
-    found = [weight.of.get(str(value), math.nan) for value in columns[weight.column]]
-    return torch.tensor(found, dtype=torch.float32)
+    weights = [weight.of.get(str(value), math.nan) for value in columns[weight.column]]
+    return torch.tensor(weights, dtype=torch.float32)
 
 
 def check_weight(name: str, weight: object) -> None:
-    """ValueError for anything but a finite weight, or one for some values of a column."""
-    numbers = [weight]
-    if isinstance(weight, RowWeights):
-        numbers = list(weight.of.values())
+    """Raise ValueError for anything but a finite weight, or one for some values of a column."""
+    numbers = list(weight.of.values()) if isinstance(weight, RowWeights) else [weight]
     for x in numbers:
         if not isinstance(x, (int, float)) or not math.isfinite(x):
             raise ValueError(f"reward {name!r}: expected a finite weight, got {x!r}")
@@ -111,7 +107,7 @@ class Veto:
 
 
 def read_veto(text: str) -> Veto:
-    """The veto of a text PART<LIMIT or PART<LIMIT=TOTAL. ValueError for any other."""
+    """Read a veto from PART<LIMIT or PART<LIMIT=TOTAL. ValueError for any other text."""
     found = re.fullmatch(r"(?P<part>.+)<(?P<limit>[^<=]+)(?:=(?P<total>[^<=]+))?", text)
     wrong = ValueError(f"veto {text!r}: expected PART<LIMIT=TOTAL with finite numbers")
     if found is None:
@@ -125,9 +121,9 @@ def read_veto(text: str) -> Veto:
 def vetoed(
     total: Tensor, parts: Mapping[str, Tensor], vetoes: Sequence[Veto]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(the total after the vetoes, for each part with one: 1 where it has decided, else 0).
+    """Return (the total after the vetoes, for each part with one: 1 where it has decided, else 0).
 
-    total[b] = veto.total of the first veto whose part is below its limit at b. `parts` and `total` have one
+    total[b] = veto.total of the first veto with a part below its limit at b. `parts` and `total` have one
     shape, and parts are the values before weights.
     """
     free = torch.ones_like(total, dtype=torch.bool)
@@ -140,10 +136,7 @@ def vetoed(
     return total, by
 
 
-# ---------- several rewards as one weighted sum; every value is checked
-
-
-# ---------- several rewards as one weighted sum; every value is checked
+# ---------- the weighted sum
 
 
 Known = Callable[[], Mapping[str, Tensor]]
@@ -171,7 +164,7 @@ class Weighted:
 
     @property
     def running(self) -> str:
-        """The reward that is being computed, or the one that raised."""
+        """Return the reward that is being computed, or the one that raised."""
         return self._caller.running
 
     @running.setter
@@ -179,7 +172,7 @@ class Weighted:
         self._caller.running = name
 
     def with_vetoes(self, *vetoes: Veto) -> "Weighted":
-        """This sum with further vetoes. ValueError for a part that it does not have."""
+        """Return this sum with further vetoes. ValueError for a part that it does not have."""
         return Weighted(self.components, specs=self.specs, vetoes=[*self.vetoes, *vetoes])
 
     def close(self) -> None:
@@ -206,19 +199,25 @@ class Weighted:
         trainer_state: TrainerState | None = None,
         known: Known | None = None,
     ) -> Scored:
-        """The rewards of a batch, as `Score` has them.
+        """Return the rewards of a batch, as `Score` does.
 
         `known` gives the values of the joint rewards, which need all ranks.
         """
         # the arguments that every reward may name
         _check_batch(prompts, completions, columns)
-        batch: dict[str, Any] = {**columns, "prompts": list(prompts), "completions": list(completions)}
-        batch["trainer_state"] = trainer_state or TrainerState()
-        given = {"completion_ids": completion_ids, "prompt_texts": prompt_texts, "prompt_ids": prompt_ids}
-        given |= {"truncated": truncated, "groups": groups, "keys": keys, "media": media}
-        for name, values in given.items():
-            if values is not None:
-                batch[name] = list(values)
+        given: dict[str, Sequence[Any] | None] = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            "prompt_texts": prompt_texts,
+            "prompt_ids": prompt_ids,
+            "truncated": truncated,
+            "groups": groups,
+            "keys": keys,
+            "media": media,
+        }
+        batch: dict[str, Any] = {**columns, "trainer_state": trainer_state or TrainerState()}
+        batch |= {name: list(values) for name, values in given.items() if values is not None}
 
         # a reward is asked for the rows that it applies to
         count = len(completions)
@@ -248,7 +247,7 @@ class Weighted:
         return Scored(total, parts, metrics, extra)
 
     def _known(self, known: Known | None) -> Mapping[str, object]:
-        """The values of the joint rewards. ValueError where nobody has computed them."""
+        """Return the values of the joint rewards. ValueError where nobody has computed them."""
         joint = joint_names(self)
         if not joint:
             return {}
@@ -260,24 +259,25 @@ class Weighted:
         return known()
 
     def _read(self, name: str, found: Any, call: Call | None, weight: Tensor) -> Result:
-        """The result of a reward for all rows; nothing applies to those that it was not asked for."""
+        """Return the result of a reward for all rows; nothing for rows that it does not apply to."""
         count = len(weight)
         if call is None and not is_joint(self.components[name][0]):  # it was asked for none
             return Result(torch.full((count,), math.nan), {}, {})
         if call is None:
-            result = signature.read_result(name, [_or_none(x) for x in found.tolist()], count)
+            result = read_result(name, [None if math.isnan(x) else x for x in found.tolist()], count)
             return result._replace(values=torch.where(weight.isnan(), math.nan, result.values))
         rows = (~weight.isnan()).nonzero().flatten()
-        result = signature.read_result(name, found, len(rows))
-        return signature.spread_result(_with_log(result, call.log), rows.tolist(), count)
+        result = read_result(name, found, len(rows))
+        log = call.log
+        result = result._replace(
+            metrics={**result.metrics, **log.metrics}, extra={**result.extra, **log.extra}
+        )
+        return spread_result(result, rows.tolist(), count)
 
     def _total(
         self, parts: Mapping[str, Tensor], weights: Mapping[str, Tensor], prompts: Sequence[str | Messages]
     ) -> Tensor:
-        """The weighted sum [B] of the parts that apply.
-
-        ValueError for a row to which none does.
-        """
+        """Return the weighted sum [B] of the parts that apply. ValueError for a row to which none does."""
         total = torch.zeros(len(prompts))
         for name, part in parts.items():
             total = total + (weights[name] * part).nan_to_num()
@@ -295,25 +295,25 @@ class Weighted:
 
 
 def weighted(**components: tuple[RewardFn | JointReward, Weight]) -> Weighted:
-    """score = sum of weight * component: `weighted(accuracy=(math(), 0.9), format=(boxed_format(), 0.1))`.
+    """Return a `Score`: the weighted sum of reward functions.
 
-    Each component is called with keywords, as TRL does it: `fn(prompts=..., completions=..., **columns)`. A
-    weight of 0 only logs a part. A weight may be `RowWeights`, one for each value of a column.
-    Raises ValueError here for no component or a weight that is not finite. `score` raises ValueError that
-    names the component for the wrong number of values, for a value that is not a finite number (nothing is
-    replaced silently: a NaN reward would turn a whole group's advantages into NaN), for a column that is
-    missing and for a component that calls `sys.exit`. Any other error of a component is passed on with a note
-    that names the component.
+    `weighted(accuracy=(math(), 0.9), format=(boxed_format(), 0.1))`. Each component is called with keywords,
+    as TRL does it: `fn(prompts=..., completions=..., **columns)`. A weight of 0 only logs a part. A weight
+    may be `RowWeights`, one for each value of a column. ValueError here for no component or a weight that is
+    not finite. `score` raises ValueError that names the component for the wrong number of values, for a value
+    that is not a finite number (nothing is replaced silently: a NaN reward would turn a whole group's
+    advantages into NaN), for a column that is missing and for a component that calls `sys.exit`. Any other
+    error of a component is passed on with a note that names the component.
     """
     return Weighted(components)
 
 
 def columns(score: Score) -> tuple[str, ...]:
-    """The columns that a score cannot do without, for `data.load(..., columns=...)`.
+    """Return the columns that a score cannot do without, for `data.load(..., columns=...)`.
 
-    A reward function names them in its attribute `columns`, as those of `verifiable` do; of any other they
-    are its parameters without a default, so give one to a parameter whose column may be missing or empty.
-    () for a score that is not made by `weighted` or `parse`.
+    A reward function names them in its attribute `columns`, as `verifiable` does; of any other they are its
+    parameters without a default, so give one to a parameter with a column that may be missing or empty. ()
+    for a score that is not made by `weighted` or `parse`.
     """
     names: dict[str, None] = {}
     for fn, weight in getattr(score, "components", {}).values():
@@ -324,7 +324,7 @@ def columns(score: Score) -> tuple[str, ...]:
 
 
 def label_values(score: Score) -> dict[str, list[str]]:
-    """The values that a column has in every row to which some reward applies, for `data.load(values=...)`.
+    """Return the values of a column to which some reward applies, for `data.load(values=...)`.
 
     {} where a reward applies to all rows, and where rewards look at more than one column.
     """
@@ -333,13 +333,11 @@ def label_values(score: Score) -> dict[str, list[str]]:
         if not isinstance(weight, RowWeights):
             return {}
         found.setdefault(weight.column, {}).update(dict.fromkeys(weight.of))
-    if len(found) != 1:
-        return {}
-    return {column: list(values) for column, values in found.items()}
+    return {column: list(values) for column, values in found.items()} if len(found) == 1 else {}
 
 
 def joint_names(score: Score) -> list[str]:
-    """The joint rewards among the components of a score."""
+    """Return the joint rewards among the components of a score."""
     components = getattr(score, "components", {})
     return [name for name, (fn, _) in components.items() if is_joint(fn)]
 
@@ -359,7 +357,7 @@ def _check_components(components: Mapping[str, tuple[RewardFn | JointReward, Wei
 
 
 def _check_batch(prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> None:
-    """Raises ValueError for lengths that differ and for columns whose names are taken."""
+    """Raise ValueError for lengths that differ and for columns with names that are taken."""
     count = len(completions)
     if len(prompts) != count:
         raise ValueError(f"prompts: expected {count} values, one per completion, got {len(prompts)}")
@@ -372,20 +370,8 @@ def _check_batch(prompts: Sequence[Any], completions: Sequence[Any], columns: Co
             )
 
 
-def _or_none(x: float) -> float | None:
-    """A value of a joint reward as functions give it: None for NaN."""
-    if math.isnan(x):
-        return None
-    return x
-
-
-def _with_log(result: Result, log: Log) -> Result:
-    """A result with what its function has logged."""
-    return result._replace(metrics={**result.metrics, **log.metrics}, extra={**result.extra, **log.extra})
-
-
 def _further(read: Mapping[str, Result]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
-    """The metrics and the other values of all rewards, as PART/NAME."""
+    """Return the metrics and the other values of all rewards, as PART/NAME."""
     metrics: dict[str, Tensor] = {}
     extra: dict[str, list[Any]] = {}
     for part, result in read.items():
@@ -397,10 +383,7 @@ def _further(read: Mapping[str, Result]) -> tuple[dict[str, Tensor], dict[str, l
 
 
 def _readable(x: Any) -> Any:
-    """The value, or its text unless it is a plain one.
-
-    So it can be sent to any process and written as JSON.
-    """
+    """Return a plain value, or its text: what any process and JSON can take."""
     if x is None or isinstance(x, (str, int, float)):
         return x
     return str(x)
@@ -415,13 +398,13 @@ Over = Literal["batch", "group"]
 def normalized(
     score: Weighted, judged: Judged, prompts: Sequence[Any], *, over: Over = "group", eps: float = 1e-6
 ) -> Tensor:
-    """The rewards [N, G] with each part normalised before it is weighted.
+    """Return the rewards [N, G] with each part normalised before it is weighted.
 
     reward = sum of weight * standardized(part), over the parts that apply to a row. So a part that varies
     little counts as much as one that varies a lot. `over` is "group", the responses to one prompt (GDPO, Liu
     et al., 2026, 2601.05242, before its second normalisation), or "batch", all responses. Vetoes look at the
-    parts as they are, and set the reward as it is. `judged` is what `score` gave for the `prompts`. For
-    running moments see `reward_shaping.running_norm`, whose state is explicit.
+    parts before it, and their totals are not normalised. `judged` is what `score` gave for the `prompts`. For
+    running moments see `reward_shaping.running_norm`, which has explicit state.
     """
     n, g = judged.reward.shape
     total = torch.zeros_like(judged.reward)
@@ -434,7 +417,7 @@ def normalized(
 
 
 def standardized(x: Tensor, *, over: Over, eps: float = 1e-6) -> Tensor:
-    """(x - mean) / (sample std + eps) of x [N, G], of each row or of all; NaN stays, and counts nowhere.
+    """Return (x - mean) / (sample std + eps) of x [N, G], by row or over all; NaN stays, and counts nowhere.
 
     A row, or a batch, with fewer than two numbers becomes 0 where it has one.
     """

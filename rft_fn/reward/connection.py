@@ -1,4 +1,4 @@
-"""The client of servers of rewards and of samples: one request, and an answer of bounded size."""
+"""The client of servers of rewards and of samples: their addresses, and one bounded request."""
 
 import asyncio
 import json
@@ -9,12 +9,13 @@ import sys
 import time
 import zlib
 from collections.abc import AsyncGenerator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, urlsplit
 
-import httpx2
-
 from rft_fn.check import printable
+
+if TYPE_CHECKING:
+    import httpx2
 
 __all__ = [
     "FIRST", "MOST", "Answer", "Broken", "Host", "Hosts", "TooLarge", "addresses", "exchange", "masked",
@@ -22,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- servers: their addresses and keys, which of them answer, and when to try the others again
+# ---------- servers: addresses and keys, which ones answer, and when to try the others again
 
 
 FIRST = 0.5  # s: the longest wait after a first failure
@@ -33,14 +34,12 @@ _BETWEEN = re.compile(r",(?=https?://)")  # a query may have commas of its own
 
 
 def addresses(text: str | Sequence[str]) -> tuple[str, ...]:
-    """The addresses of a text with commas between them, or of a list.
+    """Return the addresses of a text with commas between them, or of a list.
 
     ValueError for one that is no http(s)://HOST[:PORT]/PATH, for one with a name and a password in it, and
     for one that is there twice.
     """
-    found = list(text)
-    if isinstance(text, str):
-        found = _BETWEEN.split(text)
+    found = _BETWEEN.split(text) if isinstance(text, str) else list(text)
     if not found:
         raise ValueError("hosts: expected at least one address, got none")
     for address in found:
@@ -51,7 +50,7 @@ def addresses(text: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _check(address: str) -> None:
-    """ValueError unless it is an address without a secret."""
+    """Raise ValueError unless it is an address without a secret."""
     try:
         where = urlsplit(address)
         right = where.scheme in ("http", "https") and where.hostname and where.port != 0
@@ -68,7 +67,7 @@ def _check(address: str) -> None:
 
 
 def shown(address: str) -> str:
-    """An address as errors show it: without a query, which may hold a secret."""
+    """Return an address as errors show it: without a query, which may hold a secret."""
     return address.split("?")[0].rpartition("@")[2]
 
 
@@ -83,7 +82,7 @@ def token_in(variable: str) -> str:
 def masked(text: str, token: str) -> str:
     """Return a text with *** in place of the token, also as JSON or an address would hold it.
 
-    So is its beginning, where a text was cut in the middle of it.
+    A beginning of the token is masked too, for a text that was cut in the middle of it.
     """
     for form in {token, json.dumps(token)[1:-1], quote(token, safe="")} - {""}:
         for size in range(len(form), min(len(form), _PART) - 1, -1):
@@ -92,7 +91,7 @@ def masked(text: str, token: str) -> str:
 
 
 def pause(failures: int, draw: float) -> float:
-    """The wait in s after so many failures in a row, for a uniform draw in [0, 1).
+    """Return the wait in s after so many failures in a row, for a uniform draw in [0, 1).
 
         (1 + draw) / 2 * min(MOST, FIRST * 2^(failures - 1))
 
@@ -109,13 +108,13 @@ class Host:
         self.address = address
         self.shown = shown(address)
         self.failures = 0  # in a row
-        self.awake_at = 0.0  # of the monotonic clock; until then it is left alone
+        self.awake_at = 0.0  # of the monotonic clock; until then it is not asked
         self.busy = 0  # requests under way
         self.asked = 0  # requests so far
         self.problem = ""  # the last one
 
     def rest(self, began: float, seconds: float, problem: str, limit: str = "") -> None:
-        """Leave it alone for a while, after a request that `began` then.
+        """Leave it out for a while, after a request that `began` then.
 
         Requests that failed together count once. `limit` tells how long it is tried again, for the warning.
         """
@@ -130,14 +129,14 @@ class Host:
         self.awake_at = now + seconds
 
     def well(self) -> None:
-        """It has answered."""
+        """Note that it has answered."""
         if self.failures:
             print(f"{self.shown}: answers again", file=sys.stderr, flush=True)
         self.failures = 0
         self.awake_at = 0.0
 
     def turn(self) -> tuple[int, int, int]:
-        """The order in which hosts are asked: without failures, least busy, least asked."""
+        """Return the order in which hosts are asked: without failures, least busy, least asked."""
         return self.failures, self.busy, self.asked
 
 
@@ -148,7 +147,7 @@ class Hosts:
         self.all = [Host(address) for address in found]
 
     async def next(self, end: float) -> Host:
-        """A server that is not resting, as soon as there is one.
+        """Return a server that is not resting, as soon as there is one.
 
         TimeoutError, at once, if there is none before `end` of the monotonic clock.
         """
@@ -163,15 +162,15 @@ class Hosts:
             await asyncio.sleep(first - now)
 
     def problems(self) -> str:
-        """The last problem of each server that has one."""
+        """Return the last problem of each server that has one."""
         return "; ".join(f"{host.shown}: {host.problem}" for host in self.all if host.problem)
 
 
-# ---------- the client of servers of rewards and of samples: one request, and an answer of bounded size
+# ---------- one request, and an answer of bounded size
 
 
 ERROR_BYTES = 1 << 12  # of the text of an error
-_SHOWN = 300  # characters of a server's own words
+_SHOWN = 300  # characters of a server's text
 _ZIPPED = {"gzip", "x-gzip", "deflate"}
 _EITHER = zlib.MAX_WBITS | 32  # gzip or zlib, as its head says
 
@@ -188,16 +187,18 @@ class Answer(NamedTuple):
     """The answer to a request."""
 
     status: int
-    headers: httpx2.Headers
+    headers: "httpx2.Headers"
     data: bytes  # unzipped; b"" of an error
     words: str  # the beginning of an error's text in one line, without the token
 
 
-async def pool(connections: int) -> AsyncGenerator[httpx2.AsyncClient, None]:
+async def pool(connections: int) -> AsyncGenerator["httpx2.AsyncClient", None]:
     """Yield one client with its connections.
 
     They are closed with the event loop that it runs in, which closes its generators.
     """
+    import httpx2
+
     limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
     # no limit for each read: a server that drips would meet it, so the caller has a deadline for the whole
     async with httpx2.AsyncClient(limits=limits, timeout=None, follow_redirects=False) as client:
@@ -207,10 +208,12 @@ async def pool(connections: int) -> AsyncGenerator[httpx2.AsyncClient, None]:
 async def once(
     address: str, body: bytes | None, token: str, max_bytes: int, trusted: ssl.SSLContext
 ) -> Answer:
-    """Return the answer on a connection of its own, which no proxy of the environment stands between.
+    """Return the answer on a new connection, past any proxy of the environment.
 
-    As `exchange`; a connection that is never used twice is never found closed.
+    As `exchange`; a connection that is used once cannot have been closed before.
     """
+    import httpx2
+
     async with httpx2.AsyncClient(
         verify=trusted, trust_env=False, timeout=None, follow_redirects=False, headers={"Connection": "close"}
     ) as client:
@@ -218,13 +221,15 @@ async def once(
 
 
 async def exchange(
-    client: httpx2.AsyncClient, address: str, body: bytes | None, token: str, max_bytes: int
+    client: "httpx2.AsyncClient", address: str, body: bytes | None, token: str, max_bytes: int
 ) -> Answer:
     """Return the answer to a POST of `body`, or to a GET without one, with the token as a bearer.
 
     Broken for a connection that fails, TooLarge for an answer of more than `max_bytes`, zipped or unzipped,
     ValueError for one that is packed in another way, and for an address that is none.
     """
+    import httpx2
+
     sent = {"Accept-Encoding": "gzip"}
     if body is not None:
         sent["Content-Type"] = "application/json"
@@ -247,17 +252,15 @@ async def exchange(
         raise ValueError("expected an address like https://HOST:PORT, got another text") from None
 
 
-async def _read(response: httpx2.Response, max_bytes: int, token: str) -> bytes:
-    """The whole answer, unzipped."""
+async def _read(response: "httpx2.Response", max_bytes: int, token: str) -> bytes:
+    """Return the whole answer, unzipped."""
     declared = response.headers.get("Content-Length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise TooLarge(f"expected an answer of at most {max_bytes} bytes, got one of {declared}")
     coding = response.headers.get("Content-Encoding", "identity").lower()
     if coding not in _ZIPPED | {"identity"}:
         raise ValueError(f"expected an answer that is plain or gzip, got {masked(coding, token)[:40]!r}")
-    unzip = None
-    if coding in _ZIPPED:
-        unzip = zlib.decompressobj(_EITHER)
+    unzip = zlib.decompressobj(_EITHER) if coding in _ZIPPED else None
 
     # no size for the pieces: they would be collected, and the limit seen too late; what arrives counts too,
     # since there are zipped blocks of nothing
@@ -266,7 +269,10 @@ async def _read(response: httpx2.Response, max_bytes: int, token: str) -> bytes:
     async for part in response.aiter_raw():
         arrived += len(part)
         if unzip is not None:
-            part = _unzipped(unzip, part, max_bytes - size + 1)
+            try:
+                part = unzip.decompress(part, max_bytes - size + 1)
+            except zlib.error as error:
+                raise ValueError(f"expected a gzip answer, got {error}") from None
         size += len(part)
         if max(size, arrived) > max_bytes:
             raise TooLarge(f"expected an answer of at most {max_bytes} bytes, got more")
@@ -276,21 +282,13 @@ async def _read(response: httpx2.Response, max_bytes: int, token: str) -> bytes:
     return b"".join(parts)
 
 
-def _unzipped(unzip: "zlib._Decompress", part: bytes, most: int) -> bytes:
-    """What a part unzips to, cut after `most` bytes."""
-    try:
-        return unzip.decompress(part, most)
-    except zlib.error as error:
-        raise ValueError(f"expected a gzip answer, got {error}") from None
-
-
-async def _beginning(response: httpx2.Response) -> bytes:
-    """The beginning of an error's text."""
-    found = b""
+async def _beginning(response: "httpx2.Response") -> bytes:
+    """Return the beginning of an error's text."""
+    data = b""
     if response.headers.get("Content-Encoding", "identity") != "identity":
-        return found
+        return data
     async for part in response.aiter_raw():
-        found += part
-        if len(found) >= ERROR_BYTES:
+        data += part
+        if len(data) >= ERROR_BYTES:
             break
-    return found[:ERROR_BYTES]
+    return data[:ERROR_BYTES]

@@ -1,12 +1,14 @@
-"""The arguments of functions of other libraries.
+"""Adapters that call reward functions of other libraries as they do.
 
-Columns have the library's names, and texts its form.
+Each adapter takes a function, unchanged, and the column of the answer. The reward function that it makes
+names in its attribute `columns` the columns that the rows must have. A new library is an adapter here and a
+row of `ADAPTERS`.
 """
 
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,28 +30,21 @@ from rft_fn.reward.signature import (
 )
 
 __all__ = [
-    "ADAPTERS", "Adapter",
-    "ForeignFn", "call", "lightrft", "like", "messages", "missing", "openrlhf", "read_columns",
-    "required_columns", "texts", "tinyzero", "verl", "whole_texts",
+    "ADAPTERS", "Adapter", "ForeignFn", "call", "lightrft", "like", "messages", "missing", "openrlhf",
+    "read_columns", "required_columns", "texts", "tinyzero", "verl", "whole_texts",
 ]  # fmt: skip
+
+Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
+
+ForeignFn = Callable[..., Any]
+"""A reward function in the convention of another library, for one completion or for all."""
 
 
 # ---------- the arguments of functions of other libraries
 
 
-Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
-
-
-class ForeignFn(Protocol):
-    """A reward function in the convention of another library."""
-
-    def __call__(self, *args: Any, **given: Any) -> Any:
-        """A result of that convention, for one completion or for all."""
-        ...
-
-
 def required_columns(fn: ForeignFn, paths: Mapping[str, str]) -> tuple[str, ...]:
-    """The columns behind the parameters that a function cannot do without.
+    """Return the columns of the parameters that a function cannot do without.
 
     `paths` is parameter -> column.
     """
@@ -59,24 +54,24 @@ def required_columns(fn: ForeignFn, paths: Mapping[str, str]) -> tuple[str, ...]
 def read_columns(
     fn: ForeignFn, paths: Mapping[str, str], columns: Columns, count: int
 ) -> dict[str, list[Any]]:
-    """The arguments of a function that are columns, `count` values each.
+    """Return the arguments of a function that are columns, `count` values each.
 
     `paths` is parameter -> column. A column that is missing is None where the function has a default for it,
     else ValueError.
     """
     needed = required_columns(fn, paths)
-    found: dict[str, list[Any]] = {}
+    arguments: dict[str, list[Any]] = {}
     for name, path in paths.items():
-        found[name] = column_at(columns, path, count, default=None)
-        if path in needed and None in found[name]:
+        arguments[name] = column_at(columns, path, count, default=None)
+        if path in needed and None in arguments[name]:
             raise ValueError(missing(path, name, columns))
-    return found
+    return arguments
 
 
 def call(fn: ForeignFn, given: Mapping[str, Any]) -> Any:
     """Call a function by name, or in order where its names are others.
 
-    ValueError where a name that it shares stands in another place, or where it needs more than there is.
+    ValueError where a name that it shares has another place, or where it needs more than there is.
     """
     if set(required(fn)) <= given.keys():
         return fn(**taken(fn, given))
@@ -90,21 +85,20 @@ def call(fn: ForeignFn, given: Mapping[str, Any]) -> Any:
     return fn(*list(given.values())[: len(places)])
 
 
-_KEPT = ("close", "deadline")
-
-
 def like(fn: object) -> Callable[[Wrapper], Wrapper]:
-    """Give a wrapper of `fn` what others ask of a reward beside its numbers, as a decorator."""
+    """Give a wrapper `fn`'s attributes that the run asks for, as a decorator."""
 
     def keep(wrapper: Wrapper) -> Wrapper:
-        wrapper.__dict__.update({name: getattr(fn, name) for name in _KEPT if hasattr(fn, name)})
+        wrapper.__dict__.update(
+            {name: getattr(fn, name) for name in ("close", "deadline") if hasattr(fn, name)}
+        )
         return wrapper
 
     return keep
 
 
 def missing(path: str, name: str, columns: Columns) -> str:
-    """The error for a column that a function cannot do without."""
+    """Return the error for a column that a function cannot do without."""
     return (
         f"column {path!r}, the reward's {name}: not in every row of the dataset; "
         f"its columns are: {column_names(columns)}"
@@ -112,7 +106,7 @@ def missing(path: str, name: str, columns: Columns) -> str:
 
 
 def whole_texts(prompts: Sequence[Any], completions: Sequence[Any], prompt_texts: Any) -> list[str]:
-    """Prompt and response as one text each.
+    """Return prompt and response as one text each.
 
     The prompt as the model read it where `prompt_texts` is known.
     """
@@ -124,28 +118,18 @@ def whole_texts(prompts: Sequence[Any], completions: Sequence[Any], prompt_texts
 
 
 def messages(fn: RewardFn) -> RewardFn:
-    """`fn`, given prompts and completions as lists of messages, whatever the data has."""
+    """Give `fn` prompts and completions as lists of messages, whatever the data has."""
     return _formed(fn, as_messages)
 
 
 def texts(fn: RewardFn) -> RewardFn:
-    """`fn`, given prompts and completions as texts, whatever the data has."""
-    return _formed(fn, _as_text)
+    """Give `fn` prompts and completions as texts, whatever the data has."""
+    return _formed(fn, lambda x, role: text(x))
 
 
-class _Form(Protocol):
-    """Gives a prompt or a completion one form."""
+def _formed(fn: RewardFn, form: Callable[[str | Messages, str], Any]) -> RewardFn:
+    """Give `fn` form(x, role) of each prompt and completion."""
 
-    def __call__(self, x: str | Messages, role: str, /) -> Any:
-        """`x`, of either form, in the one form; `role` is who speaks it."""
-        ...
-
-
-def _as_text(x: str | Messages, role: str) -> str:
-    return text(x)
-
-
-def _formed(fn: RewardFn, form: _Form) -> RewardFn:
     @reads(*columns_of(fn))
     @like(fn)
     def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **given: Any) -> Any:
@@ -156,20 +140,18 @@ def _formed(fn: RewardFn, form: _Form) -> RewardFn:
     return reward
 
 
-# ---------- reward functions of OpenRLHF, from its files for `--remote_rm_url`
+# ---------- OpenRLHF and LightRFT
 
 
 def openrlhf(fn: ForeignFn, answer: str = "label") -> RewardFn:
-    """OpenRLHF's `reward_func(queries, prompts, labels)`, of its file for `--remote_rm_url` (0.8).
+    """Call OpenRLHF's `reward_func(queries, prompts, labels)`, of its file for `--remote_rm_url` (0.8).
 
     `queries` are prompt and response, with the special tokens of the chat template where the tokenizer is
     known; `labels` is the column `answer`, OpenRLHF's `--label_key`. Returns rewards, or a dict with
     "rewards", "scores" and "extra_logs".
     """
     # before 0.5.8 the function was (queries, prompts), and the data needed no labels
-    needed = (answer,)
-    if len(parameters(fn)) < 3:
-        needed = ()
+    needed = () if len(parameters(fn)) < 3 else (answer,)
 
     @reads(*needed)
     def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Any:
@@ -183,21 +165,18 @@ def openrlhf(fn: ForeignFn, answer: str = "label") -> RewardFn:
     return reward
 
 
-# ---------- reward functions of LightRFT
-
-
 _REFERENCE = "reference"
 _OF_RECIPES = {"model_reward_list", "labels", "queries", "refs", "label_map"}
 
 
 def lightrft(fn: ForeignFn, answer: str = _REFERENCE) -> RewardFn:
-    """LightRFT's `reward_fn(model_reward_list, labels, queries, refs, label_map)` or `reward_func` (0.1).
+    """Call LightRFT's `reward_fn(model_reward_list, labels, queries, refs, label_map)` or `reward_func` (0.1).
 
-    `labels` is the column "label", which names the recipe of a row; `refs` is the column `answer`,
-    LightRFT's `--reference_key`. There are no reward models: `label_map` is empty, `model_reward_list` one
-    score of 0 per row, as without any these functions make their tensors on "cuda". `queries` are the
-    responses alone: with the prompt in front, as LightRFT has them, a format that the prompt describes is met
-    by every response. Returns rewards and a dict of metrics.
+    `labels` is the column "label", which names the recipe of a row; `refs` is the column `answer`, LightRFT's
+    `--reference_key`. There are no reward models: `label_map` is empty, `model_reward_list` one score of 0
+    per row, as without any these functions make their tensors on "cuda". `queries` are only the responses:
+    with the prompt first, as LightRFT has them, every response meets a format that the prompt describes.
+    Returns rewards and a dict of metrics.
 
     `reward_func(queries, prompts, labels)`, of its file for `--remote_rm_url`, is called as OpenRLHF's: its
     `labels` are the column "label" unless `answer` names another; `references` in their place are `answer`.
@@ -209,12 +188,12 @@ def lightrft(fn: ForeignFn, answer: str = _REFERENCE) -> RewardFn:
 
     @reads(*required_columns(fn, paths))
     def reward(*, completions: Sequence[Any], **columns: Any) -> Any:
-        found = read_columns(fn, paths, columns, len(completions))
+        read = read_columns(fn, paths, columns, len(completions))
         given = {
             "model_reward_list": [torch.zeros(len(completions))],
-            "labels": found["labels"],
+            "labels": read["labels"],
             "queries": [text(x) for x in completions],
-            "refs": found["refs"],
+            "refs": read["refs"],
             "label_map": {},
         }
         return call(fn, given)
@@ -223,59 +202,47 @@ def lightrft(fn: ForeignFn, answer: str = _REFERENCE) -> RewardFn:
 
 
 def _is_reward_func(fn: ForeignFn) -> bool:
-    """Whether a function is of (queries, prompts, labels), told by its names, else by their number."""
+    """Return whether a function is of (queries, prompts, labels), by its names, else their number."""
     names = {p.name for p in parameters(fn)}
     return "prompts" in names or (len(names) <= 3 and not names <= _OF_RECIPES)
 
 
-# ---------- `compute_score` functions of verl and of TinyZero
+# ---------- `compute_score` of verl and of TinyZero
 
 
 _TRUTH = "reward_model.ground_truth"
 
 
 def verl(fn: ForeignFn, answer: str = _TRUTH) -> RewardFn:
-    """verl's compute_score, called once per row.
+    """Call verl's compute_score, once per row.
 
     That is `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, called as the naive
     reward manager of verl 0.7 does: `data_source` and `extra_info` are columns of these names, `ground_truth`
     is `answer`; an `extra_info` that is missing is {}. One that takes `solution_strs` is called once per
-    batch, with plural names, as the batch reward manager does. One that names neither, as some of verl's own,
+    batch, with plural names, as the batch reward manager does. One that names neither, as some of verl's,
     gets the response as its first argument. Async functions run together. Of a dict its "score" is read, of a
     tuple the first entry.
     """
-    return _compute_score(fn, answer, _responses)
+    return _compute_score(
+        fn, answer, lambda prompts, completions, prompt_texts: [text(x) for x in completions]
+    )
 
 
 def tinyzero(fn: ForeignFn, answer: str = _TRUTH) -> RewardFn:
-    """TinyZero's `compute_score(solution_str, ground_truth)`: an early verl's, given the whole sequence.
+    """Call TinyZero's `compute_score(solution_str, ground_truth)`: an early verl's, given the whole sequence.
 
     `solution_str` is prompt and response, with the special tokens of the chat template: these functions read
-    the text behind "Assistant:" or "<|im_start|>assistant", and give 0 where there is no such mark.
+    the text after "Assistant:" or "<|im_start|>assistant", and give 0 where there is no such mark.
     """
     return _compute_score(fn, answer, whole_texts)
 
 
-class _Solutions(Protocol):
-    """Makes the texts to score."""
-
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], prompt_texts: Any, /) -> list[str]:
-        """One text per completion."""
-        ...
-
-
-def _responses(prompts: Sequence[Any], completions: Sequence[Any], prompt_texts: Any) -> list[str]:
-    return [text(x) for x in completions]
-
-
-def _compute_score(fn: ForeignFn, answer: str, solutions: _Solutions) -> RewardFn:
-    """The reward function of a compute_score that reads `solutions`."""
+def _compute_score(fn: ForeignFn, answer: str, solutions: Callable[[Any, Any, Any], list[str]]) -> RewardFn:
+    """Call a compute_score with solutions(prompts, completions, prompt_texts), one text per completion."""
     # the batched form has plural names
     response = _name_of_response(fn)
     batched = response == "solution_strs"
-    end = ""
-    if batched:
-        end = "s"
+    end = "s" if batched else ""
     paths = {f"data_source{end}": "data_source", f"ground_truth{end}": answer}
     extra = f"extra_info{end}"
 
@@ -290,10 +257,8 @@ def _compute_score(fn: ForeignFn, answer: str, solutions: _Solutions) -> RewardF
             return fn(**taken(fn, given))
 
         # one call per row, those of an async function together
-        results = []
-        for i in range(count):
-            row = {name: values[i] for name, values in given.items()}
-            results.append(fn(**taken(fn, row)))
+        rows = [{name: values[i] for name, values in given.items()} for i in range(count)]
+        results = [fn(**taken(fn, row)) for row in rows]
         if any(inspect.isawaitable(x) for x in results):
             return _gather(results)
         return [_score(x) for x in results]
@@ -302,7 +267,7 @@ def _compute_score(fn: ForeignFn, answer: str, solutions: _Solutions) -> RewardF
 
 
 def _name_of_response(fn: ForeignFn) -> str:
-    """The parameter of a compute_score that takes the response.
+    """Return the parameter of a compute_score that takes the response.
 
     It is the first one if it has none of verl's names.
     """
@@ -320,29 +285,15 @@ async def _gather(results: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 def _score(result: Any) -> Any:
-    """The first entry of a tuple (score, ...), else the result.
-
-    verl itself reads results so.
-    """
-    if isinstance(result, tuple) and result:
-        return result[0]
-    return result
+    """Return the first entry of a tuple (score, ...), else the result, as verl does."""
+    return result[0] if isinstance(result, tuple) and result else result
 
 
 # ---------- the adapters by name
 
 
-class Adapter(Protocol):
-    """Makes a reward function of one that is written for another library."""
-
-    def __call__(self, fn: Any, /, *args: Any, **options: Any) -> RewardFn:
-        """The reward function that calls `fn` as that library does.
-
-        The second argument is the column of the answer, or a path into one, where the library has an answer;
-        its default is the library's own column.
-        """
-        ...
-
+# fn, and the column of the answer or a path into one, where the library has an answer -> a reward function
+Adapter = Callable[..., RewardFn]
 
 ADAPTERS: dict[str, Adapter] = {
     "messages": messages,

@@ -1,10 +1,10 @@
-"""Loads reward functions by their names on the command line."""
+"""Load reward functions by their names on the command line."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from rft_fn import check
 from rft_fn.reward import verifiable
@@ -18,33 +18,15 @@ from rft_fn.reward.spec import Names, Spec, arguments, distinct, find_module, sp
 __all__ = ["Source", "by_column", "load", "parse"]
 
 
-# ---------- loads reward functions by their names on the command line
+Source = Callable[..., RewardFn | JointReward]
+"""Makes the reward of a spec SOURCE:TARGET(ARGUMENTS): a model, a judge, a server.
+
+It is called with the target and the literal arguments of the spec. The part has the reward's `__name__`, if
+there is one. ValueError for a target or an argument that it cannot take; the line then begins with the spec.
+"""
 
 
-class Factory(Protocol):
-    """Makes a reward function, such as those of `verifiable`."""
-
-    def __call__(self, *args: Any, **options: Any) -> RewardFn:
-        """The reward function with these options; `column` is that of the answer.
-
-        ValueError for bad ones.
-        """
-        ...
-
-
-class Source(Protocol):
-    """Makes the reward of a spec SOURCE:TARGET(ARGUMENTS): a model, a judge, a server."""
-
-    def __call__(self, target: str, /, *places: Any, **named: Any) -> RewardFn | JointReward:
-        """The reward of what stands behind "SOURCE:", with the literal arguments of the spec.
-
-        The part is called by its attribute `__name__`, if it has one. ValueError for a target or an argument
-        that it cannot take; the spec is put in front of the line.
-        """
-        ...
-
-
-_NAMED: dict[str, Factory] = {
+_NAMED: dict[str, Callable[..., RewardFn]] = {
     "math": verifiable.math,
     "numeric": verifiable.numeric,
     "boxed": partial(verifiable.numeric, boxed=True),
@@ -73,18 +55,17 @@ _FOREIGN = {
 
 
 def load(spec: str) -> RewardFn:
-    """The reward function of a text on the command line.
+    """Return the reward function of a text on the command line.
 
-    "math", "numeric", "exact", "boxed" (numeric on the content of the last box), with ":COLUMN" behind it
-    where the answer is not in the column `answer`: a path such as "math:reward_model.ground_truth"; "format"
-    (a box) and "tags". "task:NAME": the built-in task's verifier. "path/file.py:function" and
+    "math", "numeric", "exact", "boxed" (numeric on the content of the last box), followed by ":COLUMN" where
+    the answer is not in the column `answer`: a path such as "math:reward_model.ground_truth"; "format" (a
+    box) and "tags". "task:NAME": the built-in task's verifier. "path/file.py:function" and
     "package.module:function": a function of yours, installed or in the working directory. A factory is called
     with literal arguments: "file.py:cosine(max_len=512)", "numeric(boxed=True)".
 
-    In front of a function that is not written for TRL stands its library: "verl:", "openrlhf:", "lightrft:"
-    or "verifiers:" (see `reward.foreign`), with ":COLUMN" behind it where the answer has another column than
-    there. "messages:" and "text:" give a function prompts and completions in that form, whatever the data
-    has.
+    A function that is not written for TRL has its library first: "verl:", "openrlhf:", "lightrft:" or
+    "verifiers:" (see `reward.foreign`), and ":COLUMN" last where the answer has another column than there.
+    "messages:" and "text:" give a function prompts and completions in that form, whatever the data has.
 
     "https://HOST/score", or several with commas between them: what servers say, with the options of
     `served_at` as arguments.
@@ -96,12 +77,12 @@ def load(spec: str) -> RewardFn:
 
 
 def parse(specs: Sequence[str], sources: Mapping[str, Source] | None = None) -> Weighted:
-    """The weighted sum of the rewards on a command line.
+    """Return the weighted sum of the rewards on a command line.
 
-    Each spec is as in `load`, with =WEIGHT behind it if that is not 1. `parse(["boxed", "format=0.1"])`. The
+    Each spec is as in `load`, followed by =WEIGHT if that is not 1. `parse(["boxed", "format=0.1"])`. The
     parts are called by their functions: "accuracy" for "path/file.py:accuracy"; where two have the same name,
-    by file and function. Only a number behind the last "=" is a weight, so a path or a URL may hold one (one
-    that ends in "=2" needs "=1" behind it). ValueError for no reward, and for one that is named twice.
+    by file and function. Only a number after the last "=" is a weight, so a path or a URL may hold one (one
+    that ends in "=2" needs another "=1"). ValueError for no reward, and for one that is named twice.
 
     "[COLUMN=VALUE]SPEC" is a reward for the rows with that value in a column; with another value the same
     spec may have another weight: `parse(["[label=math]boxed=0.9", "[label=chat]boxed=0.1"])`.
@@ -117,14 +98,14 @@ def parse(specs: Sequence[str], sources: Mapping[str, Source] | None = None) -> 
 
     # functions first: a made one brings its name
     known = {**_SOURCES, **(sources or {})}
-    found = [split(text, _NAMED, ADAPTERS, known) for text in weights]
-    functions = [_function(spec, known) for spec in found]
-    known_as = [_names(spec, fn) for spec, fn in zip(found, functions, strict=True)]
+    parts = [split(text, _NAMED, ADAPTERS, known) for text in weights]
+    functions = [_function(spec, known) for spec in parts]
+    known_as = [_names(spec, fn) for spec, fn in zip(parts, functions, strict=True)]
     names = distinct(known_as)
-    _check_given_names(found, known_as, names)
+    _check_given_names(parts, known_as, names)
 
     components: dict[str, tuple[RewardFn | JointReward, Weight]] = {}
-    for name, spec, fn in zip(names, found, functions, strict=True):
+    for name, spec, fn in zip(names, parts, functions, strict=True):
         components[name] = (_adapt(spec, fn), weights[spec.text])
     return Weighted(components, specs=dict(zip(names, weights, strict=True)))
 
@@ -133,9 +114,7 @@ def _add(weights: dict[str, Weight], spec: str) -> None:
     """Add the weight of a spec. ValueError for a reward that is named twice for the same rows."""
     column, value, rest = split_rows(spec)
     text, number = split_weight(rest)
-    weight: Weight = number
-    if column:
-        weight = RowWeights(column, {value: number})
+    weight: Weight = RowWeights(column, {value: number}) if column else number
     if text not in weights:
         weights[text] = weight
         return
@@ -149,11 +128,12 @@ def _add(weights: dict[str, Weight], spec: str) -> None:
 
 
 def _check_given_names(specs: Sequence[Spec], known_as: Sequence[Names], names: Sequence[str]) -> None:
-    """ValueError for a name that a part was given and another has: vetoes and metrics would mean either.
+    """Raise ValueError for a given name that another part has: vetoes and metrics would mean either.
 
     `known_as` are the names that the parts may have, and `names` those that they have.
     """
-    given = [_given_name(spec) for spec in specs]
+    # of a model, a judge or a server, in its arguments
+    given = [(arguments(spec)[1].get("name") or None) if spec.target else None for spec in specs]
     for i, name in enumerate(given):
         if name is None:
             continue
@@ -164,15 +144,8 @@ def _check_given_names(specs: Sequence[Spec], known_as: Sequence[Names], names: 
             raise ValueError(f"reward: expected a name that no other reward has, got name={name!r}")
 
 
-def _given_name(spec: Spec) -> str | None:
-    """The name in the arguments of a model, a judge or a server; None without one."""
-    if not spec.target:
-        return None
-    return arguments(spec)[1].get("name") or None
-
-
 def _names(spec: Spec, fn: Any) -> Names:
-    """The names of a reward.
+    """Return the names of a reward.
 
     A function that a factory made has the name that it was given there.
     """
@@ -185,7 +158,7 @@ def _names(spec: Spec, fn: Any) -> Names:
 
 
 def _function(spec: Spec, sources: Mapping[str, Source]) -> Any:
-    """The function, the rubric or the model that the spec names before its adapter."""
+    """Return the function, the rubric or the model that the spec names before its adapter."""
     if spec.target:
         return _made_by(sources[spec.source], spec)
     if spec.source in _NAMED and not spec.name:
@@ -196,7 +169,7 @@ def _function(spec: Spec, sources: Mapping[str, Source]) -> Any:
 
 
 def _made_by(source: Source, spec: Spec) -> RewardFn | JointReward:
-    """The reward of a source. ValueError where it refuses the target or the arguments."""
+    """Return the reward of a source. ValueError where it refuses the target or the arguments."""
     places, named = arguments(spec)
     check.no_secret(f"reward {shown(spec.target)!r}", spec.target, _TOKEN)
     try:
@@ -207,7 +180,7 @@ def _made_by(source: Source, spec: Spec) -> RewardFn | JointReward:
 
 
 def _adapt(spec: Spec, fn: Any) -> RewardFn:
-    """The function as a reward function of this library."""
+    """Return the function as a reward function of this library."""
     if not spec.adapter:
         return fn
     if spec.column and spec.name:
@@ -216,10 +189,7 @@ def _adapt(spec: Spec, fn: Any) -> RewardFn:
 
 
 def _make(spec: Spec, factory: Callable[..., Any]) -> Any:
-    """The result of a factory for the arguments and the column.
-
-    ValueError where it refuses them.
-    """
+    """Call a factory with the arguments and the column. ValueError where it refuses them."""
     places, named = arguments(spec)
     if spec.column and not spec.name:
         if "column" not in inspect.signature(factory).parameters:
@@ -228,16 +198,13 @@ def _make(spec: Spec, factory: Callable[..., Any]) -> Any:
     try:
         return factory(*places, **named)
     except TypeError as error:
-        hint = ""
-        if "completions" in inspect.signature(factory).parameters:
-            hint = (
-                f"; {spec.name}(...) is called once and has to return a reward, but {spec.name} is one itself"
-            )
-        raise ValueError(f"reward {spec.text!r}: {error}{hint}") from error
+        hint = f"; {spec.name}(...) is called once and has to return a reward, but {spec.name} is one itself"
+        is_reward = "completions" in inspect.signature(factory).parameters
+        raise ValueError(f"reward {spec.text!r}: {error}{hint if is_reward else ''}") from error
 
 
 def _find(spec: Spec, words: Sequence[str]) -> Any:
-    """The function of a file or a module, or what its factory makes.
+    """Return the function of a file or a module, or what its factory makes.
 
     ValueError for what is neither; it names the one of `words` that was perhaps meant in place of a module.
     """
@@ -268,26 +235,19 @@ def _find(spec: Spec, words: Sequence[str]) -> Any:
 
     # with arguments it makes the reward; verl's reward_kwargs are further arguments of the function itself
     if spec.adapter in ("verl", "tinyzero"):
-        return _bound(spec, fn)
+        places, named = arguments(spec)
+        if places:
+            raise ValueError(
+                f"reward {spec.text!r}: expected NAME=VALUE, as in verl's reward_kwargs, got {places[0]!r} "
+                "alone"
+            )
+        return partial(fn, **named)
     made = _make(spec, fn)
     if not callable(made) and spec.adapter != "verifiers":
         raise ValueError(
             f"reward {spec.text!r}: expected a call that makes a reward function, got {type(made).__name__}"
         )
     return made
-
-
-def _bound(spec: Spec, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with some of its arguments.
-
-    ValueError for arguments that have no name.
-    """
-    places, named = arguments(spec)
-    if places:
-        raise ValueError(
-            f"reward {spec.text!r}: expected NAME=VALUE, as in verl's reward_kwargs, got {places[0]!r} alone"
-        )
-    return partial(fn, **named)
 
 
 def _check_convention(spec: Spec, fn: Callable[..., Any]) -> None:
@@ -315,11 +275,11 @@ def _check_convention(spec: Spec, fn: Callable[..., Any]) -> None:
         )
 
 
-# ---------- rewards by a column of the data: each kind of row has its own rewards and weights
+# ---------- rewards by a column of the data: each kind of row has its rewards and weights
 
 
 def by_column(column: str, recipes: Mapping[str, Weighted | Mapping[str, float]]) -> Weighted:
-    """One score of several: a row is scored by the recipe for its value in `column`.
+    """Return one score of several: a row is scored by the recipe for its value in `column`.
 
     A recipe is a `Weighted`, or weights by the specs of `load`:
 
@@ -327,7 +287,7 @@ def by_column(column: str, recipes: Mapping[str, Weighted | Mapping[str, float]]
 
     A reward that several recipes share is called once, for the rows of all of them. A row with another value
     has no reward, and is an error when it is scored. ValueError for no recipe, for two rewards with one name,
-    and for a recipe with vetoes or weights by a column of its own.
+    and for a recipe with vetoes or weights by a column.
     """
     if not recipes:
         raise ValueError("by_column: expected at least one recipe, got none")
@@ -351,19 +311,19 @@ def by_column(column: str, recipes: Mapping[str, Weighted | Mapping[str, float]]
 def _parts(
     column: str, value: str, recipe: Weighted | Mapping[str, float], loaded: dict[str, Weighted]
 ) -> list[tuple[str, Any, float, str]]:
-    """(name, reward, weight, spec) of each part of a recipe; each spec is loaded once."""
-    found = []
+    """Return (name, reward, weight, spec) of each part of a recipe; each spec is loaded once."""
+    parts = []
     if isinstance(recipe, Weighted):
         if recipe.vetoes:
             raise ValueError(f"by_column: {column} {value!r}: expected vetoes of the whole, got its own")
         for name, (fn, weight) in recipe.components.items():
             if isinstance(weight, RowWeights):
                 raise ValueError(f"by_column: {column} {value!r}: expected numbers as weights, got {weight}")
-            found.append((name, fn, weight, recipe.specs.get(name, name)))
-        return found
+            parts.append((name, fn, weight, recipe.specs.get(name, name)))
+        return parts
     for spec, weight in recipe.items():
         if spec not in loaded:
             loaded[spec] = parse([spec])
         for name, (fn, _) in loaded[spec].components.items():
-            found.append((name, fn, weight, spec))
-    return found
+            parts.append((name, fn, weight, spec))
+    return parts

@@ -1,4 +1,8 @@
-"""Asks servers for rewards: attempts, waits, and one deadline over all of them."""
+"""Rewards of servers, JSON over HTTP: attempts, waits, and one deadline over all of them.
+
+`served_at` makes the reward function, `wire` has the forms of requests and answers, `connection` knows which
+servers answer, and makes one request.
+"""
 
 import asyncio
 import email.utils
@@ -11,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from rft_fn.reward import wire
-from rft_fn.reward.connection import Host, Hosts, addresses, masked, pause, token_in
+from rft_fn.reward import connection, wire
+from rft_fn.reward.connection import Answer, Host, Hosts, addresses, masked, pause, token_in
 from rft_fn.reward.signature import RewardFn
 from rft_fn.reward.wire import ReadAnswer, batch_of
 
@@ -24,8 +28,6 @@ __all__ = ["TOKEN_ENV", "Client", "Limits", "Question", "cuts", "served_at"]
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
-
-    from rft_fn.reward.connection import Answer
 
 
 OK = 200
@@ -53,7 +55,7 @@ class Question(NamedTuple):
 
 
 class Again(Exception):
-    """An attempt that failed in a way that another may not; `wait` is the time that the server asks for."""
+    """An attempt failed, and another may not; `wait` is the time that the server asks for."""
 
     def __init__(self, problem: str, wait: float | None = None):
         super().__init__(problem)
@@ -74,7 +76,7 @@ class Client:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def ask(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
-        """The answers, in order.
+        """Return the answers, in order.
 
         TimeoutError if they are not there within the deadline, ConnectionError after the last try, and
         ValueError for what no try would mend: a refusal, a redirect, an answer of another form.
@@ -96,14 +98,12 @@ class Client:
                 task.cancel()
 
     def _why(self) -> str:
-        """The last problems, as the end of a line."""
+        """Return the last problems, as the end of a line."""
         problems = self.hosts.problems()
-        if not problems:
-            return ""
-        return f" ({problems})"
+        return f" ({problems})" if problems else ""
 
     async def _answer(self, question: Question, slots: asyncio.Semaphore, end: float) -> dict[str, Any]:
-        """The answer to one question, whichever server gives it."""
+        """Return the answer to one question, whichever server gives it."""
         tries = 0
         while True:
             async with slots:
@@ -113,9 +113,9 @@ class Client:
                 host.asked += 1
                 try:
                     async with asyncio.timeout(self.limits.attempt):
-                        found = await self._attempt(host, question)
+                        answer = await self._attempt(host, question)
                     host.well()
-                    return found
+                    return answer
                 except TimeoutError:
                     trouble = Again(f"no answer within attempt = {self.limits.attempt:g} s")
                 except Again as again:
@@ -123,19 +123,15 @@ class Client:
                 finally:
                     host.busy -= 1
 
-            # a server that says when to come again is well: its waits are bounded by the deadline alone
-            wait = pause(host.failures + 1, self.jitter.random())
-            if trouble.wait is not None:
-                wait = max(wait, trouble.wait)
+            # a server that says when to come again is well: only the deadline bounds its waits
+            wait = max(pause(host.failures + 1, self.jitter.random()), trouble.wait or 0.0)
             host.rest(began, wait, str(trouble), f" for up to {max(end - began, 0):.0f} s")
             tries += trouble.wait is None
             if tries >= self.limits.tries * len(self.hosts.all):
                 raise ConnectionError(f"expected an answer within {tries} tries, got none{self._why()}")
 
     async def _attempt(self, host: Host, question: Question) -> dict[str, Any]:
-        """The answer of one server. Again where another attempt may mend it, else ValueError."""
-        from rft_fn.reward import connection
-
+        """Return the answer of one server: Again where another attempt may mend it, else ValueError."""
         token = token_in(self.token_env)
         client = await self._connected()
         limit = self.limits.max_bytes
@@ -150,9 +146,7 @@ class Client:
         raise _refusal(host, answer)
 
     async def _connected(self) -> "AsyncClient":
-        """The client of this event loop, with its connections."""
-        from rft_fn.reward import connection
-
+        """Return the client of this event loop, with its connections."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
@@ -161,8 +155,8 @@ class Client:
         return self._client
 
 
-def _refusal(host: Host, answer: "Answer") -> Exception:
-    """The error of a status: Again for one that may pass, else ValueError."""
+def _refusal(host: Host, answer: Answer) -> Exception:
+    """Return the error of a status: Again for one that may pass, else ValueError."""
     status = answer.status
     line = f"status {status}: {answer.words}".rstrip(": ")
     if status >= FAILED or status in AGAIN:
@@ -176,7 +170,7 @@ def _refusal(host: Host, answer: "Answer") -> Exception:
 
 
 def retry_after(text: str) -> float | None:
-    """The seconds that a Retry-After header asks for, as a number or as a date; None where it has neither."""
+    """Return the seconds that a Retry-After header asks for, as a number or a date; else None."""
     text = text.strip()
     if text.isascii() and text.isdigit():
         return float(text[:9])
@@ -196,13 +190,6 @@ TOKEN_ENV = "RFT_REWARD_TOKEN"
 """The environment variable with the token of reward servers."""
 
 
-class _Form(NamedTuple):
-    """How requests and answers look."""
-
-    request: Any  # Batch -> bytes
-    read: ReadAnswer
-
-
 def served_at(
     hosts: str | Sequence[str],
     *,
@@ -218,20 +205,20 @@ def served_at(
     max_bytes: int = 1 << 24,
     token_env: str = TOKEN_ENV,
 ) -> RewardFn:
-    """The reward that servers compute: JSON over HTTP, as docs/remote_rewards.md shows it.
+    """Return the reward that servers compute: JSON over HTTP, as docs/remote_rewards.md shows it.
 
     `hosts` are addresses of servers that answer alike, as a list or with commas between them; the least busy
-    one that answers is asked. `form` is that of the requests: ours, or the one of servers for OpenRLHF.
-    `columns` names the columns of the data to send, and the data must have them; None sends all. `label` is
-    the column that OpenRLHF's form sends as `labels`: None is "label", if the data has one. `name` is that of
-    the part, by default HOST:PORT.
+    one that answers is asked. `form` names the requests: ours, or the ones of servers for OpenRLHF. `columns`
+    names the columns of the data to send, and the data must have them; None sends all. `label` is the column
+    that OpenRLHF's form sends as `labels`: None is "label", if the data has one. `name` is the name of the
+    part, by default HOST:PORT.
 
     A request holds about `batch` completions, and those of one prompt stay together; up to `connections`
     requests are under way. A call may take `deadline` seconds and each attempt `attempt`, from the first byte
     to the last. A broken connection, a status of 5xx, 408, 425 or 429 is tried again, `tries` times per host,
     with waits that double up to 30 s and have a random part; a server's Retry-After uses up no try. An answer
-    may have `max_bytes`, unzipped. The token in the environment variable `token_env` is sent as a bearer, and
-    stands in no file and no error.
+    may have `max_bytes`, unzipped. The token in the environment variable `token_env` is sent as a bearer; no
+    file and no error shows it.
 
     ValueError here for limits that are none. In a call: ValueError for a redirect, for any other status and
     for an answer that is not one finite number or null for each completion; ConnectionError after the last
@@ -240,35 +227,28 @@ def served_at(
     limits = Limits(deadline, attempt, tries, connections, max_bytes)
     _check(limits, batch, form, label)
     found = addresses(hosts)
-    how = _form(form, label or "label")
-    client = Client(found, limits, token_env, how.read)
+    theirs = form == "openrlhf"
+    request = partial(wire.openrlhf_request, label=label or "label") if theirs else wire.request
+    read = wire.read_openrlhf_answer if theirs else wire.read_answer
+    client = Client(found, limits, token_env, read)
 
     # named, for what takes every argument does not get media
     async def reward(*, prompts: Any, completions: Any, media: Any = None, **given: Any) -> dict[str, Any]:
         whole = batch_of(prompts, completions, given | {"media": media}, columns)
         groups = given.get("groups") or prompts
         parts = [whole.rows(part) for part in cuts(groups, batch)]
-        asked = [Question(how.request(part), len(part.completions)) for part in parts]
+        asked = [Question(request(part), len(part.completions)) for part in parts]
         return joined(await client.ask(asked), [question.rows for question in asked])
 
     reward.__name__ = name or urlsplit(found[0]).netloc
     reward.__dict__["deadline"] = deadline
-    needed = list(columns or ())
-    if label is not None:
-        needed.append(label)
+    needed = [*(columns or ()), *([] if label is None else [label])]
     reward.__dict__["columns"] = tuple(dict.fromkeys(needed))
     return reward
 
 
-def _form(form: str, label: str) -> _Form:
-    """The form of a name."""
-    if form == "openrlhf":
-        return _Form(partial(wire.openrlhf_request, label=label), wire.read_openrlhf_answer)
-    return _Form(wire.request, wire.read_answer)
-
-
 def _check(limits: Limits, batch: int, form: str, label: str | None) -> None:
-    """ValueError for limits that are none."""
+    """Raise ValueError for limits that are none."""
     given = {**limits._asdict(), "batch": batch}
     for name, x in given.items():
         if isinstance(x, bool) or not isinstance(x, (int, float)) or not (0 < x < math.inf):
@@ -285,27 +265,27 @@ def _check(limits: Limits, batch: int, form: str, label: str | None) -> None:
 
 
 def cuts(groups: Sequence[Any], size: int) -> list[slice]:
-    """Slices of about `size` rows, at most that where groups allow it.
+    """Return slices of about `size` rows, at most that where groups allow it.
 
-    Rows that stand together with the same group, a number or a prompt, stay in one slice.
+    Consecutive rows with the same group, a number or a prompt, stay in one slice.
     """
-    found: list[slice] = []
+    slices: list[slice] = []
     start = 0
     end = 0
     for i in range(1, len(groups) + 1):
         if i < len(groups) and groups[i] == groups[i - 1]:
             continue
         if end > start and i - start > size:  # the group that ends here goes into the next slice
-            found.append(slice(start, end))
+            slices.append(slice(start, end))
             start = end
         end = i
     if end > start:
-        found.append(slice(start, end))
-    return found
+        slices.append(slice(start, end))
+    return slices
 
 
 def joined(answers: Sequence[dict[str, Any]], counts: Sequence[int]) -> dict[str, Any]:
-    """The answers to all parts as one; a list that a part does not have is null there."""
+    """Join the answers to all parts; a list that a part does not have is null there."""
     rewards: list[float | None] = []
     names: dict[str, None] = {}
     for answer in answers:

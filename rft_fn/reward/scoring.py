@@ -1,4 +1,4 @@
-"""From a rollout to rewards [N, G]: decode, score, arrange by group."""
+"""Turn a rollout into rewards [N, G]: decode, score, arrange by group."""
 
 import inspect
 import math
@@ -38,14 +38,14 @@ class Joint:
     """The values [B] of the joint rewards of a score for a rollout, which are computed once."""
 
     def __init__(self, score: Score, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any):
-        self._score = score
+        self._score: Any = score
         self._batch = (rollout, prompts, tokenizer)
         self._found: dict[str, Tensor] | None = None
         self._parts: dict[tuple[int, ...], Rollout] = {}
         self.begun = False  # it may have failed
 
     def values(self) -> dict[str, Tensor]:
-        """The values by name. ValueError for a reward that gives another number of them."""
+        """Return the values by name. ValueError for a reward that gives another number of them."""
         if self._found is None:
             self.begun = True
             self._found = {name: self._one(name) for name in joint_names(self._score)}
@@ -54,31 +54,26 @@ class Joint:
     def prepare(self) -> None:
         """Do what each rank does by itself, so that its errors are shared before the ranks meet."""
         for name in joint_names(self._score):
-            prepare = getattr(self._fn(name), "prepare", None)
+            prepare = getattr(self._score.components[name][0], "prepare", None)
             rows = self._rows(name)
             if prepare is not None and rows:
                 self._named(name, prepare, rows)
 
     def _one(self, name: str) -> Tensor:
-        """The values [B] of one reward, which is asked for the rows that it applies to."""
+        """Return the values [B] of one reward, which is asked for the rows that it applies to."""
         values = torch.full((len(self._batch[0].group),), math.nan)
         rows = self._rows(name)
         if not rows:
             return values
-        found = self._named(name, self._fn(name), rows)
+        found = self._named(name, self._score.components[name][0], rows)
         if not isinstance(found, Tensor) or found.shape != (len(rows),):
             got = list(getattr(found, "shape", ())) or type(found).__name__
             raise ValueError(f"reward {name!r}: expected [B] = [{len(rows)}], got {got}")
         return values.index_copy(0, torch.tensor(rows), found.detach().cpu().float())
 
-    def _fn(self, name: str) -> Any:
-        score: Any = self._score
-        return score.components[name][0]
-
     def _rows(self, name: str) -> tuple[int, ...]:
-        """The rows that a reward applies to."""
-        score: Any = self._score
-        weight = score.components[name][1]
+        """Return the rows that a reward applies to."""
+        weight = self._score.components[name][1]
         prompts = self._batch[1]
         owners = self._batch[0].group.tolist()
         column = getattr(weight, "column", "")
@@ -87,15 +82,14 @@ class Joint:
         return tuple(applies.nonzero().flatten().tolist())
 
     def _named(self, name: str, call: Any, rows: tuple[int, ...]) -> Any:
-        """What a reward makes of those rows; its errors name it."""
-        score: Any = self._score
-        score.running = name
+        """Call a reward, or its `prepare`, for some rows; its errors name it."""
+        self._score.running = name
         _, prompts, tokenizer = self._batch
         with noted(name):
             return call(self._part(rows), prompts, tokenizer)
 
     def _part(self, rows: tuple[int, ...]) -> Rollout:
-        """Those rows of the rollout: the same object for all rewards of the same rows."""
+        """Return rows of the rollout: the same object for all rewards of the same rows."""
         if len(rows) == len(self._batch[0].group):
             return self._batch[0]
         if rows not in self._parts:
@@ -103,7 +97,7 @@ class Joint:
         return self._parts[rows]
 
     def of_rows(self, rows: Sequence[int]) -> Known:
-        """The values for those rows of the rollout, once they are asked for."""
+        """Return a function that gives the values of some rows."""
 
         def known() -> dict[str, Tensor]:
             return {name: x[list(rows)] for name, x in self.values().items()}
@@ -115,7 +109,7 @@ class Joint:
 
 
 def responses(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """The texts of the B responses: the tokens in mask, without special tokens.
+    """Return the texts of the B responses: the tokens in mask, without special tokens.
 
     The prompt is never a part of them.
     """
@@ -126,7 +120,7 @@ def responses(rollout: Rollout, tokenizer: Any) -> list[str]:
 
 
 def _response_ids(rollout: Rollout, rows: Sequence[int]) -> list[list[int]]:
-    """The tokens of each response."""
+    """Return the tokens of each response."""
     mask = rollout.mask[list(rows)]
     ends = list(accumulate(mask.sum(-1).tolist(), initial=0))
     ids = rollout.tokens[list(rows)][mask].tolist()
@@ -144,12 +138,12 @@ def judge(
     seed: int = 0,
     joint: Joint | None = None,
 ) -> Judged:
-    """The rewards of a rollout [N, G]: reward[i, j] of row i G + j.
+    """Return the rewards of a rollout [N, G]: reward[i, j] of row i G + j.
 
-    `prompts` are the N prompts behind the rollout, and `rollout.group` tells whose each row is: the G rows of
-    prompt 0 first, then those of prompt 1, and so on. So `reward.view(-1)` and `texts` are in the order of
-    the rollout's rows, as an advantage [N, G] that is spread over the rows needs it. With `part` only the
-    groups prompts[part] are judged.
+    `prompts` are the N prompts of the rollout, and `rollout.group` tells which one each row answers: the G
+    rows of prompt 0 first, then prompt 1, and so on. So `reward.view(-1)` and `texts` are in the order of the
+    rollout's rows, as an advantage [N, G] that is spread over the rows needs it. With `part` only the groups
+    prompts[part] are judged.
 
     A prompt that was made of messages is given to the rewards as messages, and its responses too. `state` is
     their `trainer_state`; their `keys` are drawn from `seed`, the step, the prompt and the place of the
@@ -189,7 +183,7 @@ class _Batch(NamedTuple):
 def _scored(
     score: Score, batch: _Batch, rows: Sequence[int], joint: Joint | None
 ) -> tuple[Scored, list[str]]:
-    """(the scores of those rows of the rollout, the texts of their responses)."""
+    """Return (the scores of some rows of the rollout, the texts of their responses)."""
     # the responses, and the prompt of each; columns have the names of all prompts, whichever are judged
     prompts = batch.prompts
     owners = batch.rollout.group[list(rows)].tolist()
@@ -229,7 +223,7 @@ def _scored(
 
 
 def _takes(score: Any, asked: Any, answered: Any, columns: Any, further: Mapping[str, Any]) -> bool:
-    """Whether a score can be called with these, as far as its signature is known."""
+    """Return whether a score can be called with these, as far as its signature is known."""
     if not callable(score):
         return False
     try:
@@ -242,7 +236,7 @@ def _takes(score: Any, asked: Any, answered: Any, columns: Any, further: Mapping
 
 
 def _further(score: Score, batch: _Batch, owners: Sequence[int]) -> dict[str, Any]:
-    """The arguments of rewards that are about prompts, one for each of their responses."""
+    """Return the arguments of rewards that are about prompts, one for each response."""
     found = dict.fromkeys(owners)
     decoded = {i: batch.tokenizer.decode(batch.prompts[i].ids) for i in found}
     given: dict[str, Any] = {"trainer_state": batch.state}
@@ -260,7 +254,7 @@ def _further(score: Score, batch: _Batch, owners: Sequence[int]) -> dict[str, An
 
 
 def _row_keys(batch: _Batch, owners: Sequence[int]) -> list[int]:
-    """A key for each response: of the seed, the step, the prompt and its place among the prompt's."""
+    """Return a key for each response: of the seed, the step, the prompt and its place in the group."""
     step = (batch.state or TrainerState()).global_step
     seen: Counter[int] = Counter()
     keys = []
@@ -271,20 +265,17 @@ def _row_keys(batch: _Batch, owners: Sequence[int]) -> list[int]:
 
 
 def _by_group(x: Tensor, size: int) -> Tensor:
-    """[B] -> [N, G] for groups of `size` rows that stand together."""
+    """Reshape [B] to [N, G] for groups of `size` consecutive rows."""
     return rearrange(x, "(n g) -> n g", g=size)
 
 
 def _keys(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys of all mappings, each once, in order."""
-    found: dict[str, None] = {}
-    for mapping in mappings:
-        found |= dict.fromkeys(mapping)
-    return list(found)
+    """Return the keys of all mappings, each once, in order."""
+    return list(dict.fromkeys(name for mapping in mappings for name in mapping))
 
 
 def _check_prompts(prompts: Sequence[Any]) -> None:
-    """ValueError for anything but prompts with text and columns."""
+    """Raise ValueError for anything but prompts with text and columns."""
     for p in prompts:
         if not (hasattr(p, "text") and hasattr(p, "columns")):
             raise ValueError(
@@ -294,7 +285,7 @@ def _check_prompts(prompts: Sequence[Any]) -> None:
 
 
 def _group_size(group: Tensor, count: int) -> int:
-    """G, for `count` groups of G rows each, one after the other.
+    """Return G, for `count` groups of G consecutive rows each.
 
     `group` [B] is the prompt of each row. ValueError names the first group or row that breaks the order.
     """
@@ -330,7 +321,7 @@ def _group_size(group: Tensor, count: int) -> int:
     return sizes[0]
 
 
-# ------------------------------------------------------------------------------------ rollouts put together
+# ---------- rows of any order, and batches put together
 
 
 def judge_rows(
@@ -344,7 +335,7 @@ def judge_rows(
     rows: Sequence[int] | None = None,
     joint: Joint | None = None,
 ) -> Tensor:
-    """The reward of each row [B]: rows in any order, groups of any size.
+    """Return the reward of each row [B]: rows in any order, groups of any size.
 
     `rollout.group[b]` is the prompt, out of `prompts`, that row b answers. With `rows` only those are judged.
     Without rows there are no rewards, and nothing is called. Otherwise as `judge`. `advantage.grpo_by` and
@@ -367,7 +358,7 @@ def judge_rows(
 
 
 def concat(parts: Sequence[Judged]) -> Judged:
-    """The groups of all parts, in order.
+    """Join the groups of all parts, in order.
 
     A metric that a part does not have is NaN there, a text None.
     """
@@ -383,12 +374,9 @@ def concat(parts: Sequence[Judged]) -> Judged:
         for name, values in extra.items():
             values += x.extra.get(name, [None] * len(x.texts))
 
-    together: dict[str, Tensor] = {}
-    for name in parts[0].parts:
-        together[name] = torch.cat([x.parts[name] for x in parts])
     return Judged(
         reward=torch.cat([x.reward for x in parts]),
-        parts=together,
+        parts={name: torch.cat([x.parts[name] for x in parts]) for name in parts[0].parts},
         texts=texts,
         metrics={name: torch.cat(columns) for name, columns in metrics.items()},
         extra=extra,
@@ -396,27 +384,24 @@ def concat(parts: Sequence[Judged]) -> Judged:
 
 
 def select(judged: Judged, groups: Sequence[int]) -> Judged:
-    """Those groups, in that order."""
+    """Select groups, in that order."""
     index = torch.tensor(list(groups), dtype=torch.long)
     size = judged.reward.shape[1]
     rows = _by_group(torch.arange(judged.reward.numel()), size)[index].flatten().tolist()
-    extra: dict[str, list[Any]] = {}
-    for name, values in judged.extra.items():
-        extra[name] = [values[i] for i in rows]
     return Judged(
         reward=judged.reward[index],
         parts={name: x[index] for name, x in judged.parts.items()},
         texts=[judged.texts[i] for i in rows],
         metrics={name: x[index] for name, x in judged.metrics.items()},
-        extra=extra,
+        extra={name: [values[i] for i in rows] for name, values in judged.extra.items()},
     )
 
 
-# --------------------------------------------------------------------------------------------- to be logged
+# ---------- metrics
 
 
 def means(judged: Judged, prefix: str) -> dict[str, float]:
-    """The mean reward, and those of its parts before their weights, to log.
+    """Return the mean reward, and the means of its parts before their weights, to log.
 
     {prefix/mean, prefix/PART, prefix/PART/NAME for further numbers}, over the responses that have them; and
     prefix/PART/skipped, the share of responses that a part does not apply to, where there are any.
@@ -430,10 +415,7 @@ def means(judged: Judged, prefix: str) -> dict[str, float]:
 
 
 def _means(values: Mapping[str, Tensor], prefix: str) -> dict[str, float]:
-    """The means over the responses that have a number.
-
-    A column without any has none.
-    """
+    """Return the means over the responses that have a number; a column without any has none."""
     found = {}
     for name, x in values.items():
         if not x.isnan().all():

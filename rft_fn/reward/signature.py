@@ -1,8 +1,8 @@
-"""The signatures of rewards: `RewardFn`, which users write, and `Score`, which `judge` calls.
+"""The signatures of rewards: `RewardFn`, which users write, `Score`, which `judge` calls, and results.
 
 The convention of reward functions is TRL's (`GRPOTrainer` of trl 1.9): keyword arguments, lists with one
 value per completion, and the form of the data. A prompt that is a list of messages has completions that are
-lists of messages. `results` reads the values that they return.
+lists of messages. `read_result` reads the values that they return.
 """
 
 import inspect
@@ -19,16 +19,10 @@ from rft_fn.types import Rollout
 
 __all__ = [
     "GIVEN", "Columns", "JointReward", "Judged", "Messages", "Result", "RewardFn", "Score", "Scored",
-    "TrainerState", "as_messages", "asks_for", "column_names", "columns_of", "is_joint", "parameters",
-    "read_result", "reads", "reads_state", "required", "spread_result", "stateless", "taken", "takes_all",
-    "text", "trainer_state",
+    "TrainerState", "as_messages", "asks_for", "column_names", "columns_of", "is_finite", "is_joint",
+    "parameters", "read_result", "reads", "reads_state", "required", "spread_result", "stateless", "taken",
+    "takes_all", "text", "trainer_state",
 ]  # fmt: skip
-
-
-# ---------- the signatures of rewards: `RewardFn`, which users write, and `Score`, which `judge` calls
-
-
-# ---------- the signatures of rewards: `RewardFn`, which users write, and `Score`, which `judge` calls
 
 
 Messages = Sequence[Mapping[str, Any]]
@@ -46,7 +40,7 @@ GIVEN = (
     "truncated",  # whether each response was cut at max_new, before an end token
     "groups",  # an int for each response: which prompt of the batch it answers, also where texts are equal
     "keys",  # an int for each response: what a judge draws by; the same on any number of processes
-    "media",  # the media of each prompt, as `media.records` has them; for a function that names it
+    "media",  # the media of each prompt, as `media_records` makes them; for a function that names it
     "trainer_state",
     "log_metric",  # log_metric(name, value): a number for the batch
     "log_extra",  # log_extra(column, values): one value per completion, for trajectories.jsonl
@@ -61,15 +55,15 @@ class RewardFn(Protocol):
     """
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        """One value for each of the B completions of a batch.
+        """Return one value for each of the B completions of a batch.
 
-        It is called with keywords alone, once per batch: those of `GIVEN` and of the data's columns that it
-        names, or all of them if it takes **kwargs. Every list has B values; the G completions of a prompt
-        stand together. A rank scores only its share of the prompts, and the values are then shared.
+        It is called once per batch, with keywords only: the arguments of `GIVEN` and the columns of the data
+        that it names, or all of them if it takes **kwargs. Every list has B values, grouped by prompt. A rank
+        scores only its share of the prompts, and the values are then shared.
 
         Returns a list, an array or a tensor [B] of finite numbers, with None where the reward does not apply;
-        `results.read` has the other forms. An awaitable of these is awaited together with those of the other
-        rewards. Whatever it raises stops the run, with a note that names it.
+        `read_result` has the other forms. Awaitables of all rewards are awaited together. Whatever it raises
+        stops the run, with a note that names it.
 
         An attribute `columns` names the columns that it cannot do without (see `reads`); without one they are
         its parameters that have no default.
@@ -82,15 +76,15 @@ class JointReward(Protocol):
 
     @property
     def together(self) -> bool:
-        """True; see `is_joint`."""
+        """Return True; see `is_joint`."""
         ...
 
     def __call__(self, rollout: Rollout, prompts: Sequence[Any], tokenizer: Any, /) -> Tensor:
-        """The values [B] of a rollout, the same on every rank; NaN where the reward does not apply.
+        """Return the values [B] of a rollout, the same on every rank; NaN where the reward does not apply.
 
-        All ranks call it alike, in the main thread, with the whole rollout and its prompts: row b answers
-        `prompts[rollout.group[b]]`. `tokenizer` is that of the rollout. A function `prepare` with the same
-        arguments, if there is one, is called first, and its errors on one rank are raised on all.
+        All ranks call it alike, in the main thread, with the whole rollout, its prompts and its tokenizer:
+        row b answers `prompts[rollout.group[b]]`. A function `prepare` with the same arguments, if there is
+        one, is called first, and its errors on one rank are raised on all.
         """
         ...
 
@@ -128,21 +122,18 @@ class Score(Protocol):
         *args: Any,
         **given: Any,
     ) -> Scored:
-        """The rewards of B completions; every list has B values.
+        """Return the rewards of B completions; every list has B values.
 
         `judge` calls it once for a rollout, on each rank for its share of the prompts. It may name further
-        arguments, by keyword: those of `GIVEN` but for the logs. ValueError for values that are no finite
-        numbers, and for lists of other lengths.
+        arguments of `GIVEN`, by keyword, but for the logs. ValueError for values that are no finite numbers,
+        and for lists of other lengths.
         """
         ...
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Progress of a run, by the names of transformers' TrainerState.
-
-    These are the fields that reward functions read.
-    """
+    """Progress of a run: the fields of transformers' TrainerState that reward functions read."""
 
     global_step: int = 0  # steps done
     max_steps: int = 1  # steps of the whole run
@@ -154,7 +145,7 @@ class TrainerState:
 
 
 def trainer_state(step: int, total: int, *, prompts: int = 1, size: int | None = None) -> TrainerState:
-    """The state after `step` of `total` steps.
+    """Return the state after `step` of `total` steps.
 
     `prompts` are drawn per step from a data set of `size` rows. Without a size, as of a generator, the whole
     run is the first pass.
@@ -165,21 +156,18 @@ def trainer_state(step: int, total: int, *, prompts: int = 1, size: int | None =
     return TrainerState(step, total, epoch=step * prompts / size, num_train_epochs=epochs)
 
 
-# ------------------------------------------------------------------------------------- the form of the texts
+# ---------- the form of the texts
 
 
 def text(x: str | Messages) -> str:
-    """The text of a prompt or a completion, which may be messages.
-
-    Messages become one line each.
-    """
+    """Return the text of a prompt or a completion; of messages, one line each."""
     if isinstance(x, str):
         return x
     return "\n".join(_content(message) for message in x)
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """The text of one message, all parts together."""
+    """Return the text of one message, all parts together."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -187,13 +175,13 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def as_messages(x: str | Messages, role: str) -> list[Any]:
-    """A prompt or a completion as messages; a text is one message."""
+    """Return a prompt or a completion as messages; a text is one message."""
     if isinstance(x, str):
         return [{"role": role, "content": x}]
     return list(x)
 
 
-# ------------------------------------------------------------------------------- the arguments of a function
+# ---------- the arguments of a function
 
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -216,7 +204,7 @@ def stateless(fn: Fn) -> Fn:
 
 
 def reads_state(fn: "RewardFn | JointReward") -> bool:
-    """Whether a reward may read `trainer_state`.
+    """Return whether a reward may read `trainer_state`.
 
     A function that takes any keyword may, unless it is `stateless`. A joint one does not get it.
     """
@@ -226,60 +214,55 @@ def reads_state(fn: "RewardFn | JointReward") -> bool:
 
 
 def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a function that a caller may name."""
+    """Return the parameters of a function that a caller may name."""
     found = inspect.signature(fn).parameters.values()
     return [p for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
 
 
 def required(fn: Callable[..., Any]) -> list[str]:
-    """The names of a function's parameters without a default."""
+    """Return the names of a function's parameters without a default."""
     return [p.name for p in parameters(fn) if p.default is p.empty]
 
 
 def takes_all(fn: Callable[..., Any]) -> bool:
-    """Whether a function takes any keyword."""
+    """Return whether a function takes any keyword."""
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(fn).parameters.values())
 
 
 def asks_for(fn: Callable[..., Any], argument: str) -> bool:
-    """Whether a function names an argument, which **kwargs does not."""
+    """Return whether a function names an argument, which **kwargs does not."""
     return any(p.name == argument for p in parameters(fn))
 
 
 def taken(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given arguments that a function takes.
-
-    They are all if it takes **kwargs, else those that it names.
-    """
+    """Return the arguments that a function takes: all if it takes **kwargs, else those that it names."""
     if takes_all(fn):
         return dict(given)
     return {p.name: given[p.name] for p in parameters(fn) if p.name in given}
 
 
 def is_joint(fn: object) -> bool:
-    """Whether a reward is a `JointReward`."""
+    """Return whether a reward is a `JointReward`."""
     return bool(getattr(fn, "together", False))
 
 
 def columns_of(fn: RewardFn | JointReward) -> tuple[str, ...]:
-    """The columns that a reward cannot do without.
+    """Return the columns that a reward cannot do without.
 
-    Those of its attribute `columns`; without one, the parameters of a function that have no default.
+    Its attribute `columns` names them; without one, they are a function's parameters that have no default.
     """
     named = getattr(fn, "columns", None)
-    if named is None and is_joint(fn):
-        return ()
     if named is None:
-        named = required(fn)
+        named = () if is_joint(fn) else required(fn)
     return tuple(name for name in named if name not in GIVEN)
 
 
 def column_names(given: Iterable[str]) -> str:
-    """The columns among a reward's arguments as text, or "none"."""
+    """Return the columns among a reward's arguments as text, or "none"."""
     return ", ".join(name for name in given if name not in GIVEN) or "none"
 
 
-# ---------- reads the results of reward functions, in any of the conventions
+# ---------- the results of reward functions, in any of the conventions
 
 
 _VALUES = ("rewards", "reward", "scores", "score")  # of a dict for the whole batch, the first that is there
@@ -295,12 +278,12 @@ class Result(NamedTuple):
 
 
 def read_result(name: str, result: Any, count: int) -> Result:
-    """The result of the reward function `name` for `count` completions.
+    """Read the result of the reward function `name` for `count` completions.
 
     A list, an array or a tensor with one entry per completion: a finite number, None for "not applicable", or
     a dict with "score" (verl). Or one dict with lists: "rewards" and further entries, those of "extra_logs"
     among them (OpenRLHF). Or a pair of rewards and such entries (LightRFT). Further entries become metrics
-    where they are numbers. Raises ValueError for a wrong count and for anything else: nothing is replaced.
+    where they are numbers. ValueError for a wrong count and for anything else: nothing is replaced.
     """
     if callable(result):
         made = getattr(result, "__name__", type(result).__name__)
@@ -310,14 +293,16 @@ def read_result(name: str, result: Any, count: int) -> Result:
         )
     if isinstance(result, Mapping):
         return _of_batch(name, _first(name, result, _VALUES), result, count)
-    if isinstance(result, tuple) and len(result) == 2 and _is_rewards_and_logs(*result):
+    if isinstance(result, tuple) and len(result) == 2:
         rewards, logs = result
-        return _of_batch(name, rewards, logs, count)
+        # else these are the values of two completions
+        if isinstance(logs, Mapping) and not isinstance(rewards, (numbers.Real, Mapping, type(None))):
+            return _of_batch(name, rewards, logs, count)
     return _of_completions(name, _entries(name, result, count))
 
 
 def spread_result(result: Result, rows: Sequence[int], count: int) -> Result:
-    """The result for some rows of a batch as one for all `count`: NaN and None elsewhere."""
+    """Spread the result for some rows over all `count`: NaN and None elsewhere."""
     if len(rows) == count:
         return result
 
@@ -334,16 +319,8 @@ def spread_result(result: Result, rows: Sequence[int], count: int) -> Result:
     return Result(numbers_of(result.values), metrics, extra)
 
 
-def _is_rewards_and_logs(rewards: Any, logs: Any) -> bool:
-    """Whether a pair is the rewards of a batch and its logs.
-
-    Otherwise it is the values of two completions.
-    """
-    return isinstance(logs, Mapping) and not isinstance(rewards, (numbers.Real, Mapping, type(None)))
-
-
 def _of_completions(name: str, entries: Sequence[Any]) -> Result:
-    """The result of numbers or dicts, one per completion."""
+    """Read numbers or dicts, one per completion."""
     values: list[float] = []
     columns: dict[str, list[Any]] = {}
     for i, entry in enumerate(entries):
@@ -359,7 +336,7 @@ def _of_completions(name: str, entries: Sequence[Any]) -> Result:
 
 
 def _of_batch(name: str, rewards: Any, logs: Mapping[str, Any], count: int) -> Result:
-    """The result of a function that answers for the batch as a whole."""
+    """Read the result of a function that answers for the batch as a whole."""
     entries = _entries(name, rewards, count)
     values = [_number(name, i, entry) for i, entry in enumerate(entries)]
     columns: dict[str, list[Any]] = {}
@@ -375,7 +352,7 @@ def _of_batch(name: str, rewards: Any, logs: Mapping[str, Any], count: int) -> R
 
 
 def _first(name: str, result: Mapping[str, Any], keys: Sequence[str], where: str = "") -> Any:
-    """The value of the first of the keys that is there."""
+    """Return the value of the first key that is there."""
     for key in keys:
         if key in result:
             return result[key]
@@ -384,10 +361,7 @@ def _first(name: str, result: Mapping[str, Any], keys: Sequence[str], where: str
 
 
 def _as_list(x: Any) -> Any:
-    """A tensor or an array as a list, [B, 1] as [B].
-
-    Anything else is unchanged.
-    """
+    """Return a tensor or an array as a list, [B, 1] as [B]; anything else unchanged."""
     if not hasattr(x, "tolist"):
         return x
     x = x.tolist()
@@ -397,7 +371,7 @@ def _as_list(x: Any) -> Any:
 
 
 def _entries(name: str, result: Any, count: int) -> list[Any]:
-    """The entries of a result, one per completion. ValueError for another count."""
+    """Return the entries of a result, one per completion. ValueError for another count."""
     kind = type(result).__name__
     try:
         entries = list(_as_list(result))
@@ -409,24 +383,18 @@ def _entries(name: str, result: Any, count: int) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor or an array of one element as a Python number.
-
-    Anything else is unchanged.
-    """
+    """Return a tensor or an array of one element as a Python number; anything else unchanged."""
     if hasattr(value, "item") and math.prod(getattr(value, "shape", (2,))) == 1:
         return value.item()
     return value
 
 
 def _number(name: str, index: int, value: Any) -> float:
-    """One value of a reward: NaN for None.
-
-    ValueError for anything else but a finite float32.
-    """
+    """Return one value of a reward: NaN for None, ValueError for anything but a finite float32."""
     plain = _plain(value)
     if plain is None:
         return math.nan
-    if isinstance(plain, numbers.Real) and _is_finite(plain):
+    if isinstance(plain, numbers.Real) and is_finite(plain):
         return float(plain)
     raise ValueError(
         f"reward {name!r}: value {index} is {value!r:.80}, not a finite number; return a float for every "
@@ -434,25 +402,19 @@ def _number(name: str, index: int, value: Any) -> float:
     )
 
 
-def _is_finite(x: Any) -> bool:
-    """Whether a number is finite as a float32; False for NaN."""
-    return abs(x) <= torch.finfo(torch.float32).max
+def is_finite(x: Any) -> bool:
+    """Return whether a number is finite as a float32."""
+    return abs(x) <= torch.finfo(torch.float32).max  # False for NaN
 
 
 def _result(values: list[float], columns: Mapping[str, list[Any]]) -> Result:
-    """Splits further columns into numbers and other values."""
+    """Split further columns into numbers and other values."""
     metrics: dict[str, Tensor] = {}
     extra: dict[str, list[Any]] = {}
     for key, column in columns.items():
         if all(x is None or isinstance(x, numbers.Real) for x in column):
-            metrics[key] = torch.tensor([_metric(x) for x in column], dtype=torch.float32)
+            found = [math.nan if x is None else float(x) for x in column]
+            metrics[key] = torch.tensor(found, dtype=torch.float32)
         else:
             extra[key] = column
     return Result(torch.tensor(values, dtype=torch.float32), metrics, extra)
-
-
-def _metric(x: float | None) -> float:
-    """A number to log; NaN for None."""
-    if x is None:
-        return math.nan
-    return float(x)

@@ -1,8 +1,9 @@
-"""Parses the texts that name rewards: source, function, column, arguments and weight."""
+"""Parse the texts that name rewards (source, function, column, arguments, weight), and find their modules."""
 
 import ast
 import importlib
 import importlib.util
+import itertools
 import re
 import sys
 from collections.abc import Collection, Sequence
@@ -18,7 +19,7 @@ __all__ = ["Names", "Spec", "arguments", "distinct", "find_module", "split", "sp
 class Spec(NamedTuple):
     """A reward as a command line names it: [ADAPTER:]SOURCE[:NAME][:COLUMN][(ARGUMENTS)].
 
-    That of a model, a judge or a server is SOURCE:TARGET[(ARGUMENTS)].
+    A model, a judge or a server is SOURCE:TARGET[(ARGUMENTS)].
     """
 
     text: str  # all of it
@@ -31,28 +32,23 @@ class Spec(NamedTuple):
 
     @property
     def short(self) -> str:
-        """The name of the reward, unless another one has it too."""
-        if self.source == "task":
-            return f"task:{self.name}"
-        return self.name or self.source
+        """Return the name of the reward, unless another one has it too."""
+        return f"task:{self.name}" if self.source == "task" else self.name or self.source
 
     @property
     def long(self) -> str:
-        """The name of the reward where another one has the short name; metrics show it."""
+        """Return the name of the reward where another one has the short name; metrics show it."""
         if self.target:
             # without the query of an address, which may be long, and is no part of what is scored
-            target = self.target
-            if target.startswith(f"{self.source}://"):
-                target = target.split("?")[0]
+            address = self.target.startswith(f"{self.source}://")
+            target = self.target.split("?")[0] if address else self.target
             return f"{self.source}:{target.removeprefix(f'{self.source}:')}"
-        parts = [self.source, self.name, self.column]
-        if self.source.endswith(".py"):
-            parts[0] = Path(self.source).stem
-        return ":".join(part for part in parts if part)
+        source = Path(self.source).stem if self.source.endswith(".py") else self.source
+        return ":".join(part for part in (source, self.name, self.column) if part)
 
 
 def split_rows(spec: str) -> tuple[str, str, str]:
-    """(column, value, rest) of [COLUMN=VALUE]REST, a reward for some rows; ("", "", spec) of any other."""
+    """Return (column, value, rest) of [COLUMN=VALUE]REST, for some rows; ("", "", spec) of any other."""
     if not spec.startswith("["):
         return "", "", spec
     found = re.fullmatch(r"\[(?P<column>[^=\]]+)=(?P<value>[^\]]*)\](?P<rest>.+)", spec)
@@ -62,7 +58,7 @@ def split_rows(spec: str) -> tuple[str, str, str]:
 
 
 def split_weight(spec: str) -> tuple[str, float]:
-    """(name, weight) of NAME=WEIGHT; the weight is 1 where there is none."""
+    """Return (name, weight) of NAME=WEIGHT; the weight is 1 where there is none."""
     name, equals, weight = spec.rpartition("=")
     if not equals or spec.endswith(")"):  # the "=" is one of an argument
         return spec, 1.0
@@ -71,7 +67,7 @@ def split_weight(spec: str) -> tuple[str, float]:
     except ValueError:
         pass
 
-    # an "=" within a path has the rest of the path behind it, and one within a URL a word of the query
+    # the rest of the path follows an "=" within a path, and a word of the query one within a URL
     if ":" in weight or "/" in weight or "://" in spec:
         return spec, 1.0
     raise ValueError(f"reward {spec!r}: expected NAME=WEIGHT with a number, got {weight!r}")
@@ -80,10 +76,10 @@ def split_weight(spec: str) -> tuple[str, float]:
 def split(
     text: str, named: Collection[str], adapters: Collection[str], sources: Collection[str] = ()
 ) -> Spec:
-    """The parts of a spec without its weight. ValueError for any other text.
+    """Return the parts of a spec without its weight. ValueError for any other text.
 
-    `named` are the rewards that have a name, `adapters` the words that may stand in front, and `sources` the
-    first words of those that are no functions.
+    `named` are the rewards that have a name, `adapters` the words that may come first, and `sources` the
+    first words of rewards that are no functions.
     """
     target, call = _split_call(text)
 
@@ -96,7 +92,7 @@ def split(
             rest = target
         return Spec(text, "", word, "", "", call, rest)
 
-    # an adapter in front
+    # an adapter
     first, _, rest = target.partition(":")
     adapter = ""
     if first in adapters:
@@ -120,7 +116,7 @@ def split(
 
 
 def _split_call(text: str) -> tuple[str, ast.Call | None]:
-    """(the text in front of the arguments, the arguments or None)."""
+    """Return (the text before the arguments, the arguments or None)."""
     if not text.endswith(")"):
         return text, None
     for opening in re.finditer(r"(?<=\w)\(", text):  # a path may have parentheses too
@@ -134,7 +130,7 @@ def _split_call(text: str) -> tuple[str, ast.Call | None]:
 
 
 def arguments(spec: Spec) -> tuple[list[Any], dict[str, Any]]:
-    """(positional, keyword) arguments of the call. ValueError for one that is no literal."""
+    """Return (positional, keyword) arguments of the call. ValueError for one that is no literal."""
     named: dict[str, Any] = {}
     if spec.call is None:
         return [], named
@@ -160,32 +156,25 @@ class Names(NamedTuple):
 
 
 def distinct(names: Sequence[Names]) -> list[str]:
-    """One name for each, different from all others.
+    """Return one name for each, different from all others.
 
     The short one if no other has it, else the long one, numbered if need be.
     """
     short = [name.short for name in names]
-    found: list[str] = []
+    chosen: list[str] = []
     for name in names:
-        base = name.short
-        if short.count(base) > 1:
-            base = name.long
-
+        base = name.long if short.count(name.short) > 1 else name.short
         # ":2" and so on, where even the long name is taken
-        chosen = base
-        again = 1
-        while chosen in found:
-            again += 1
-            chosen = f"{base}:{again}"
-        found.append(chosen)
-    return found
+        numbered = (f"{base}:{i}" for i in itertools.count(2))
+        chosen.append(next(x for x in itertools.chain([base], numbered) if x not in chosen))
+    return chosen
 
 
-# ---------- imports the modules of users' reward functions: installed ones, and files
+# ---------- the modules of users' reward functions: installed ones, and files
 
 
 def find_module(source: str, spec: str, *, kind: str = "reward") -> ModuleType:
-    """The module of a file or of a dotted name.
+    """Return the module of a file or of a dotted name.
 
     `spec` is what is loaded, and `kind` what that is, for errors. ValueError for one that does not exist or
     does not parse; errors that the module itself raises get a note with the spec.
@@ -211,8 +200,8 @@ def find_module(source: str, spec: str, *, kind: str = "reward") -> ModuleType:
 
 
 def _import(source: str, what: str) -> ModuleType:
-    """The module of a dotted name, installed or in the working directory."""
-    _find_beside(Path.cwd())
+    """Return the module of a dotted name, installed or in the working directory."""
+    _make_importable(Path.cwd())
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
@@ -221,28 +210,28 @@ def _import(source: str, what: str) -> ModuleType:
         raise ValueError(f"{what}: no module {error.name!r} is installed or lies in {Path.cwd()}") from error
 
 
-def _find_beside(folder: Path) -> None:
+def _make_importable(folder: Path) -> None:
     """Make the modules of a folder importable; installed ones come first."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
 def _run_file(path: Path) -> ModuleType:
-    """The module of a file, run again only if the file has changed.
+    """Return the module of a file, run again only if the file has changed.
 
     A file with relative imports is a member of its package, which gets a name made from its path, so that two
-    packages of one name stay apart. Modules in its folder, or beside its package, can be imported.
+    packages of one name stay apart. Modules in its folder, or in its package's, can be imported.
     """
     source = path.read_bytes()
     name = f"rft_fn_reward_{path.stem}_{rng.fold_in(0, str(path), source.hex())}"
     dots = _relative(source)
     if not dots:
-        _find_beside(path.parent)
+        _make_importable(path.parent)
         return _imported(name, path)
 
     # the package by that name, then the file as a module in it
     root = _package(path, dots)
-    _find_beside(root.parent)
+    _make_importable(root.parent)
     if name not in sys.modules:
         init = root / "__init__.py"
         if init.is_file():
@@ -256,7 +245,7 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _package(path: Path, dots: int) -> Path:
-    """The outermost folder of a file's package.
+    """Return the outermost folder of a file's package.
 
     It is at least as far up as the file's relative imports go.
     """
@@ -267,10 +256,7 @@ def _package(path: Path, dots: int) -> Path:
 
 
 def _relative(source: bytes) -> int:
-    """The most dots of a file's relative imports, 0 without any.
-
-    Also 0 for a file that does not parse.
-    """
+    """Return the most dots of a file's relative imports; 0 without any, and if it does not parse."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # raised again when the file is run
@@ -280,18 +266,15 @@ def _relative(source: bytes) -> int:
 
 
 def _imported(name: str, path: Path, folders: list[str] | None = None) -> ModuleType:
-    """The module of a file under that name.
-
-    Nothing of it stays behind if it raises.
-    """
+    """Return the module of a file under that name; nothing of it is left if it raises."""
     if name in sys.modules:
         return sys.modules[name]
-    found = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    where = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
+    assert where is not None and where.loader is not None
+    module = importlib.util.module_from_spec(where)
     sys.modules[name] = module  # dataclasses and pickle look the module up while and after it runs
     try:
-        found.loader.exec_module(module)
+        where.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

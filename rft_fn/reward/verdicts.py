@@ -1,7 +1,7 @@
-"""Parsers of a judge's answer: what it said -> a verdict in [0, 1], or None where there is none.
+"""Read a judge's answers: parsers, what it said -> a verdict in [0, 1] or None; and votes over verdicts.
 
 A parser is a frozen record and the inverse of its own `write`: parse(parse.write(v)) is v for every verdict v
-that the form can express. All of them read the *last* verdict, alone: a judge that repeats one that it was
+that the form can express. All of them read only the *last* verdict: a judge that repeats one that it was
 shown, and then gives its own, is taken at its own. One that is broken, not a number, or out of range is not
 replaced by an earlier one.
 
@@ -11,7 +11,7 @@ Numbers are decimals in ASCII digits. `float` reads more: nan, inf, 1e9, 1_0 and
 import json
 import math
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -21,13 +21,13 @@ from torch import Tensor
 from rft_fn import check
 
 __all__ = [
-    "VOTES", "Choice", "JsonNumber", "Match", "Parser", "TaggedNumber", "TerseNumber", "Vote", "alone",
-    "behind_thoughts", "check_count", "consistent", "majority", "mean", "median", "named", "number",
-    "round_robin", "shares", "spread", "temperature_for", "versus",
+    "VOTES", "Choice", "JsonNumber", "Match", "Parser", "TaggedNumber", "TerseNumber", "Vote",
+    "after_thoughts", "check_count", "consistent", "majority", "mean", "median", "named", "number",
+    "round_robin", "shares", "single", "spread", "temperature_for", "versus",
 ]  # fmt: skip
 
 
-# ---------- parsers of a judge's answer: what it said -> a verdict in [0, 1], or None where there is none
+# ---------- parsers
 
 
 _SPACES = " \t\r\n"
@@ -38,30 +38,26 @@ class Parser(Protocol):
     """Reads the verdict of a judge."""
 
     def __call__(self, said: str, /) -> float | None:
-        """The verdict in [0, 1]: 1 is best, and for a pair 1 says that A is better.
+        """Return the verdict in [0, 1]: 1 is best, and for a pair 1 says that A is better.
 
         None for text without a verdict that can be read.
         """
         ...
 
     def write(self, verdict: float, /) -> str:
-        """The text of a verdict in [0, 1], as a judge should say it."""
+        """Return the text of a verdict in [0, 1], as a judge should say it."""
         ...
 
 
 def number(text: str) -> float | None:
-    """A decimal number in ASCII digits, such as -3 or 4.25; None for any other text."""
-    if _NUMBER.fullmatch(text) is None:
-        return None
-    return float(text)
+    """Read a decimal number in ASCII digits, such as -3 or 4.25; None for any other text."""
+    return None if _NUMBER.fullmatch(text) is None else float(text)
 
 
-def behind_thoughts(said: str) -> str | None:
-    """The answer behind the last </think>; None for thoughts that did not end."""
+def after_thoughts(said: str) -> str | None:
+    """Return the answer after the last </think>; None for thoughts that did not end."""
     answer = said.rpartition("</think>")[2]
-    if "<think>" in answer:
-        return None
-    return answer
+    return None if "<think>" in answer else answer
 
 
 @dataclass(frozen=True)
@@ -76,13 +72,13 @@ class _Range:
             raise ValueError(f"low, high: expected finite numbers, low < high, got {self.low}, {self.high}")
 
     def share(self, x: float | None) -> float | None:
-        """(x - low) / (high - low); None for no number and for one out of range."""
+        """Return (x - low) / (high - low); None for no number and for one out of range."""
         if x is None or not self.low <= x <= self.high:
             return None
         return (x - self.low) / (self.high - self.low)
 
     def shown(self, verdict: float) -> str:
-        """The number of a verdict, to nine digits."""
+        """Return the number of a verdict, to nine digits."""
         x = self.low + verdict * (self.high - self.low)
         return f"{x:.9f}".rstrip("0").rstrip(".")
 
@@ -97,19 +93,15 @@ class TaggedNumber(_Range):
         return self.share(number(_last_tag(said, self.tag)))
 
     def write(self, verdict: float, /) -> str:
-        """The tag of a verdict."""
+        """Return the tag of a verdict."""
         return f"<{self.tag}>{self.shown(verdict)}</{self.tag}>"
 
 
 def _last_tag(said: str, tag: str) -> str:
-    """The content of the last tag, without spaces around it; "" unless it is whole."""
-    behind = said.rpartition(f"<{tag}>")
-    if not behind[1]:
-        return ""
-    content, closed, _ = behind[2].partition(f"</{tag}>")
-    if not closed:
-        return ""
-    return content.strip(_SPACES)
+    """Return the content of the last tag, without spaces around it; "" unless it is whole."""
+    _, opened, rest = said.rpartition(f"<{tag}>")
+    content, closed, _ = rest.partition(f"</{tag}>")
+    return content.strip(_SPACES) if opened and closed else ""
 
 
 @dataclass(frozen=True)
@@ -122,55 +114,47 @@ class Choice:
         return {"A": 1.0, "B": 0.0, "tie": 0.5}.get(_last_tag(said, self.tag))
 
     def write(self, verdict: float, /) -> str:
-        """The tag of the side that a verdict is nearest to."""
-        name = "tie"
-        if verdict > 0.75:
-            name = "A"
-        elif verdict < 0.25:
-            name = "B"
-        return f"<{self.tag}>{name}</{self.tag}>"
+        """Return the tag of the side that a verdict is nearest to."""
+        name = "A" if verdict > 0.75 else "tie"
+        return f"<{self.tag}>{'B' if verdict < 0.25 else name}</{self.tag}>"
 
 
 @dataclass(frozen=True)
 class TerseNumber(_Range):
-    """A number behind a word, as the whole answer: score=1."""
+    """A number after a word, as the whole answer: score=1."""
 
     high: float = 1.0
     word: str = "score"
 
     def __call__(self, said: str, /) -> float | None:
-        word, found, x = said.strip(_SPACES).partition("=")
-        if not found or word != self.word:
-            return None
-        return self.share(number(x))
+        word, equals, x = said.strip(_SPACES).partition("=")
+        return self.share(number(x)) if equals and word == self.word else None
 
     def write(self, verdict: float, /) -> str:
-        """The word and the number of a verdict."""
+        """Return the word and the number of a verdict."""
         return f"{self.word}={self.shown(verdict)}"
 
 
 @dataclass(frozen=True)
 class JsonNumber(_Range):
-    """A number in a JSON object: {"score": 7}, with any other entries beside it."""
+    """A number in a JSON object: {"score": 7}, with any other entries."""
 
     key: str = "score"
 
     def __call__(self, said: str, /) -> float | None:
-        # nothing that looks like a further verdict may stand behind the last whole one
+        # nothing that looks like a further verdict may follow the last whole one
         last = None
         rest = said
-        for found, end in _objects(said):
-            if self.key in found:
-                last = found[self.key]
+        for entries, end in _objects(said):
+            if self.key in entries:
+                last = entries[self.key]
                 rest = said[end:]
-        if json.dumps(self.key) in rest:
+        if json.dumps(self.key) in rest or not isinstance(last, _Written):
             return None
-        if isinstance(last, _Written):
-            return self.share(number(last))
-        return None
+        return self.share(number(last))
 
     def write(self, verdict: float, /) -> str:
-        """The object of a verdict."""
+        """Return the object of a verdict."""
         return f'{{"{self.key}": {self.shown(verdict)}}}'
 
 
@@ -182,45 +166,40 @@ _DECODER = json.JSONDecoder(parse_int=_Written, parse_float=_Written, parse_cons
 
 
 def _objects(text: str) -> Iterator[tuple[Mapping[str, Any], int]]:
-    """The JSON objects of a text that stand in no other, each with the place where it ends."""
+    """Yield the outermost JSON objects of a text, each with the place where it ends."""
     at = text.find("{")
     while at >= 0:
         end = at + 1
         try:
-            found, end = check.json_at(text, at, decoder=_DECODER)
+            entries, end = check.json_at(text, at, decoder=_DECODER)
+            yield entries, end
         except ValueError:
             pass
-        else:
-            yield found, end
         at = text.find("{", end)
 
 
-# ---------- verdicts of several samples, orders and opponents, taken together: pure functions
+# ---------- verdicts of several samples, orders and opponents, taken together
 
 
-class Vote(Protocol):
-    """Puts the verdicts of a question together."""
-
-    def __call__(self, verdicts: Tensor, /) -> Tensor:
-        """[Q, K] float64 -> [Q]: one verdict for the K samples of each question; NaN where all are."""
-        ...
+Vote = Callable[[Tensor], Tensor]
+"""[Q, K] float64 -> [Q]: one verdict for the K samples of each question; NaN where all are."""
 
 
 def mean(verdicts: Tensor) -> Tensor:
-    """[Q, K] -> [Q]: the mean."""
+    """Return the mean: [Q, K] -> [Q]."""
     return verdicts.nanmean(-1)
 
 
 def median(verdicts: Tensor) -> Tensor:
-    """[Q, K] -> [Q]: the middle one; the mean of the two in the middle of an even number."""
+    """Return the middle one, or the mean of the two in the middle: [Q, K] -> [Q]."""
     return verdicts.nanquantile(0.5, dim=-1)
 
 
 def majority(verdicts: Tensor) -> Tensor:
-    """[Q, K] -> [Q]: the most frequent one; the mean of those that are equally frequent."""
+    """Return the most frequent one, or the mean of equally frequent ones: [Q, K] -> [Q]."""
     count = (verdicts[:, :, None] == verdicts[:, None, :]).sum(-1)  # NaN equals nothing: 0
     most = count.amax(-1, keepdim=True)
-    # each value weighs as often as it occurs, which is equally often for all that are left
+    # each value weighs as often as it occurs: equally often for all that are left
     return verdicts.where((count == most) & (count > 0), torch.nan).nanmean(-1)
 
 
@@ -229,58 +208,56 @@ VOTES: dict[str, Vote] = {"mean": mean, "majority": majority, "median": median}
 
 
 def named(name: str) -> Vote:
-    """The vote of a name. ValueError for another, with those that there are."""
+    """Return the vote of a name. ValueError for another, with the known ones."""
     if name not in VOTES:
         raise ValueError(f"vote: expected one of {', '.join(VOTES)}, got {name!r}")
     return VOTES[name]
 
 
 def check_count(votes: int) -> None:
-    """ValueError unless `votes`, the samples of each question, is a whole number above 0."""
+    """Raise ValueError unless `votes`, the samples of each question, is a whole number above 0."""
     if not isinstance(votes, int) or votes < 1:
         raise ValueError(f"votes: expected a whole number, at least 1, got {votes!r}")
 
 
 def temperature_for(votes: int) -> float:
-    """The usual temperature of the samples: 0 for one, 1 for several. ValueError for no such number."""
+    """Return the usual temperature of the samples: 0 for one, 1 for several; as `check_count`."""
     check_count(votes)
     return float(votes > 1)
 
 
 def spread(verdicts: Tensor) -> float:
-    """[Q, K] -> the standard deviation of a question's samples, on average over the questions.
+    """Return the standard deviation of a question's samples, on average over the questions.
 
-    sqrt(mean((v - mean(v))^2)) over the samples with a verdict.
+    verdicts [Q, K]; sqrt(mean((v - mean(v))^2)) over the samples with a verdict.
     """
     centred = verdicts - verdicts.nanmean(-1, keepdim=True)
     return float(centred.square().nanmean(-1).sqrt().nanmean())
 
 
 class Match(NamedTuple):
-    """A question of a judge: which completion stands where."""
+    """A question of a judge: which completion has which place."""
 
     a: int | None  # in the place of A, or the only one; None for the reference
     b: int | None  # in the place of B; None for the reference, and for nothing
 
 
-def alone(count: int) -> list[Match]:
-    """Each completion by itself: count questions."""
+def single(count: int) -> list[Match]:
+    """Return each completion by itself: count questions."""
     return [Match(i, None) for i in range(count)]
 
 
 def versus(count: int, *, both_orders: bool) -> list[Match]:
-    """Each completion against its reference: count questions, or 2 count in both orders.
+    """Return each completion against its reference: count questions, or 2 count in both orders.
 
-    In one order alone the completion is A.
+    In one order only, the completion is A.
     """
-    found = [Match(i, None) for i in range(count)]
-    if both_orders:
-        found += [Match(None, i) for i in range(count)]
-    return found
+    second = [Match(None, i) for i in range(count)] if both_orders else []
+    return single(count) + second
 
 
 def round_robin(groups: Sequence[Hashable], *, both_orders: bool) -> list[Match]:
-    """Each completion against all others of its group.
+    """Return each completion against all others of its group.
 
     G (G - 1) questions for a group of G in both orders. In one order half as many, in which a completion is
     as often A as B, or once more or less.
@@ -288,21 +265,19 @@ def round_robin(groups: Sequence[Hashable], *, both_orders: bool) -> list[Match]
     members: dict[Hashable, list[int]] = {}
     for i, group in enumerate(groups):
         members.setdefault(group, []).append(i)
-    found = []
+    matches = []
     for own in members.values():
         for x, i in enumerate(own):
             for y, j in enumerate(own[:x]):
-                first, second = i, j
-                if (x - y) % 2:
-                    first, second = j, i
-                found.append(Match(first, second))
+                match = Match(j, i) if (x - y) % 2 else Match(i, j)
+                matches.append(match)
                 if both_orders:
-                    found.append(Match(second, first))
-    return found
+                    matches.append(Match(match.b, match.a))
+    return matches
 
 
 def shares(verdict: Tensor, matches: Sequence[Match], count: int) -> Tensor:
-    """verdict [Q] -> [count] float64: the mean of what a completion won; NaN where it has no verdict.
+    """Return the mean of what each completion won: verdict [Q] -> [count] float64; NaN without a verdict.
 
     The one in the place of A wins the verdict, the one in the place of B what is left of 1.
     """
@@ -321,7 +296,7 @@ def shares(verdict: Tensor, matches: Sequence[Match], count: int) -> Tensor:
 
 
 def consistent(verdict: Tensor, matches: Sequence[Match]) -> float | None:
-    """The share of pairs that have the same winner, or a tie, in both orders.
+    """Return the share of pairs that have the same winner, or a tie, in both orders.
 
     None where no pair has a verdict in both.
     """
@@ -331,6 +306,4 @@ def consistent(verdict: Tensor, matches: Sequence[Match]) -> float | None:
         turned = known.get(Match(match.b, match.a))
         if turned is not None:
             same.append((share > 0.5) == (turned < 0.5) and (share < 0.5) == (turned > 0.5))
-    if not same:
-        return None
-    return sum(same) / len(same)
+    return sum(same) / len(same) if same else None

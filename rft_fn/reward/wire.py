@@ -1,4 +1,7 @@
-"""The requests and answers of this library's own form, as docs/remote_rewards.md shows them."""
+"""The wire format of reward servers: requests and answers, ours and OpenRLHF's, as bytes of JSON.
+
+docs/remote_rewards.md shows both.
+"""
 
 import base64
 import binascii
@@ -9,11 +12,10 @@ import io
 import json
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from rft_fn import check
@@ -21,7 +23,7 @@ from rft_fn.data.medium import KINDS
 from rft_fn.data.rows import column_at
 from rft_fn.reward.convention import GIVEN, Columns, Scored, TrainerState
 from rft_fn.reward.foreign import whole_texts
-from rft_fn.reward.signature import text
+from rft_fn.reward.signature import is_finite, text
 
 __all__ = [
     "LISTS", "Batch", "ReadAnswer", "answer", "batch_of", "dump", "entries", "finite", "load", "logs_of",
@@ -30,10 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- the requests and answers of this library's own form, as docs/remote_rewards.md shows them
-
-
-# ---------- values of rows as JSON, and the media beside them
+# ---------- values as JSON
 
 
 _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID, Path)
@@ -47,7 +46,7 @@ def dump(x: Any) -> bytes:
 
 
 def load(data: bytes) -> Any:
-    """The value of JSON.
+    """Read JSON.
 
     ValueError for anything else, for NaN and infinities, which Python's reader would take, for numbers and
     brackets beyond its limits, and for text that is no Unicode.
@@ -69,7 +68,7 @@ _FINITE = json.JSONDecoder(parse_constant=_refuse)
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it. TypeError for one of a type that it cannot.
+    """Return the value as JSON can hold it. TypeError for one of a type that it cannot.
 
     Arrays become lists, bytes {"base64"}, images of PIL {"mime", "base64"}, dates and decimals text. JSON has
     no numbers that are not finite: they become null.
@@ -77,9 +76,7 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return None
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): plain(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
@@ -90,20 +87,15 @@ def plain(value: Any) -> Any:
         return str(value)
     if hasattr(value, "tolist"):  # arrays and tensors
         return plain(value.tolist())
-    if hasattr(value, "convert") and hasattr(value, "save"):
-        return _of_image(value)
+    if hasattr(value, "convert") and hasattr(value, "save"):  # an image of PIL, without loss
+        file = io.BytesIO()
+        value.save(file, "PNG")
+        return {"mime": "image/png", "base64": _encoded(file.getvalue())}
     raise TypeError(f"expected a value that JSON can hold, got {type(value).__name__}")
 
 
-def _of_image(image: Any) -> dict[str, str]:
-    """An image of PIL, without loss."""
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return {"mime": "image/png", "base64": _encoded(file.getvalue())}
-
-
 def entries(name: str, values: Any, count: int) -> list[Any]:
-    """A list of `count` entries. ValueError for anything else."""
+    """Return a list of `count` entries. ValueError for anything else."""
     if not isinstance(values, list):
         raise ValueError(f"{name}: expected a list of {count} entries, got {type(values).__name__}")
     if len(values) != count:
@@ -112,28 +104,21 @@ def entries(name: str, values: Any, count: int) -> list[Any]:
 
 
 def finite(name: str, values: Any, count: int) -> list[float | None]:
-    """A list of `count` numbers that are finite as float32, or None. ValueError for anything else."""
+    """Return a list of `count` numbers that are finite as float32, or None. ValueError for anything else."""
     for i, x in enumerate(entries(name, values, count)):
-        if x is not None and not _is_number(x):
+        if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float)) or not is_finite(x)):
             raise ValueError(f"{name}: expected finite numbers or null, got {x!r:.40} at {i}")
     return values
 
 
-def _is_number(x: Any) -> bool:
-    """Whether x is a number that float32 can hold; True and False are none."""
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
-        return False
-    return abs(x) <= torch.finfo(torch.float32).max  # False for NaN
-
-
-# ------------------------------------------------------------------------------------------------ media
+# ---------- media
 
 
 def media_out(media: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[dict[str, str]], list[list[int]]]:
-    """(files, each medium once; the numbers of those of each completion, in order).
+    """Return (the files, each once; the numbers of each completion's files, in order).
 
     The completions of a prompt share its media, which are so sent once. `media` holds the records of each
-    completion, as `reward.media.records` makes them; a file is {"kind", "mime", "base64" or "url"}.
+    completion, as `media_records` makes them; a file is {"kind", "mime", "base64" or "url"}.
     """
     files: list[dict[str, str]] = []
     known: dict[tuple[str, Any], int] = {}
@@ -144,41 +129,36 @@ def media_out(media: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[dict[s
             key = (record["kind"], record.get("url", record.get("bytes")))
             if key not in known:
                 known[key] = len(files)
-                files.append(_file(record))
+                file = {name: record[name] for name in ("kind", "mime", "url") if name in record}
+                if "bytes" in record:
+                    file["base64"] = _encoded(record["bytes"])
+                files.append(file)
             places.append(known[key])
         of.append(places)
     return files, of
 
 
-def _file(record: Mapping[str, Any]) -> dict[str, str]:
-    """A record as JSON can hold it."""
-    file = {name: record[name] for name in ("kind", "mime", "url") if name in record}
-    if "bytes" in record:
-        file["base64"] = _encoded(record["bytes"])
-    return file
-
-
 def media_in(files: Any, of: Any, count: int) -> list[list[dict[str, Any]]]:
-    """The records of each of `count` completions; see `media_out`.
+    """Return the records of each of `count` completions; see `media_out`.
 
     ValueError for files that are none, and for numbers of others.
     """
     if not isinstance(files, list):
         raise ValueError(f"files: expected a list, got {type(files).__name__}")
     read = [_record(file, i) for i, file in enumerate(files)]
-    found: list[list[dict[str, Any]]] = []
+    records: list[list[dict[str, Any]]] = []
     for places in entries("media", of, count):
         if not isinstance(places, list):
             raise ValueError(f"media: expected a list of numbers for each completion, got {places!r:.40}")
         for at in places:
             if type(at) is not int or not 0 <= at < len(read):
                 raise ValueError(f"media: expected numbers of {len(read)} files, got {at!r:.40}")
-        found.append([read[at] for at in places])
-    return found
+        records.append([read[at] for at in places])
+    return records
 
 
 def _record(file: Any, i: int) -> dict[str, Any]:
-    """The record of a file. ValueError for another thing."""
+    """Return the record of a file. ValueError for another thing."""
     if not isinstance(file, dict) or not {"kind", "mime"} <= set(file) or not {"url", "base64"} & set(file):
         raise ValueError(
             f"files: expected objects with 'kind', 'mime' and 'base64' or 'url', got another at {i}"
@@ -196,13 +176,13 @@ def _encoded(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-# ---------- the requests and answers of this library's own form, as docs/remote_rewards.md shows them
+# ---------- our requests and answers
 
 
 L = TypeVar("L")
 
 LISTS = ("completion_ids", "prompt_ids", "prompt_texts", "truncated", "groups", "keys")
-"""The lists beside prompts and completions, with an entry for each completion; `media` is one more."""
+"""The further lists of a request, with an entry for each completion; `media` is one more."""
 
 
 class Batch(NamedTuple):
@@ -215,21 +195,18 @@ class Batch(NamedTuple):
     state: TrainerState | None = None
 
     def rows(self, part: slice) -> "Batch":
-        """Those completions alone."""
+        """Return some of the completions."""
         columns = {name: x[part] for name, x in self.columns.items()}
         given = {name: x[part] for name, x in self.given.items()}
         return Batch(self.prompts[part], self.completions[part], columns, given, self.state)
 
 
-class ReadAnswer(Protocol):
-    """Reads the answer of a server."""
+ReadAnswer = Callable[[bytes, int], dict[str, Any]]
+"""Reads the answer of a server for `count` completions.
 
-    def __call__(self, data: bytes, count: int, /) -> dict[str, Any]:
-        """{"rewards": numbers or None, "extra_logs": further lists by name}, `count` entries each.
-
-        ValueError for anything but that many finite numbers.
-        """
-        ...
+Returns {"rewards": numbers or None, "extra_logs": further lists by name}, `count` entries each. ValueError
+for anything but that many finite numbers.
+"""
 
 
 def batch_of(
@@ -238,7 +215,7 @@ def batch_of(
     given: Mapping[str, Any],
     only: Sequence[str] | None = None,
 ) -> Batch:
-    """The batch of a reward's arguments, its values as JSON can hold them.
+    """Return the batch of a reward's arguments, its values as JSON can hold them.
 
     `only` names the columns to keep; None keeps all but those of media that are given as `media`. TypeError
     for a column that JSON cannot hold.
@@ -261,7 +238,7 @@ def batch_of(
 
 
 def request(batch: Batch) -> bytes:
-    """The body of a request."""
+    """Return the body of a request."""
     body: dict[str, Any] = {
         "prompts": [plain(x) for x in batch.prompts],
         "completions": [plain(x) for x in batch.completions],
@@ -280,7 +257,7 @@ def request(batch: Batch) -> bytes:
 
 
 def read_request(data: bytes) -> Batch:
-    """The batch of a request. ValueError, in one line, for anything else."""
+    """Read the batch of a request. ValueError, in one line, for anything else."""
     body = load(data)
     if not isinstance(body, dict):
         raise ValueError(f"request: expected an object, got {type(body).__name__}")
@@ -312,7 +289,7 @@ def read_request(data: bytes) -> Batch:
 
 
 def _check_text(name: str, x: Any, i: int) -> None:
-    """ValueError unless x is a text or a list of messages."""
+    """Raise ValueError unless x is a text or a list of messages."""
     if isinstance(x, str):
         return
     if isinstance(x, list) and all(isinstance(turn, dict) and "role" in turn for turn in x):
@@ -321,7 +298,7 @@ def _check_text(name: str, x: Any, i: int) -> None:
 
 
 def _state(x: Any) -> TrainerState | None:
-    """The progress of a run; what is unknown of it is left out."""
+    """Read the progress of a run; unknown entries are left out."""
     if x is None:
         return None
     if not isinstance(x, dict):
@@ -335,22 +312,22 @@ def _state(x: Any) -> TrainerState | None:
 
 
 def answer(scored: Scored) -> bytes:
-    """The body of an answer, without the parts where the only one is the reward."""
-    body: dict[str, Any] = {"rewards": numbers_of(scored.total)}
-    parts = {name: numbers_of(x) for name, x in scored.parts.items()}
+    """Return the body of an answer, without the parts where the only one is the reward."""
+    body: dict[str, Any] = {"rewards": plain(scored.total)}
+    parts = {name: plain(x) for name, x in scored.parts.items()}
     if list(parts.values()) != [body["rewards"]]:
         body["parts"] = parts
     if scored.metrics:
-        body["metrics"] = {name: numbers_of(x) for name, x in logs_of(scored, scored.metrics).items()}
+        body["metrics"] = {name: plain(x) for name, x in logs_of(scored, scored.metrics).items()}
     if scored.extra:
         body["extra"] = {name: plain(x) for name, x in logs_of(scored, scored.extra).items()}
     return dump(body)
 
 
 def logs_of(scored: Scored, logs: Mapping[str, L]) -> dict[str, L]:
-    """What the parts have logged, without the name of the part where it is the only one.
+    """Return what the parts have logged, without the name of the part where it is the only one.
 
-    The client puts the name of its reward in front of everything.
+    The client puts the name of its reward before everything.
     """
     if len(scored.parts) != 1:
         return dict(logs)
@@ -358,13 +335,8 @@ def logs_of(scored: Scored, logs: Mapping[str, L]) -> dict[str, L]:
     return {name.removeprefix(prefix): x for name, x in logs.items()}
 
 
-def numbers_of(x: Tensor) -> list[float | None]:
-    """Numbers as JSON holds them: None for NaN."""
-    return plain(x.tolist())
-
-
 def read_answer(data: bytes, count: int) -> dict[str, Any]:
-    """The rewards, parts, metrics and texts of an answer; see `ReadAnswer`."""
+    """Read the rewards, parts, metrics and texts of an answer; see `ReadAnswer`."""
     body = load(data)
     if not isinstance(body, dict) or "rewards" not in body:
         raise ValueError(f"expected an object with 'rewards', got {dump(body)[:40].decode()!r}")
@@ -374,10 +346,8 @@ def read_answer(data: bytes, count: int) -> dict[str, Any]:
         if not isinstance(lists, dict):
             raise ValueError(f"{kind}: expected an object of lists, got {type(lists).__name__}")
         for name, column in lists.items():
-            check = finite
-            if kind == "extra":
-                check = entries
-            logs[name] = check(f"{kind}.{name}", column, count)
+            read = entries if kind == "extra" else finite
+            logs[name] = read(f"{kind}.{name}", column, count)
     return {"rewards": finite("rewards", body["rewards"], count), "extra_logs": logs}
 
 
@@ -385,10 +355,10 @@ def read_answer(data: bytes, count: int) -> dict[str, Any]:
 
 
 def openrlhf_request(batch: Batch, label: str = "label") -> bytes:
-    """The body of a request: `labels` is the column at the path `label`, null where a row has none.
+    """Return the body of a request: `labels` is the column at the path `label`, null in rows without one.
 
     `query` holds prompt and response, with the special tokens of the chat template where the tokenizer is
-    known; `prompts` the prompts alone.
+    known; `prompts` only the prompts.
     """
     asked = list(batch.given.get("prompt_texts") or [text(x) for x in batch.prompts])
     queries = whole_texts(batch.prompts, batch.completions, asked)
@@ -397,7 +367,7 @@ def openrlhf_request(batch: Batch, label: str = "label") -> bytes:
 
 
 def read_openrlhf_request(data: bytes) -> Batch:
-    """The batch of a request; the labels are the column `label`. ValueError for anything else.
+    """Read the batch of a request; the labels are the column `label`. ValueError for anything else.
 
     Without prompts the whole query is the completion, as in OpenRLHF's first versions.
     """
@@ -412,7 +382,7 @@ def read_openrlhf_request(data: bytes) -> Batch:
         for i, x in enumerate(entries(name, column, count)):
             if not isinstance(x, str):
                 raise ValueError(f"{name}: expected texts, got {x!r:.40} at {i}")
-    columns = {}
+    columns: dict[str, list[Any]] = {}
     if body.get("labels") is not None:
         columns["label"] = entries("labels", body["labels"], count)
     completions = [q.removeprefix(p) for q, p in zip(body["query"], asked, strict=True)]
@@ -420,14 +390,14 @@ def read_openrlhf_request(data: bytes) -> Batch:
 
 
 def openrlhf_answer(total: Tensor, logs: dict[str, Tensor]) -> bytes:
-    """The body of an answer: rewards, the same as `scores`, and further numbers as `extra_logs`."""
-    rewards = plain(total.tolist())
-    extra = {name: plain(x.tolist()) for name, x in logs.items()}
+    """Return the body of an answer: rewards, the same as `scores`, and numbers as `extra_logs`."""
+    rewards = plain(total)
+    extra = {name: plain(x) for name, x in logs.items()}
     return dump({"rewards": rewards, "scores": rewards, "extra_logs": extra})
 
 
 def read_openrlhf_answer(data: bytes, count: int) -> dict[str, Any]:
-    """The rewards of an answer; `scores` and numbers of `extra_logs` are metrics.
+    """Read the rewards of an answer; `scores` and numbers of `extra_logs` are metrics.
 
     `rewards` may be [B] or [B, 1]. ValueError for anything but finite numbers.
     """
@@ -439,16 +409,16 @@ def read_openrlhf_answer(data: bytes, count: int) -> dict[str, Any]:
         raise ValueError(f"extra_logs: expected an object, got {type(extra).__name__}")
     logs: dict[str, list[Any]] = {}
     if body.get("scores") is not None:
-        logs["scores"] = _column_of("scores", body["scores"], count)
+        logs["scores"] = _column("scores", body["scores"], count)
     for name, x in extra.items():
         if not isinstance(x, list):  # one number for the whole batch
             x = [x] * count
-        logs[name] = _column_of(f"extra_logs.{name}", x, count)
-    return {"rewards": _column_of("rewards", body["rewards"], count), "extra_logs": logs}
+        logs[name] = _column(f"extra_logs.{name}", x, count)
+    return {"rewards": _column("rewards", body["rewards"], count), "extra_logs": logs}
 
 
-def _column_of(name: str, x: Any, count: int) -> list[float | None]:
-    """[B] of [B] or [B, 1]."""
+def _column(name: str, x: Any, count: int) -> list[float | None]:
+    """Read [B] of [B] or [B, 1]."""
     if isinstance(x, list) and all(isinstance(row, list) and len(row) == 1 for row in x):
         x = [row[0] for row in x]
     return finite(name, x, count)

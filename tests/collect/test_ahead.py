@@ -301,7 +301,8 @@ def test_an_engine_of_its_own_process_never_sleeps_and_has_half_of_the_threads()
     assert (config.process, config.sleep, config.threads, config.batch, left) == (True, False, 2, 7, 3)
     config, left = asynchronous.split_threads(EngineConfig(threads=4), 5)
     assert (config.threads, left) == (4, 1)
-    assert asynchronous.split_threads(EngineConfig(), 1)[0].threads == asynchronous.split_threads(EngineConfig(), 1)[1] == 1
+    config, left = asynchronous.split_threads(EngineConfig(), 1)
+    assert config.threads == left == 1
     with pytest.raises(ValueError, match="ahead, engine_tp_size: expected one process"):
         asynchronous.split_threads(EngineConfig(tp_size=2), 4)
 

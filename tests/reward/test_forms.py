@@ -134,7 +134,7 @@ def test_verdicts(parse, said, share):
     ],
 )
 def test_thoughts_have_no_verdict(said, answer):
-    assert verdicts.behind_thoughts(said) == answer
+    assert verdicts.after_thoughts(said) == answer
 
 
 @given(st.text() | st.sampled_from(list(ATTACKS.values())))

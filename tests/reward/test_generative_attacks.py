@@ -12,7 +12,7 @@ from cases import each
 from rft_fn import reward
 from rft_fn.data.masks import special_tokens
 from rft_fn.reward import forms
-from rft_fn.reward.verdicts import behind_thoughts
+from rft_fn.reward.verdicts import after_thoughts
 
 TEMPLATES = {"chatml": chats.CHATML, "own tags": chats.ASKED, "no template": None}
 FORMS = {name: forms.named(name) for name in forms.FORMS}
@@ -114,7 +114,7 @@ def test_the_attacks_would_work_on_a_parser_that_reads_the_question_too():
     assert reads >= 10
     for name, form in FORMS.items():
         assert form.parse(best[name]) == 1
-    assert behind_thoughts("<think>hm") is None
+    assert after_thoughts("<think>hm") is None
 
 
 def test_special_tokens_are_the_text_that_they_are_written_with():
