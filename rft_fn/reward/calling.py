@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rft_fn.data.media import Medium, stored
-from rft_fn.data.media.decode import image
-from rft_fn.data.media.medium import label
+from rft_fn.data.decode import image
+from rft_fn.data.medium import Content, Medium, label, read
 from rft_fn.reward.signature import RewardFn, asks_for, column_names, required, taken
 
 __all__ = ["Call", "Caller", "EventLoop", "Log", "in_thread", "media_records", "noted"]
@@ -340,11 +339,11 @@ def _record(medium: Medium) -> dict[str, Any]:
     name = label(medium.source)
     if name.startswith(("http://", "https://")):
         return {"kind": medium.kind, "mime": _mime(b"", name), "url": name}
-    file = _file(medium.kind, stored.read(medium))
+    file = _file(medium.kind, read(medium))
     return {"kind": medium.kind, "mime": _mime(file, name), "bytes": file}
 
 
-def _file(kind: str, content: stored.Content) -> bytes:
+def _file(kind: str, content: Content) -> bytes:
     """Return the content of a medium as a file."""
     if isinstance(content, bytes):
         return content

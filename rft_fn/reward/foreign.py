@@ -170,7 +170,7 @@ _OF_RECIPES = {"model_reward_list", "labels", "queries", "refs", "label_map"}
 
 
 def lightrft(fn: ForeignFn, answer: str = _REFERENCE) -> RewardFn:
-    """Call LightRFT's `reward_fn(model_reward_list, labels, queries, refs, label_map)` or `reward_func` (0.1).
+    """Call LightRFT's `reward_fn(model_reward_list, labels, queries, refs, label_map)`, or its `reward_func`.
 
     `labels` is the column "label", which names the recipe of a row; `refs` is the column `answer`, LightRFT's
     `--reference_key`. There are no reward models: `label_map` is empty, `model_reward_list` one score of 0

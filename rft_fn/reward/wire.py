@@ -21,9 +21,8 @@ from torch import Tensor
 from rft_fn import check
 from rft_fn.data.medium import KINDS
 from rft_fn.data.rows import column_at
-from rft_fn.reward.convention import GIVEN, Columns, Scored, TrainerState
 from rft_fn.reward.foreign import whole_texts
-from rft_fn.reward.signature import is_finite, text
+from rft_fn.reward.signature import GIVEN, Columns, Scored, TrainerState, is_finite, text
 
 __all__ = [
     "LISTS", "Batch", "ReadAnswer", "answer", "batch_of", "dump", "entries", "finite", "load", "logs_of",

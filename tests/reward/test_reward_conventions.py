@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from rft_fn.reward.convention import TrainerState, as_messages
 
 from rft_fn import data, reward
 from rft_fn.data.rows import column_at, value_at
 from rft_fn.data.tasks import TASKS
+from rft_fn.reward.signature import TrainerState, as_messages
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 * 12?"}]
 SAID = ["72", "so 72", ""]
