@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rft_fn import check
-from rft_fn.data.rows import Joined, Listed, Records, Row, Rows, Table, Unfit, decode
+from rft_fn.data.table import Joined, Listed, Records, Row, Rows, Table, Unfit, decode
 
 __all__ = ["READERS", "quiet_datasets", "read_files", "suffix_of", "undecoded"]
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rft_fn import check
 from rft_fn.data.medium import KINDS, part_of
-from rft_fn.data.rows import Row
+from rft_fn.data.table import Row
 
 __all__ = [
     "Conversation", "Turn", "advice", "are_messages", "conversation", "opened", "system_of", "text_of",

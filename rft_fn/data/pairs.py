@@ -18,9 +18,9 @@ from rft_fn.data.medium import columns_of
 from rft_fn.data.messages import Turn, are_messages, turns_of
 from rft_fn.data.processing import Processing
 from rft_fn.data.recipe import make_dataset
-from rft_fn.data.responses import Reading, labels_at, number
-from rft_fn.data.rows import Endless, Row, Table, Unfit
-from rft_fn.data.text_template import fill, is_empty, prompt_ids
+from rft_fn.data.responses import Reading, labels_at, number, prompt_ids
+from rft_fn.data.table import Endless, Row, Table, Unfit
+from rft_fn.data.templates import fill, is_empty
 from rft_fn.data.wrong_answers import task_rows, wrong_answer_of_kind
 
 __all__ = ["Pair", "pairs_from_rows", "pairs_from_task", "shared_start"]

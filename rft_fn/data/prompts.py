@@ -15,8 +15,8 @@ from rft_fn.data.messages import Conversation, Turn, conversation, text_of, tool
 from rft_fn.data.processing import Encoded, Processing
 from rft_fn.data.recipe import Recipe, make_dataset
 from rft_fn.data.responses import answer_of_text, prompt_of_text
-from rft_fn.data.rows import Endless, Row, Table, TooLong, check_window, column_of, value_at
-from rft_fn.data.text_template import columns_in, fill, is_empty
+from rft_fn.data.table import Endless, Row, Table, TooLong, check_window, column_of, value_at
+from rft_fn.data.templates import columns_in, fill, is_empty
 
 __all__ = ["Prompt", "from_rows", "from_task", "lessons"]
 

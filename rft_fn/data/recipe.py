@@ -13,12 +13,11 @@ from typing import Any, Generic, NamedTuple
 import torch
 
 from rft_fn.data.chat import Chat
-from rft_fn.data.chat_template import fix_day, fixed_day
 from rft_fn.data.dataset import Dataset, ItemT
 from rft_fn.data.masks import Lesson
 from rft_fn.data.medium import digest
 from rft_fn.data.messages import unread
-from rft_fn.data.rows import (
+from rft_fn.data.table import (
     Endless,
     FirstFew,
     Place,
@@ -30,6 +29,7 @@ from rft_fn.data.rows import (
     row_at,
     unfit_line,
 )
+from rft_fn.data.templates import fix_day, fixed_day
 
 __all__ = ["Recipe", "make_dataset"]
 

@@ -12,10 +12,13 @@ from rft_fn.data.medium import media_of_turns
 from rft_fn.data.messages import Conversation, Turn, opened, system_of, tools_of
 from rft_fn.data.processing import Encoded, Processing
 from rft_fn.data.recipe import Recipe
-from rft_fn.data.rows import Row, TooLong, check_window, column_of
-from rft_fn.data.text_template import columns_in, is_empty, render
+from rft_fn.data.table import Row, TooLong, check_window, column_of
+from rft_fn.data.templates import columns_in, is_empty
 
-__all__ = ["Reading", "answer_of_text", "cells_of", "labels_at", "number", "prompt_of_text", "reading"]
+__all__ = [
+    "Reading", "answer_of_text", "cells_of", "labels_at", "number", "prompt_ids", "prompt_of_text", "reading",
+    "render",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,44 @@ def reading(
     """Return the `Reading` of these options of `pairs_from_rows`."""
     chat = Chat(tokenizer, chat_template_kwargs or {}, processing)
     return Reading(chat, template, system, messages, max_length, max_tokens, window)
+
+
+# ---------- prompts and answers of text
+
+
+def render(
+    tokenizer: Any,
+    question: str,
+    *,
+    system: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    processing: Processing | None = None,
+) -> list[int]:
+    """Return the ids of a question as a chat's first turn, ready for the answer.
+
+    They are made by the tokenizer's own template. The bare text where a tokenizer has no template. An empty
+    `system` leaves out a default of the template's; one that the template refuses is put before the question.
+    ValueError for a template that fails, and with `processing` for text that has the place of a medium.
+    """
+    if tokenizer.chat_template:
+        turns = opened([{"role": "user", "content": question}], system)
+        return Chat(tokenizer, chat_template_kwargs or {}, processing).ids(turns, ask=True)
+    text = f"{system}\n{question}" if system else question
+    if processing is not None:
+        processing.check_places(text, ())
+    return prompt_ids(tokenizer, text)
+
+
+def prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a prompt that no chat template renders, with the tokenizer's own beginning.
+
+    Some tokenizers put their end of sequence after every text. It is left out, as nothing is to be said
+    after it.
+    """
+    ids = list(tokenizer.encode(text))
+    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    return ids
 
 
 def prompt_of_text(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rft_fn import hub
 from rft_fn.data import file_formats
-from rft_fn.data.rows import Table, Unfit
+from rft_fn.data.table import Table, Unfit
 from rft_fn.data.tasks import TASKS
 
 __all__ = ["Source", "chosen_split", "evaluation_split", "parse", "read_rows", "tables", "training_split"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rft_fn import rng
 from rft_fn.data import tasks
-from rft_fn.data.rows import Endless, Row
+from rft_fn.data.table import Endless, Row
 
 __all__ = [
     "COVERING",

@@ -5,7 +5,7 @@ policy's turns. A new built-in environment is a file here and an entry of `ENVIR
 """
 
 from rft_fn.environment import adapters
-from rft_fn.environment.builtin import (
+from rft_fn.environment.games import (
     ENVIRONMENTS,
     calculate,
     calculator,
@@ -17,7 +17,7 @@ from rft_fn.environment.builtin import (
 )
 from rft_fn.environment.record import Environment, Observation, Renderer, Row, Stepped, as_messages
 from rft_fn.environment.tool_calls import Call, call_parser, tagged_calls
-from rft_fn.environment.tools import tool_schema, with_tools
+from rft_fn.environment.tool_use import tool_schema, with_tools
 
 __all__ = [
     "ENVIRONMENTS", "Environment", "Renderer", "Stepped", "adapters", "calculator", "call_parser",

@@ -7,7 +7,7 @@ from rft_fn.check import writable
 from rft_fn.data.chat import Chat
 from rft_fn.data.masks import special_tokens
 from rft_fn.data.messages import Turn, opened
-from rft_fn.data.text_template import prompt_ids
+from rft_fn.data.responses import prompt_ids
 
 __all__ = ["Environment", "Observation", "Renderer", "Reset", "Row", "Step", "Stepped", "as_messages"]
 

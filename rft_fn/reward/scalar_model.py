@@ -19,7 +19,7 @@ from rft_fn.data.chat import Chat
 from rft_fn.data.messages import opened
 from rft_fn.data.processing import Processing
 from rft_fn.data.prompts import Prompt
-from rft_fn.data.text_template import render
+from rft_fn.data.responses import render
 from rft_fn.model import Head, calibrated
 from rft_fn.types import Experience, Rollout, TokenOut
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from rft_fn.check import printable
 from rft_fn.data import Dataset
-from rft_fn.data.chat_template import fixed_day
+from rft_fn.data.templates import fixed_day
 from rft_fn.run.files import FACTS, append_row, differences, filled, settings, write_whole
 
 __all__ = ["Claim", "Inputs", "acquire", "check", "files_of", "held", "lock_folder", "release"]

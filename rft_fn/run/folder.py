@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from rft_fn import check, ckpt, dist, optim
-from rft_fn.data.chat_template import fix_day
+from rft_fn.data.templates import fix_day
 from rft_fn.metric import Calibration
 from rft_fn.reward import Judged
 from rft_fn.run import claim, files, options, report, signals, symptoms

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from rft_fn import data, dist, engine, model, optim, packing, strategy, tree
-from rft_fn.data.chat_template import fix_day
+from rft_fn.data.templates import fix_day
 from rft_fn.memory import Sampler
 from rft_fn.memory.phases import largest
 from rft_fn.model.media_inputs import sees_or_hears

@@ -207,7 +207,7 @@ def test_no_prompt_ends_with_the_end_that_a_tokenizer_adds():
     for options in ({}, {"template": "", "chosen": "1+1= {chosen}", "rejected": "1+1= {rejected}"}):
         pair = data.pairs_from_rows(rows, tok, **options).prompt(0)
         assert chats.shown(tok, pair.chosen).replace(" ", "") == "<bos>1+1=«2<eos>»"
-    assert data.text_template.prompt_ids(chats.tokenizer(None), "<eos>") == [tok.eos_token_id]
+    assert data.responses.prompt_ids(chats.tokenizer(None), "<eos>") == [tok.eos_token_id]
 
 
 def test_the_share_of_unknown_text_is_announced_once():

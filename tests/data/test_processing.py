@@ -306,11 +306,11 @@ TALK = [{"role": "user", "content": "a="}, {"role": "assistant", "content": "1"}
 @each(
     ("kind", "row", "options"),
     [
-        (data.loading.PROMPTS, {"q": f"a={PAD}"}, {}),
-        (data.loading.PROMPTS, {"q": "a=", "a": f"1{PAD}"}, {"response": "{a}"}),
-        (data.loading.PROMPTS, {"m": [{"role": "user", "content": PAD}]}, {"messages": ["m"]}),
+        (data.PROMPTS, {"q": f"a={PAD}"}, {}),
+        (data.PROMPTS, {"q": "a=", "a": f"1{PAD}"}, {"response": "{a}"}),
+        (data.PROMPTS, {"m": [{"role": "user", "content": PAD}]}, {"messages": ["m"]}),
         (
-            data.loading.PROMPTS,
+            data.PROMPTS,
             {"m": [*TALK, TALK[0], {**TALK[1], "content": f"{PAD}2"}]},
             {"messages": ["m"], "loss_on": "all"},
         ),

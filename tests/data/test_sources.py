@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from rft_fn import data
-from rft_fn.data import loading, sources
+from rft_fn.data import sources, training_data
 
 ROWS = [{"question": f"{i}+{i}=", "answer": str(2 * i), "day": "2024-01-01T00:00:00Z"} for i in range(20)]
 
@@ -324,12 +324,12 @@ def test_rows_are_held_out_where_there_is_no_test_split(here, kind):
 
 
 def test_held_out_rows_are_spread_and_stay():
-    kept, held = loading.held_out(10_000, 0.1)
+    kept, held = training_data.held_out(10_000, 0.1)
     assert sorted([*kept, *held]) == list(range(10_000)) and len(held) == 1000
     assert all(80 < sum(i // 1000 == k for i in held) < 120 for k in range(10))
     # a larger share only adds, and a file that grows moves few rows
-    assert set(held) < set(loading.held_out(10_000, 0.2)[1])
-    assert len(set(held) - set(loading.held_out(11_000, 0.1)[1])) < 50
+    assert set(held) < set(training_data.held_out(10_000, 0.2)[1])
+    assert len(set(held) - set(training_data.held_out(11_000, 0.1)[1])) < 50
 
 
 @pytest.mark.parametrize(
@@ -337,14 +337,14 @@ def test_held_out_rows_are_spread_and_stay():
     [(2, 0.1, 1), (2, 1.0, 1), (3, 1e-9, 1), (5, 1.0, 4), (40, 0.1, 4), (37, 0.25, 9)],
 )
 def test_so_many_rows_are_held_out_and_at_least_one_is_left(count, share, want):
-    kept, held = loading.held_out(count, share)
+    kept, held = training_data.held_out(count, share)
     assert (len(kept), len(held)) == (count - want, want)
 
 
 def test_an_error_in_held_out_rows_names_their_lines(here):
     rows = [{"question": str(i), "answer": ""} for i in range(20)]
     jsonl(here / "rows.jsonl", rows)
-    lines = [f"rows.jsonl, lines {', '.join(str(i + 1) for i in loading.held_out(20, 0.1)[0][:3])}"]
+    lines = [f"rows.jsonl, lines {', '.join(str(i + 1) for i in training_data.held_out(20, 0.1)[0][:3])}"]
     with pytest.raises(ValueError, match=lines[0]):
         data.load_for_training("rows.jsonl", tiny.tokenizer(), columns=["answer"])
 

@@ -8,7 +8,7 @@ import tiny
 from cases import each
 
 from rft_fn import environment
-from rft_fn.data import chat_template
+from rft_fn.data import templates
 from rft_fn.environment import Renderer
 from rft_fn.environment.record import as_messages
 
@@ -142,9 +142,9 @@ def test_a_response_is_read_without_the_token_that_ends_it():
 def test_what_follows_a_response_has_the_fixed_day_too():
     tok = tokenizer("CHATML")
     tok.chat_template = tok.chat_template.replace("m['role'] }}", "strftime_now('%Y ') + m['role'] }}")
-    chat_template.fix_day(date(2024, 7, 26))
+    templates.fix_day(date(2024, 7, 26))
     try:
         said = tok.decode(Renderer(tok).reply([tok.eos_token_id], USER))
     finally:
-        chat_template.fix_day(None)
+        templates.fix_day(None)
     assert "<|im_start|>2024 user\nnext?" in said

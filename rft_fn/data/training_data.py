@@ -25,8 +25,8 @@ from rft_fn.data.labelled import (
 )
 from rft_fn.data.pairs import pairs_from_rows, pairs_from_task
 from rft_fn.data.prompts import from_rows, from_task
-from rft_fn.data.rows import Part, Table
 from rft_fn.data.sources import Source, Tables
+from rft_fn.data.table import Part, Table
 
 __all__ = [
     "LISTS", "PAIRS", "POINTS", "PROMPTS", "STEPS", "Kind", "decide_steps", "held_out", "load",

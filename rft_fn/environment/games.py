@@ -14,7 +14,7 @@ from rft_fn import rng
 from rft_fn.data.dataset import Dataset
 from rft_fn.data.messages import Turn
 from rft_fn.data.prompts import Prompt, from_rows
-from rft_fn.data.rows import Endless
+from rft_fn.data.table import Endless
 from rft_fn.data.tasks.task import row_random
 from rft_fn.environment.record import Environment, Renderer, Row, Stepped, as_messages
 from rft_fn.environment.tool_calls import Call

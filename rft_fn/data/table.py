@@ -16,9 +16,9 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from rft_fn import check
 
 __all__ = [
-    "Endless", "FirstFew", "Joined", "Listed", "Part", "Place", "Records", "Row", "Rows", "Table", "TooLong",
-    "Unfit", "check_window", "column_at", "column_of", "decode", "place_of", "row_at", "unfit_line",
-    "value_at",
+    "Endless", "FirstFew", "Joined", "Listed", "Part", "Place", "Records", "Row", "Rows", "Table",
+    "TooLong", "Unfit", "check_window", "column_at", "column_of", "decode", "place_of", "row_at",
+    "unfit_line", "value_at",
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from rft_fn.reward.calling import EventLoop
 
 __all__ = ["Tooled", "run_tool", "tool_schema", "with_tools"]
 
+
 _AT_A_TIME = 16  # plain functions that run at once: more would eat each other's time
 _LOOP = EventLoop()  # of all async tools, apart from the environments, which a tool that blocks would stop
 _KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}

@@ -1,0 +1,195 @@
+"""Templates: texts such as "Q: {question}" filled from a row, and the variables of a chat template."""
+
+import ast
+import json
+import re
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, datetime, time
+from functools import cache
+from typing import Any
+
+from rft_fn import check
+from rft_fn.data.messages import advice
+from rft_fn.data.table import Row, Unfit
+
+__all__ = [
+    "MARK", "columns_in", "dated", "fill", "fix_day", "fixed_day", "is_empty", "literals", "reads",
+]  # fmt: skip
+
+
+# ---------- texts filled from the columns of a row
+
+
+_HINT = "name columns as {question}, and write {{ and }} for braces"
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a cell holds nothing: None, NaN or only spaces. NaN is a hole in a column of numbers."""
+    return _is_hole(value) or (isinstance(value, str) and not value.strip())
+
+
+def _is_hole(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and value != value)
+
+
+class _Filler(string.Formatter):
+    """Formats as str.format does, and refuses places without a value."""
+
+    at = ""  # the place that was filled last
+
+    def get_field(self, field_name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        column = re.split(r"[.\[]", field_name, maxsplit=1)[0]
+        if column not in kwargs:
+            known = ", ".join(map(repr, kwargs))
+            raise Unfit("", f"the row has no column {column!r}; it has {known}")
+        value, first = super().get_field(field_name, args, kwargs)
+        if _is_hole(value):
+            raise Unfit("", f"column {field_name!r} is empty")
+        self.at = field_name
+        return value, first
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        """Return the text of a value. Unfit for a list or an object, as Python's form is hardly meant."""
+        if isinstance(value, (Mapping, list, tuple)) or hasattr(value, "tolist"):
+            kind = "an object" if isinstance(value, Mapping) else "a list"
+            raise Unfit("", f"column {self.at!r} holds {kind}, which no template prints")
+        return super().format_field(value, format_spec)
+
+
+def fill(template: str, row: Row, source: str) -> str:
+    """Fill the {places} of `template` from the columns of a row.
+
+    `source` is the row's place in errors. A list or an object is printed as Python writes it where a
+    conversion asks for that: {numbers!s}. ValueError for one without a conversion, for a column that is
+    missing, None or NaN, and for a broken template. Where columns hold messages it names the option to use.
+    """
+    filler = _Filler()
+    try:
+        text = filler.vformat(template, (), row)
+    except Unfit as error:
+        # the row does not tell whether the template or the option is wrong: advise on both
+        reason = error.reason
+        if reason.startswith("the row"):
+            reason += advice(row) or f" (template {template!r}: {_HINT})"
+        elif reason.endswith("prints"):
+            reason += advice(row) or (
+                f": name an entry of it, or write {{{filler.at}!s}} to have it as Python writes it"
+            )
+        raise Unfit(source, reason) from None
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise Unfit(source, f"the template {template!r} cannot be filled: {error}; {_HINT}") from None
+    try:
+        check.check_text(text)  # of the template: rows are asked when they are read
+    except ValueError as error:
+        raise Unfit(source, str(error)) from None
+    return text
+
+
+def columns_in(*templates: str | None) -> set[str]:
+    """Return the columns that templates name. None of a broken one: filling it is an error."""
+    found = set()
+    for template in templates:
+        try:
+            names = [name for _, name, _, _ in string.Formatter().parse(template or "") if name]
+        except ValueError:
+            continue
+        found |= {re.split(r"[.\[]", name, maxsplit=1)[0] for name in names}
+    return found
+
+
+# ---------- the variables of a chat template, and their values from the command line
+
+
+MARK = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+"""The tags around the assistant's text, which only transformers knows."""
+
+
+def literals(pairs: Sequence[str]) -> dict[str, Any]:
+    """Parse the values for a chat template: ("enable_thinking=False",) -> {"enable_thinking": False}.
+
+    ValueError for a pair that is not NAME=LITERAL. Literals are numbers, True, None, texts in quotes.
+    """
+    found = {}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        try:
+            if not name.isidentifier():
+                raise ValueError
+            found[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            raise ValueError(
+                f"chat_template_kwargs: expected NAME=LITERAL as enable_thinking=False, or effort='\"low\"' "
+                f"with a text in quotes, got {pair!r}"
+            ) from None
+    return found
+
+
+@cache
+def reads(template: str) -> frozenset[str]:
+    """Return the names of the variables that a template reads before it sets them."""
+    from jinja2 import Environment, meta
+
+    env = Environment(extensions=["jinja2.ext.loopcontrols"])
+    tree = env.parse(MARK.sub("", template))
+
+    # the first use of each name decides: one that is set first is the template's own variable
+    first: dict[str, str] = {}
+    for name, use in _uses(tree):
+        first.setdefault(name, use)
+
+    # jinja counts a name that is set in one branch as undeclared in the others, also where none reads it
+    undeclared = meta.find_undeclared_variables(tree)
+    found = {name for name in undeclared if first.get(name) == "load"}
+    return frozenset(found) - set(env.globals) - {"raise_exception", "strftime_now"}
+
+
+def _uses(node: Any) -> Iterator[tuple[str, str]]:
+    """Return (name, "load" or "store") of each variable below a node, in order of execution."""
+    from jinja2 import nodes
+
+    parts = list(node.iter_child_nodes())
+    if isinstance(node, nodes.Assign):
+        parts.reverse()  # the value, then the name that gets it
+    for part in parts:
+        if isinstance(part, nodes.Name):
+            yield part.name, part.ctx
+        yield from _uses(part)
+
+
+# ------------------------------------------------------------------------------------------------- the date
+
+_CODES = "aAbBcdDeFGhHIjmMprRSTuUVwWxXyYzZ"  # of strftime
+_SHORT = "dHIjmMSy"  # those that "%-d" writes without zeros in front
+_day: date | None = None  # of the run in this process
+
+
+def fix_day(day: date | None) -> None:
+    """Let the chat templates of this process take `day` for today; None is the day that it is."""
+    global _day
+    _day = day
+
+
+def fixed_day() -> date | None:
+    """Return the day that chat templates take for today, None for the day that it is."""
+    return _day
+
+
+def dated(tokenizer: Any, tools: Any = None) -> str | None:
+    """Return a tokenizer's chat template with the fixed day in it, None where it asks for no date.
+
+    A function among the arguments of a template is replaced by its name, so the date goes into its text.
+    """
+    if _day is None or "strftime_now" not in str(tokenizer.chat_template):
+        return None
+    return _macro(_day) + tokenizer.get_chat_template(tools=tools)
+
+
+@cache
+def _macro(day: date) -> str:
+    """Return `strftime_now` of a day, at midnight, in the language of templates."""
+    at = datetime.combine(day, time())
+    codes = [f"%{code}" for code in _CODES] + [f"%-{code}" for code in _SHORT] + ["%%"]
+    written = "".join(f".replace({json.dumps(code)}, {json.dumps(at.strftime(code))})" for code in codes)
+    # the line ends here: a template that begins with spaces stays at the start of one
+    return "{%- macro strftime_now(format) -%}{{- format" + written + " -}}{%- endmacro %}\n"
