@@ -308,7 +308,9 @@ class Chat:
             # it shares a sequence if it ends with a special token and later turns do not change it
             end = self._end(through, start, len(through))
             if end is None:
-                alone.append(self._with_media(self._ended(through, start), talk, i))
+                # spaces after the turn become the end of sequence
+                ids = [*through[: self._filled(through, start, len(through))], self.tokenizer.eos_token_id]
+                alone.append(self._with_media(Lesson(ids, span(len(ids), start, len(ids))), talk, i))
             elif through[:end] == whole[:end]:
                 mask[start:end] = [True] * (end - start)
                 shared = i
@@ -356,12 +358,6 @@ class Chat:
         if last > start and ids[last - 1] in special:
             return last
         return end + 1 if end < len(ids) and ids[end] in special else None
-
-    def _ended(self, ids: list[int], start: int) -> Lesson:
-        """Return the sequence of a turn, its trailing spaces replaced by the end of sequence."""
-        last = self._filled(ids, start, len(ids))
-        ids = [*ids[:last], self.tokenizer.eos_token_id]
-        return Lesson(ids, span(len(ids), start, len(ids)))
 
     def _filled(self, ids: Sequence[int], start: int, end: int) -> int:
         """Return `end` without the tokens of spaces before it."""

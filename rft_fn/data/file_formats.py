@@ -50,17 +50,19 @@ def read_files(paths: Sequence[Path], key: str | None = None) -> Table:
     suffix = suffixes.pop()
     if not suffix:
         raise ValueError(f"expected a name that ends in {', '.join(READERS)}, for that is how it is read")
+    if key is not None and suffix != ".json":
+        raise ValueError(f"expected a .json file to have a list {key!r}, got {paths[0]}")
     return READERS[suffix](paths, key)
 
 
-def _refuse_key(paths: Sequence[Path], key: str | None) -> None:
-    if key is not None:
-        raise ValueError(f"expected a .json file to have a list {key!r}, got {paths[0]}")
+def _by_file(read: Callable[[Path, BinaryIO, str | None], Rows]) -> Reader:
+    """Return a reader that reads each file with `read`."""
 
+    def reader(paths: Sequence[Path], key: str | None) -> Table:
+        parts = [read(path, _open(path), key) for path in paths]
+        return parts[0] if len(parts) == 1 else Joined(parts)
 
-def _join(parts: Sequence[Rows]) -> Rows:
-    """Return the rows of several files as one."""
-    return parts[0] if len(parts) == 1 else Joined(parts)
+    return reader
 
 
 def _open(path: Path) -> BinaryIO:
@@ -77,16 +79,7 @@ def _open(path: Path) -> BinaryIO:
 # ------------------------------------------------------------------------------------------------------- json
 
 
-def _read_jsonl(paths: Sequence[Path], key: str | None) -> Table:
-    _refuse_key(paths, key)
-    return _join([_json_lines(path, _open(path)) for path in paths])
-
-
-def _read_json(paths: Sequence[Path], key: str | None) -> Table:
-    return _join([_json(path, _open(path), key) for path in paths])
-
-
-def _json_lines(path: Path, file: BinaryIO) -> Records:
+def _json_lines(path: Path, file: BinaryIO, key: str | None = None) -> Records:
     """Find the records of a file with one object a line; blank lines are skipped."""
     starts = array("q")
     lines = array("q")
@@ -181,7 +174,7 @@ def _is_table(x: Any) -> bool:
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """Return the csv module refuses fields above 131,072 characters unless it is told otherwise."""
+    """Let the csv module read long fields: it refuses fields above 131,072 characters."""
     before = csv.field_size_limit(2**31 - 1)
     try:
         yield
@@ -189,17 +182,12 @@ def _long_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _read_csv(paths: Sequence[Path], key: str | None) -> Table:
-    _refuse_key(paths, key)
-    return _join([_csv(path, _open(path)) for path in paths])
-
-
 def _cells(text: str) -> list[str]:
     with _long_fields():
         return next(csv.reader(io.StringIO(text, newline="\n"), strict=True))
 
 
-def _csv(path: Path, file: BinaryIO) -> Records:
+def _csv(path: Path, file: BinaryIO, key: str | None) -> Records:
     """Find the rows below a line of names; every value is text, unchanged."""
     starts = array("q")
     lines = array("q")
@@ -257,7 +245,6 @@ def _below_header(path: Path, file: BinaryIO, starts: array, lines: array) -> Re
 def _read_parquet(paths: Sequence[Path], key: str | None) -> Table:
     import datasets
 
-    _refuse_key(paths, key)
     quiet_datasets()
     whole = [str(path) for path in paths if path.stat().st_size]
     if not whole:
@@ -299,9 +286,9 @@ def quiet_datasets() -> None:
 
 
 READERS: dict[str, Reader] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
+    ".jsonl": _by_file(_json_lines),
+    ".json": _by_file(_json),
     ".parquet": _read_parquet,
-    ".csv": _read_csv,
+    ".csv": _by_file(_csv),
 }
 """Suffix -> how files of that format are read."""

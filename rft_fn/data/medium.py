@@ -175,7 +175,12 @@ def placed(
     found = [part for turn in parted for part in _media_parts(turn)]
     for kind in [*cells, *(part["type"] for part in found)]:
         if kind not in kinds:
-            raise ValueError(_refusal(kind, kinds))
+            *more, last = ["text", *(f"{known}s" for known in KINDS if known in kinds)]
+            reads = f"{', '.join(more)} and {last}" if more else last
+            raise ValueError(
+                f"the row has {kind}s, and the model reads {reads} alone: take a model for {kind}s, or other "
+                "rows"
+            )
 
     # without any place the media come first, as TRL has it
     if cells and not found:
@@ -195,12 +200,6 @@ def placed(
             part[kind] = next(left[kind])
         part[kind] = Medium(kind, part[kind], folder)
     return parted
-
-
-def _refusal(kind: str, kinds: Collection[str]) -> str:
-    *more, last = ["text", *(f"{known}s" for known in KINDS if known in kinds)]
-    reads = f"{', '.join(more)} and {last}" if more else last
-    return f"the row has {kind}s, and the model reads {reads} alone: take a model for {kind}s, or other rows"
 
 
 def _media_parts(turn: Turn) -> list[dict[str, Any]]:

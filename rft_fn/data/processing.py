@@ -125,7 +125,9 @@ class Processing:
         self.processor = processor
         self.limits = limits
         self.tokenizer = processor.tokenizer
-        self.kinds = _kinds(processor)
+        self.kinds = frozenset(
+            kind for kind, part in _PARTS.items() if getattr(processor, part, None) is not None
+        )
         self._cache = Cache(limits.cache)
         self._about = _about(processor, limits)
         if not self.tokenizer.chat_template:  # older folders hold it with the processor
@@ -198,18 +200,15 @@ class Processing:
             if kind == "video":
                 return video(content, max_pixels=self.limits.max_pixels)
             samples, note = sound(content, rate=self.rate)
-            self._check_seconds(len(samples))
+            most = getattr(self.processor.feature_extractor, "n_samples", None)
+            cut = most is not None and len(samples) > most  # silently, by the feature extractor
+            if cut and not getattr(self.processor, "in_chunks", False):
+                raise ValueError(
+                    f"expected at most {most / self.rate:g} s, got {len(samples) / self.rate:.4g} s"
+                )
             return samples, note
         except ValueError as error:
             raise ValueError(f"{kind} {name}: {error}") from None
-
-    def _check_seconds(self, count: int) -> None:
-        """Raise ValueError for audio that the feature extractor would cut off silently."""
-        if getattr(self.processor, "in_chunks", False):
-            return
-        most = getattr(self.processor.feature_extractor, "n_samples", None)
-        if most is not None and count > most:
-            raise ValueError(f"expected at most {most / self.rate:g} s, got {count / self.rate:.4g} s")
 
     def check_places(self, text: str, media: Sequence[Medium]) -> None:
         """Raise ValueError where a rendered text has another number of places than there are media.
@@ -255,11 +254,6 @@ class Processing:
 
 _BEGIN = {"image": "boi", "video": "bov", "audio": "boa"}  # what Gemma has before the soft tokens
 _PARTS = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}
-
-
-def _kinds(processor: Any) -> frozenset[str]:
-    """Return the kinds of media that a processor reads."""
-    return frozenset(kind for kind, part in _PARTS.items() if getattr(processor, part, None) is not None)
 
 
 def _about(processor: Any, limits: MediaLimits) -> str:

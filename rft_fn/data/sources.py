@@ -209,7 +209,10 @@ def _with_config(load: Callable[[], T], source: Source) -> T:
 def training_split(found: Tables, source: Source) -> str:
     """Return the split to train on: the named one, train, or the only one. ValueError for several."""
     if source.split is not None:
-        return _known(found, source)
+        if source.split in found:
+            return source.split
+        has = ", ".join(name for name in found if name) or "no splits"
+        raise ValueError(f"data: {source.text}: expected one of its splits, got {source.split}; it has {has}")
     for name in ("", "train"):
         if name in found:
             return name
@@ -223,18 +226,7 @@ def training_split(found: Tables, source: Source) -> str:
 
 def evaluation_split(found: Tables, *, taken: str = "") -> str | None:
     """Return the split to evaluate on, other than `taken`: test, else validation, else None."""
-    for name in _TESTS:
-        if name in found and name != taken:
-            return name
-    return None
-
-
-def _known(found: Tables, source: Source) -> str:
-    """Return the split that the text names. ValueError, with the splits there are, for an unknown one."""
-    if source.split not in found:
-        has = ", ".join(name for name in found if name) or "no splits"
-        raise ValueError(f"data: {source.text}: expected one of its splits, got {source.split}; it has {has}")
-    return str(source.split)
+    return next((name for name in _TESTS if name in found and name != taken), None)
 
 
 def chosen_split(found: Tables, source: Source, split: str) -> str:

@@ -146,7 +146,11 @@ def place_of(rows: Table, i: int, name: str) -> Place:
     """
     if isinstance(rows, Rows):
         return rows.place(i)
-    return Place(f"{name}, row {i + 1}", _folder_of(name))
+    path = Path(name).expanduser()
+    folder = path if path.is_dir() else None
+    if folder is None and path.parent.is_dir() and (path.is_file() or glob.has_magic(path.name)):
+        folder = path.parent
+    return Place(f"{name}, row {i + 1}", folder)
 
 
 def row_at(rows: Table, i: int, name: str) -> tuple[dict[str, Any], Place]:
@@ -164,16 +168,6 @@ def row_at(rows: Table, i: int, name: str) -> tuple[dict[str, Any], Place]:
     except ValueError as error:
         raise Unfit(place, str(error)) from None
     return row, place
-
-
-def _folder_of(name: str) -> Path | None:
-    """Return the folder that a name means: itself, or that of the file; None where neither is there."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.parent.is_dir() and (path.is_file() or glob.has_magic(path.name)):
-        return path.parent
-    return None
 
 
 class Records(Rows):

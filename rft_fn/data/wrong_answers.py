@@ -101,17 +101,6 @@ def _draw(mixture: Mapping[str, float], random_: random.Random) -> str:
 # ---------------------------------------------------------------------------------------------- the kinds
 
 
-def _guess(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
-    """Return a guess of the right form."""
-    return task.guess(random_, row)
-
-
-def _mistake(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
-    """Return the right answer with one mistake."""
-    mistake = random_.choice(_MISTAKES)
-    return mistake(row["answer"], random_)
-
-
 def _ordered(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
     """Return a guess, or the right answer with one character replaced, sorted in ascending order."""
     if random_.random() < 0.5:
@@ -148,8 +137,8 @@ def _cut(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
 
 
 NEGATIVES: dict[str, Negative] = {
-    "guess": _guess,
-    "mistake": _mistake,
+    "guess": lambda task, row, random_: task.guess(random_, row),
+    "mistake": lambda task, row, random_: random_.choice(_MISTAKES)(row["answer"], random_),
     "ordered": _ordered,
     "length": _length,
     "noise": _noise,

@@ -89,21 +89,17 @@ def calculator(level: int = 1) -> Environment:
     def reset(row: Row, key: int) -> tuple[Row, None]:
         return row, None
 
-    plain = Environment(f"calculator:{level}", reset, _step, rows=rows)
+    def answer(row: Row, response: str) -> Stepped:
+        return Stepped(row, "", 0.7 * (response.strip() == row["answer"]), True)
+
+    plain = Environment(f"calculator:{level}", reset, answer, rows=rows)
     tooled = with_tools(plain, [calculate], reward=_call_reward)
 
     async def step(state: Tooled, response: str) -> Stepped:
         stepped = await tooled.step(state, response)
-        if stepped.done and not state.outputs:
-            return stepped._replace(reward=0.0)
-        return stepped
+        return stepped._replace(reward=0.0) if stepped.done and not state.outputs else stepped
 
     return tooled._replace(step=step, teacher=_teacher, tokens=(_CALL, _END), warm_up=35)
-
-
-def _step(row: Row, response: str) -> Stepped:
-    """Score the answer."""
-    return Stepped(row, "", 0.7 * (response.strip() == row["answer"]), True)
 
 
 def _call_reward(state: Tooled, calls: Sequence[Call]) -> float:
@@ -177,6 +173,7 @@ _CARDS = "jqk"
 _CHIPS = {"00": 1, "10": 1, "11": 2, "010": 1, "011": 2}  # the actions of a hand -> chips that are won
 _FOLDS = {"10": 0, "010": 1}  # the hands that end by giving up -> who wins
 _ACTIONS = {"0": "pass", "1": "bet"}
+_KUHN_ROW = {"question": "Play a hand of Kuhn poker.", "short": "kuhn="}
 _FORFEIT = 2.0  # chips that an answer costs which is no action
 
 
@@ -220,14 +217,10 @@ def kuhn_poker(level: int = 1) -> Environment:
         step=_play_card,
         seats=2,
         seat=lambda hand: hand.seat,
-        rows=_kuhn_row,
+        rows=lambda seed, index: _KUHN_ROW | {"hand": str(index)},
         teacher=_kuhn_teacher,
         warm_up=60,
     )
-
-
-def _kuhn_row(seed: int, index: int) -> dict[str, str]:
-    return {"question": "Play a hand of Kuhn poker.", "short": "kuhn=", "hand": str(index)}
 
 
 def _deal(row: Row, key: int) -> tuple[Hand, list[str]]:

@@ -77,12 +77,8 @@ def _image(random_: random.Random, colour: str, count: int, name: str) -> str:
     return f"data:image/png;name={name};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _chance(level: int) -> float:
-    """Return 1 / 6 for a guess of the count, 1 / level for one of the image."""
-    return 1 / _answers(level)
-
-
 def _answers(level: int) -> int:
+    """Return the number of possible answers: counts at level 1, else images."""
     return _MOST + 1 if level == 1 else level
 
 
@@ -91,7 +87,7 @@ def _guess(random_: random.Random, row: TaskRow) -> str:
     return str(random_.randrange(_answers(level)) + int(level > 1))
 
 
-COUNT_SQUARES = Task("count_squares", _count_squares, exact, _chance, _guess)
+COUNT_SQUARES = Task("count_squares", _count_squares, exact, lambda level: 1 / _answers(level), _guess)
 
 
 # ---------- hearing the pitch of a tone, or counting beeps
@@ -166,14 +162,16 @@ def _wav(random_: random.Random, samples: np.ndarray, name: str) -> str:
     return f"data:audio/wav;name={name};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _tone_chance(level: int) -> float:
-    """Return 1 / 6 for a guess of the pitch, 1 / (level + 3) for one of the number of beeps."""
-    return 1 / _PITCHES if level == 1 else 1 / (level + 3)
-
-
 def _tone_guess(random_: random.Random, row: TaskRow) -> str:
     level = int(row["level"])
     return str(random_.randint(1, _PITCHES) if level == 1 else random_.randint(0, level + 2))
 
 
-TONE = Task("tone", _tone, exact, _tone_chance, _tone_guess)
+# a guess of the pitch, or of the number of beeps
+TONE = Task(
+    name="tone",
+    generate=_tone,
+    verify=exact,
+    chance=lambda level: 1 / _PITCHES if level == 1 else 1 / (level + 3),
+    guess=_tone_guess,
+)

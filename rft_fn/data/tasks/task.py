@@ -80,19 +80,15 @@ def _addition(seed: int, index: int, level: int) -> dict[str, str]:
     }
 
 
-def _addition_chance(level: int) -> float:
-    """Return 1 / (2 10**level - 1), by a guesser uniform over the possible sums.
-
-    The best constant answer, 10**level - 1, scores 10**-level: a curve that stops there ignores the question.
-    """
-    return 1 / (2 * 10**level - 1)
-
-
-def _addition_guess(random_: random.Random, row: TaskRow) -> str:
-    return str(random_.randrange(2 * 10 ** int(row["level"]) - 1))
-
-
-ADDITION = Task("addition", _addition, exact, _addition_chance, _addition_guess)
+# A guess is uniform over the possible sums. The best constant answer, 10**level - 1, scores 10**-level: a
+# curve that stops there ignores the question.
+ADDITION = Task(
+    name="addition",
+    generate=_addition,
+    verify=exact,
+    chance=lambda level: 1 / (2 * 10**level - 1),
+    guess=lambda random_, row: str(random_.randrange(2 * 10 ** int(row["level"]) - 1)),
+)
 
 
 # ---------- strings to be written anew, scored position by position: reverse and sort_digits
@@ -112,15 +108,6 @@ def _aligned(text: str, row: TaskRow) -> float:
         return 1.0
     right = sum(map(operator.eq, text, answer))
     return 0.5 * right / max(len(text), len(answer))
-
-
-def _aligned_chance(symbols: str, level: int) -> float:
-    """0.5 / V + 0.5 V**-n, for n = level + 2. The guesser draws n symbols, independent and uniform over V."""
-    return 0.5 / len(symbols) + 0.5 * float(len(symbols)) ** -(level + 2)
-
-
-def _aligned_guess(symbols: str, random_: random.Random, row: TaskRow) -> str:
-    return random_word(random_, symbols, int(row["level"]) + 2)
 
 
 def _reverse(seed: int, index: int, level: int) -> dict[str, str]:
@@ -145,10 +132,18 @@ def _sort_digits(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _aligned_task(name: str, generate: Generate, symbols: str) -> Task:
-    """Make a task with level + 2 symbols as its answer, scored by position."""
-    chance = functools.partial(_aligned_chance, symbols)
-    guess = functools.partial(_aligned_guess, symbols)
-    return Task(name, generate, _aligned, chance, guess)
+    """Make a task with n = level + 2 of these symbols as its answer, scored by position.
+
+    A guess is n symbols, independent and uniform over V: it scores 0.5 / V + 0.5 V**-n.
+    """
+    count = len(symbols)
+    return Task(
+        name=name,
+        generate=generate,
+        verify=_aligned,
+        chance=lambda level: 0.5 / count + 0.5 * float(count) ** -(level + 2),
+        guess=lambda random_, row: random_word(random_, symbols, int(row["level"]) + 2),
+    )
 
 
 REVERSE = _aligned_task("reverse", _reverse, string.ascii_lowercase)
@@ -299,13 +294,11 @@ def _letter_count(seed: int, index: int, level: int) -> dict[str, str]:
     }
 
 
-def _letter_count_chance(level: int) -> float:
-    """1 / (level + 3): the guesser is uniform over the possible counts. A constant count scores the same."""
-    return 1 / (level + 3)
-
-
-def _letter_count_guess(random_: random.Random, row: TaskRow) -> str:
-    return str(random_.randrange(int(row["level"]) + 3))
-
-
-LETTER_COUNT = Task("letter_count", _letter_count, exact, _letter_count_chance, _letter_count_guess)
+# A guess is uniform over the possible counts. A constant count scores the same.
+LETTER_COUNT = Task(
+    name="letter_count",
+    generate=_letter_count,
+    verify=exact,
+    chance=lambda level: 1 / (level + 3),
+    guess=lambda random_, row: str(random_.randrange(int(row["level"]) + 3)),
+)
