@@ -123,8 +123,8 @@ def observe(
 def metrics(state: Curriculum, dataset: Dataset, *, floor: float) -> dict[str, float]:
     """Return share/SOURCE of the next draw and success/SOURCE of the draws before, of every source."""
     share = shares(state, dataset, floor=floor)
-    found = {}
+    values = {}
     for k, part in enumerate(dataset.parts):
-        found[f"share/{part.name}"] = float(share[k])
-        found[f"success/{part.name}"] = float(state.success[k])
-    return found
+        values[f"share/{part.name}"] = float(share[k])
+        values[f"success/{part.name}"] = float(state.success[k])
+    return values

@@ -72,15 +72,15 @@ class Mixture:
         """Return the first n places of rows that exist. Source k has sizes[k] rows; None is without end."""
         # no more places than there are rows in all
         count = n if None in sizes else min(n, sum(size or 0 for size in sizes))
-        found: list[int] = []
+        kept: list[int] = []
         place = 0
-        while len(found) < count:
+        while len(kept) < count:
             k, j = self.source(place)
             size = sizes[k]
             if size is None or j < size:
-                found.append(place)
+                kept.append(place)
             place += 1
-        return found
+        return kept
 
 
 @cache
@@ -258,9 +258,9 @@ def _mixed_rows(
     dataset: Dataset, mixture: Mixture, places: Sequence[int], seed: int, order: int, round: int
 ) -> list[int]:
     """Return the rows at these places of a mixture, each part in its own order."""
-    found = [mixture.source(place) for place in places]
+    drawn = [mixture.source(place) for place in places]
     rows = []
     for k, part in enumerate(dataset.parts):
-        mine = [j for source, j in found if source == k]
+        mine = [j for source, j in drawn if source == k]
         rows.append(iter(_rows_at(part, mine, seed, rng.fold_in(order, "source", k), round)))
-    return [mixture.place(k, next(rows[k])) for k, _ in found]
+    return [mixture.place(k, next(rows[k])) for k, _ in drawn]

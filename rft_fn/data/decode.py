@@ -31,16 +31,16 @@ def image(content: Content, *, max_pixels: int = 0) -> tuple[Any, str]:
     [height, width, 3] or [3, height, width], of unsigned integers, with the largest as white, or of floats in
     [0, 1]. ValueError for anything that is no image, or that ends early.
     """
-    found = _opened(content, max_pixels)
-    if min(found.size) < 1:
-        raise ValueError(f"expected an image with pixels, got {found.size[0]} x {found.size[1]}")
-    width, height = found.size
+    picture = _opened(content, max_pixels)
+    if min(picture.size) < 1:
+        raise ValueError(f"expected an image with pixels, got {picture.size[0]} x {picture.size[1]}")
+    width, height = picture.size
     if not max_pixels or width * height <= max_pixels:
-        return found, ""
+        return picture, ""
     scale = math.sqrt(max_pixels / (width * height))
     size = max(int(width * scale), 1), max(int(height * scale), 1)
     note = f"{width} x {height} pixels are shrunk to {size[0]} x {size[1]} for --max-pixels {max_pixels}"
-    return found.resize(size), note
+    return picture.resize(size), note
 
 
 def _opened(content: Content, max_pixels: int) -> Any:
@@ -54,13 +54,14 @@ def _opened(content: Content, max_pixels: int) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            found = content
+            picture = content
             if isinstance(content, bytes):
                 Image.init()
                 known = [name for name in _FORMATS if name in Image.OPEN]
-                found = Image.open(io.BytesIO(content), formats=known)
-                found.draft("RGB", _draft(found.size, max_pixels))  # a large JPEG is decoded at a fraction
-            return _in_rgb(ImageOps.exif_transpose(found), getattr(found, "format", None))
+                picture = Image.open(io.BytesIO(content), formats=known)
+                # a large JPEG is decoded at a fraction
+                picture.draft("RGB", _draft(picture.size, max_pixels))
+            return _in_rgb(ImageOps.exif_transpose(picture), getattr(picture, "format", None))
     except Image.DecompressionBombError as error:
         raise ValueError(f"expected an image that fits into memory: {error}") from None
     except Image.UnidentifiedImageError:
@@ -70,24 +71,24 @@ def _opened(content: Content, max_pixels: int) -> Any:
         raise ValueError(f"expected an image, got {_begin(content)}: {reason}") from None
 
 
-def _in_rgb(found: Any, format_: str | None) -> Any:
+def _in_rgb(picture: Any, format_: str | None) -> Any:
     """Return an image of PIL in RGB: grey of 8 bits, on white. ValueError for a mode with another meaning."""
     from PIL import Image
 
-    if found.mode.startswith(("I", "F")):
-        grey = np.asarray(found)
-        clear = grey == found.info.get("transparency", -1)
-        return _of_array(np.where(clear, np.uint8(255), _of_wide(grey, found.mode, format_)))
-    if found.mode in _ALPHA or found.has_transparency_data:
-        if found.mode == "La":
-            found = found.convert("LA")
-        whole = found.convert("RGBA")
+    if picture.mode.startswith(("I", "F")):
+        grey = np.asarray(picture)
+        clear = grey == picture.info.get("transparency", -1)
+        return _of_array(np.where(clear, np.uint8(255), _of_wide(grey, picture.mode, format_)))
+    if picture.mode in _ALPHA or picture.has_transparency_data:
+        if picture.mode == "La":
+            picture = picture.convert("LA")
+        whole = picture.convert("RGBA")
         white = Image.new("RGB", whole.size, "white")
         white.paste(whole, mask=whole.getchannel("A"))
         return white
-    if found.mode not in _COLOURS:
-        raise ValueError(f"mode {found.mode}, of which no colours are known; save it as RGB")
-    return found.convert("RGB")
+    if picture.mode not in _COLOURS:
+        raise ValueError(f"mode {picture.mode}, of which no colours are known; save it as RGB")
+    return picture.convert("RGB")
 
 
 def _of_wide(x: np.ndarray, mode: str, format_: str | None = None) -> np.ndarray:
@@ -152,13 +153,13 @@ def video(content: Content, *, max_pixels: int = 0) -> tuple[list[Any], str]:
         raise ValueError("expected a video as a list of images or an array of frames, got a file")
     if isinstance(content, np.ndarray) and content.ndim != 4:
         raise ValueError(f"expected a video [frames, height, width, 3], got shape {list(content.shape)}")
-    found = [image(frame, max_pixels=max_pixels) for frame in content]
-    if not found:
+    frames = [image(frame, max_pixels=max_pixels) for frame in content]
+    if not frames:
         raise ValueError("expected a video with frames, got none")
-    sizes = {frame.size for frame, _ in found}
+    sizes = {frame.size for frame, _ in frames}
     if len(sizes) > 1:
         raise ValueError(f"expected frames of one size, got {sorted(sizes)}")
-    return [frame for frame, _ in found], found[0][1]
+    return [frame for frame, _ in frames], frames[0][1]
 
 
 # ---------- audio as one channel of floats at a given rate
@@ -176,24 +177,24 @@ def sound(content: Content, *, rate: int) -> tuple[np.ndarray, str]:
     Channels are averaged, and another sampling rate [Hz] than `rate` is resampled. WAV files of integers are
     read by Python itself, all others by the package soundfile. ValueError for anything that is no audio.
     """
-    samples, found = _decoded(content)
+    samples, own = _decoded(content)
     if samples.ndim == 2:
         samples = samples.mean(int(samples.shape[0] > samples.shape[1]))
     if samples.ndim != 1 or not samples.size:
         raise ValueError(f"expected samples [n], got shape {list(samples.shape)}")
     if not np.isfinite(samples).all():
         raise ValueError("expected finite samples, got NaN or inf")
-    if not 1 <= found <= _HIGHEST:
-        raise ValueError(f"expected a sampling rate of 1 to {_HIGHEST:,} Hz, got {found}")
+    if not 1 <= own <= _HIGHEST:
+        raise ValueError(f"expected a sampling rate of 1 to {_HIGHEST:,} Hz, got {own}")
     samples = samples.astype(np.float32)
-    if found == rate:
+    if own == rate:
         return samples, ""
-    if len(samples) * rate > _LONGEST * found:
+    if len(samples) * rate > _LONGEST * own:
         raise ValueError(
-            f"expected at most {_LONGEST:,} samples at {rate} Hz, got {len(samples):,} samples at {found} Hz"
+            f"expected at most {_LONGEST:,} samples at {rate} Hz, got {len(samples):,} samples at {own} Hz"
         )
-    resampled = resample(torch.from_numpy(samples), found, rate).numpy()
-    return resampled, f"{found} Hz are resampled to {rate} Hz"
+    resampled = resample(torch.from_numpy(samples), own, rate).numpy()
+    return resampled, f"{own} Hz are resampled to {rate} Hz"
 
 
 def _decoded(content: Content) -> tuple[np.ndarray, int]:

@@ -142,11 +142,11 @@ def _is_json(text: bytes) -> bool:
 
 def _objects(rows: Sequence[Any], name: str, folder: Path) -> Listed:
     """Return a list of rows. Unfit for an element that is no object."""
-    found = Listed(rows, name, folder)
+    listed = Listed(rows, name, folder)
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise Unfit(found.place(i), f"expected an object of columns, got {type(row).__name__}")
-    return found
+            raise Unfit(listed.place(i), f"expected an object of columns, got {type(row).__name__}")
+    return listed
 
 
 def _wrapped(path: Path, whole: dict[str, Any], key: str | None) -> Listed:

@@ -49,14 +49,14 @@ def columns_of(row: Mapping[str, Any]) -> dict[str, list[Any]]:
     `image` holds one, `images` a list, or JSON text of a list; empty cells hold none. ValueError for a row
     with both columns of a kind.
     """
-    found = {}
+    media = {}
     for kind in KINDS:
         names = [name for name in (kind, f"{kind}s") if not _is_hole(row.get(name))]
         if len(names) > 1:
             raise ValueError(f"expected one of the columns {names[0]!r} and {names[1]!r}, got both")
         if names:
-            found[kind] = _cells(kind, names[0], row[names[0]])
-    return {kind: cells for kind, cells in found.items() if cells}
+            media[kind] = _cells(kind, names[0], row[names[0]])
+    return {kind: cells for kind, cells in media.items() if cells}
 
 
 def _cells(kind: str, name: str, cell: Any) -> list[Any]:
@@ -109,12 +109,12 @@ def part_of(part: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def media_of_turns(turns: Iterable[Mapping[str, Any]]) -> list[Medium]:
     """Return the media in the contents of turns, in order."""
-    found = []
+    media = []
     for turn in turns:
         if isinstance(turn["content"], str):
             continue
-        found += [part[part["type"]] for part in turn["content"] if part["type"] in KINDS]
-    return found
+        media += [part[part["type"]] for part in turn["content"] if part["type"] in KINDS]
+    return media
 
 
 def shown_turns(turns: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -142,8 +142,8 @@ def label(source: Any) -> str:
         head = source.partition(",")[0].split(";")
         return next((x.removeprefix("name=") for x in head if x.startswith("name=")), "")
     if isinstance(source, Mapping):
-        found = (label(source[name]) for name in ("path", "url", *KINDS) if isinstance(source.get(name), str))
-        return next((name for name in found if name), "")
+        names = (label(source[name]) for name in ("path", "url", *KINDS) if isinstance(source.get(name), str))
+        return next((name for name in names if name), "")
     filename = getattr(source, "filename", None)  # of an image of PIL
     return filename if isinstance(filename, str) else ""
 
@@ -172,8 +172,8 @@ def placed(
     """
     cells = columns_of(row)
     parted = [_parted(turn, kinds) for turn in turns]
-    found = [part for turn in parted for part in _media_parts(turn)]
-    for kind in [*cells, *(part["type"] for part in found)]:
+    parts = [part for turn in parted for part in _media_parts(turn)]
+    for kind in [*cells, *(part["type"] for part in parts)]:
         if kind not in kinds:
             *more, last = ["text", *(f"{known}s" for known in KINDS if known in kinds)]
             reads = f"{', '.join(more)} and {last}" if more else last
@@ -183,18 +183,18 @@ def placed(
             )
 
     # without any place the media come first, as TRL has it
-    if cells and not found:
+    if cells and not parts:
         _put_first(parted, cells)
-        found = [part for turn in parted for part in _media_parts(turn)]
+        parts = [part for turn in parted for part in _media_parts(turn)]
 
     # each place takes the next one of its kind
-    places = Counter(part["type"] for part in found if part["type"] not in part)
+    places = Counter(part["type"] for part in parts if part["type"] not in part)
     for kind in KINDS:
         have = len(cells.get(kind, ()))
         if places[kind] != have:
             raise ValueError(f"expected as many places as {kind}s, got {places[kind]} and {have}")
     left = {kind: iter(x) for kind, x in cells.items()}
-    for part in found:
+    for part in parts:
         kind = part["type"]
         if kind not in part:
             part[kind] = next(left[kind])
@@ -357,10 +357,10 @@ def _decoded(text: Any) -> bytes:
     if not isinstance(text, (str, bytes)):
         raise ValueError(f"expected base64, got {type(text).__name__}")
     try:
-        found = base64.b64decode(text, validate=True)
+        content = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"expected base64, got {error}") from None
-    return _filled(found, "it")
+    return _filled(content, "it")
 
 
 def _inside(text: str, folder: Path | None) -> Path:
@@ -371,14 +371,14 @@ def _inside(text: str, folder: Path | None) -> Path:
         raise ValueError(f"expected a path, got {text!r:.80}")
     base = os.path.abspath(folder)
     named = os.path.abspath(os.path.join(base, os.path.expanduser(text)))
-    found = os.path.realpath(named)
+    target = os.path.realpath(named)
     if os.path.commonpath([base, named]) != base:
         raise ValueError(f"{text} is outside of the data's folder {base}: --media-folder names another")
-    if os.path.commonpath([os.path.realpath(base), found]) != os.path.realpath(base):
+    if os.path.commonpath([os.path.realpath(base), target]) != os.path.realpath(base):
         raise ValueError(
-            f"{text} is a link to {found}, outside of the data's folder {base}: --media-folder names another"
+            f"{text} is a link to {target}, outside of the data's folder {base}: --media-folder names another"
         )
-    return Path(found)
+    return Path(target)
 
 
 def _file(path: Path) -> bytes:
@@ -394,41 +394,41 @@ def _file(path: Path) -> bytes:
 def _fetched(url: str) -> bytes:
     try:
         with urllib.request.urlopen(url, timeout=_SECONDS) as response:
-            found = response.read(_MOST + 1)
+            content = response.read(_MOST + 1)
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise ValueError(f"{url} could not be fetched: {getattr(error, 'reason', error)}") from None
-    if len(found) > _MOST:
+    if len(content) > _MOST:
         raise ValueError(f"{url} has more than {_MOST} bytes")
-    return _filled(found, url)
+    return _filled(content, url)
 
 
-def _filled(found: bytes, what: str) -> bytes:
-    if not found:
+def _filled(content: bytes, what: str) -> bytes:
+    if not content:
         raise ValueError(f"{what} is empty, 0 bytes")
-    return found
+    return content
 
 
 def digest(content: Content) -> str:
     """Return a hash of a content: equal bytes or numbers have equal ones."""
-    found = hashlib.blake2b(digest_size=16)
-    _add(found, content)
-    return found.hexdigest()
+    hashed = hashlib.blake2b(digest_size=16)
+    _add(hashed, content)
+    return hashed.hexdigest()
 
 
-def _add(found: Any, content: Content) -> None:
+def _add(hashed: Any, content: Content) -> None:
     if isinstance(content, bytes):
-        found.update(content)
+        hashed.update(content)
     elif isinstance(content, (list, tuple)):
         for x in content:
-            found.update(digest(x).encode())
+            hashed.update(digest(x).encode())
     elif isinstance(content, np.ndarray):
-        found.update(f"{content.dtype} {content.shape}".encode())
-        found.update(np.ascontiguousarray(content).tobytes())
+        hashed.update(f"{content.dtype} {content.shape}".encode())
+        hashed.update(np.ascontiguousarray(content).tobytes())
     elif hasattr(content, "tobytes"):  # an image of PIL
-        found.update(f"{content.mode} {content.size}".encode())
-        found.update(content.tobytes())
+        hashed.update(f"{content.mode} {content.size}".encode())
+        hashed.update(content.tobytes())
     else:
-        found.update(repr(content).encode())
+        hashed.update(repr(content).encode())
 
 
 def name_of(medium: Medium, content: Content) -> str:

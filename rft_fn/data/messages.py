@@ -103,12 +103,12 @@ def unread(row: Row, read: Collection[str]) -> list[str]:
     known = [*_ASKED, *KINDS, *(f"{kind}s" for kind in KINDS)]
     if "instruction" in row:  # alpaca and dolly
         known += ["input", "context"]
-    found = []
+    names = []
     for name in known:
         cell = _solid(row.get(name))
         if name not in read and cell is not None and not (isinstance(cell, _SIZED) and not len(cell)):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def turns_of(row: Row, name: str, *, media: bool = False) -> list[Turn]:
@@ -116,19 +116,19 @@ def turns_of(row: Row, name: str, *, media: bool = False) -> list[Turn]:
     if name not in row:
         has = ", ".join(map(repr, row))
         raise ValueError(f"the row has no column {name!r}; it has {has}{advice(row)}")
-    found = _listed(row[name])
-    if found is None:
+    messages = _listed(row[name])
+    if messages is None:
         kind = type(row[name]).__name__
         raise ValueError(
             f"column {name!r}: expected a list of messages, got {kind}; "
             f"text is for --template '{{{name}}}', without --messages"
         )
-    if not found:
+    if not messages:
         raise ValueError(f"column {name!r} has no messages")
 
     # an error of a message names its turn
     turns = []
-    for i, message in enumerate(found, 1):
+    for i, message in enumerate(messages, 1):
         try:
             turns.append(_turn(message, media))
         except ValueError as error:
@@ -145,38 +145,38 @@ def tools_of(row: Row) -> list[Any] | None:
     cell = row.get("tools")
     if cell is None or (isinstance(cell, str) and not cell.strip()):
         return None
-    found = _listed(cell)
-    if found is None:
+    given = _listed(cell)
+    if given is None:
         raise ValueError(f"column 'tools': expected a list of JSON schemas, got {cell!r:.60}")
     schemas = []
-    for i, schema in enumerate(found, 1):
+    for i, schema in enumerate(given, 1):
         if isinstance(schema, str):
             schema = _json(schema)
         if not isinstance(schema, Mapping):
-            raise ValueError(f"column 'tools', tool {i}: expected a JSON schema, got {found[i - 1]!r:.60}")
+            raise ValueError(f"column 'tools', tool {i}: expected a JSON schema, got {given[i - 1]!r:.60}")
         schemas.append(_solid(schema))
     return schemas or None
 
 
 def advice(row: Row) -> str:
     """Return the options to use where columns of a row hold messages, else ""."""
-    found = [name for name in row if are_messages(row[name])]
-    if not found:
+    names = [name for name in row if are_messages(row[name])]
+    if not names:
         return ""
-    usual = [name for name in _USUAL if name in found]
-    found = usual + [name for name in found if name not in _USUAL]
-    if {"prompt", "completion"} <= set(found):
+    usual = [name for name in _USUAL if name in names]
+    names = usual + [name for name in names if name not in _USUAL]
+    if {"prompt", "completion"} <= set(names):
         return (
             "; 'prompt' and 'completion' hold messages: --messages prompt completion to learn the second, "
             "--messages prompt to answer the first"
         )
-    return f"; {found[0]!r} holds messages: --messages {found[0]}, without --template"
+    return f"; {names[0]!r} holds messages: --messages {names[0]}, without --template"
 
 
 def are_messages(cell: Any) -> bool:
     """Return whether a cell is a list that begins with a message."""
-    found = _listed(cell)
-    return bool(found) and isinstance(found[0], Mapping) and not {"role", "from"}.isdisjoint(found[0])
+    first = (_listed(cell) or [None])[0]
+    return isinstance(first, Mapping) and ("role" in first or "from" in first)
 
 
 def _listed(cell: Any) -> list[Any] | None:
@@ -249,9 +249,9 @@ def _part(part: Any, media: bool) -> Turn:
     if isinstance(part, Mapping):
         if isinstance(part.get("text"), str):
             return {"type": "text", "text": part["text"]}
-        found = part_of(part)
-        if found is not None and media:
-            return found
+        medium = part_of(part)
+        if medium is not None and media:
+            return medium
         kind = part.get("type")
     expected = f"text, {', '.join(KINDS)}" if media else "text"
     raise ValueError(f"content: expected parts of {expected}, got one of type {kind!r}")
@@ -267,13 +267,13 @@ def text_of(turn: Mapping[str, Any]) -> str:
 
 def _calls(cell: Any) -> list[Turn]:
     """Read one call of tools, a list, or JSON text of either. ValueError for a call without a name."""
-    found = _json(cell) if isinstance(cell, str) else cell
-    if isinstance(found, Mapping):
-        found = [found]
-    found = _listed(found)
-    if found is None:
+    calls = _json(cell) if isinstance(cell, str) else cell
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    calls = _listed(calls)
+    if calls is None:
         raise ValueError(f"tool_calls: expected calls with name and arguments, got {cell!r:.60}")
-    return [_call(call) for call in found]
+    return [_call(call) for call in calls]
 
 
 def _call(call: Any) -> Turn:

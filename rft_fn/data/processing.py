@@ -50,14 +50,14 @@ class Cache:
 
     def get(self, key: str) -> Encoded | None:
         """Return what was put under a key, or None."""
-        found = self._held.get(key)
-        if found is not None:
+        encoded = self._held.get(key)
+        if encoded is not None:
             self._held.move_to_end(key)
-            return found
-        found = self._stored(key)
-        if found is not None:
-            self._hold(key, found)
-        return found
+            return encoded
+        encoded = self._stored(key)
+        if encoded is not None:
+            self._hold(key, encoded)
+        return encoded
 
     def put(self, key: str, encoded: Encoded) -> None:
         """Keep an encoded text."""
@@ -140,10 +140,10 @@ class Processing:
 
     def mark(self, kind: str) -> str:
         """Return the text that stands for one medium before its place is widened to its tokens."""
-        found = self.marks(kind)
-        if not found:
+        marks = self.marks(kind)
+        if not marks:
             raise ValueError(f"the processor {type(self.processor).__name__} has no token for {kind}s")
-        return found[0]
+        return marks[0]
 
     def marks(self, kind: str) -> list[str]:
         """Return the texts that stand for media of a kind: the one that stands for a medium, then others.
@@ -151,8 +151,8 @@ class Processing:
         The first is what templates write, before its place is widened to its tokens. None without any.
         """
         names = (f"{_BEGIN[kind]}_token", f"{kind}_token")
-        found = [getattr(self.processor, name, None) for name in names]
-        return list(dict.fromkeys(text for text in found if isinstance(text, str)))
+        texts = [getattr(self.processor, name, None) for name in names]
+        return list(dict.fromkeys(text for text in texts if isinstance(text, str)))
 
     def rooted(self, medium: Medium) -> Medium:
         """Return a medium with the folder of the limits."""
@@ -165,10 +165,10 @@ class Processing:
         are too long for the model, for another number of places than of media, and for what the processor
         refuses.
         """
-        found = [self._read(medium) for medium in media]
-        names = tuple(name_of(medium, content) for medium, content in zip(media, found))
+        contents = [self._read(medium) for medium in media]
+        names = tuple(name_of(medium, content) for medium, content in zip(media, contents))
         key = hashlib.blake2b(self._about.encode(), digest_size=16)
-        key.update(json.dumps([text, [x.kind for x in media], [digest(x) for x in found], names]).encode())
+        key.update(json.dumps([text, [x.kind for x in media], [digest(x) for x in contents], names]).encode())
         known = self._cache.get(key.hexdigest())
         if known is not None:
             return known
@@ -176,7 +176,7 @@ class Processing:
         self.check_places(text, media)
         given: dict[str, list[Any]] = {}
         notes = []
-        for medium, name, content in zip(media, names, found):
+        for medium, name, content in zip(media, names, contents):
             decoded, note = self._decode(medium.kind, name, content)
             given.setdefault(medium.kind, []).append(decoded)
             if note:
@@ -201,8 +201,8 @@ class Processing:
                 return video(content, max_pixels=self.limits.max_pixels)
             samples, note = sound(content, rate=self.rate)
             most = getattr(self.processor.feature_extractor, "n_samples", None)
-            cut = most is not None and len(samples) > most  # silently, by the feature extractor
-            if cut and not getattr(self.processor, "in_chunks", False):
+            # the feature extractor would cut it off silently
+            if most is not None and len(samples) > most and not getattr(self.processor, "in_chunks", False):
                 raise ValueError(
                     f"expected at most {most / self.rate:g} s, got {len(samples) / self.rate:.4g} s"
                 )

@@ -90,13 +90,13 @@ class Reading:
             role = response[0]["role"]
             if role != "assistant":
                 raise ValueError(f"{name} response: expected it to begin with the assistant, got {role}")
-            found = self.chat.lessons(Conversation([*prompt, *response], len(prompt), tools), learned)
-            if len(found) > 1:
+            sequences = self.chat.lessons(Conversation([*prompt, *response], len(prompt), tools), learned)
+            if len(sequences) > 1:
                 raise ValueError(
                     f"{name} response: expected one sequence, but the chat template renders earlier turns in "
-                    f"other ways once later ones follow, got {len(found)}"
+                    f"other ways once later ones follow, got {len(sequences)}"
                 )
-            lessons += found
+            lessons += sequences
         return lessons
 
     def check_texts(self, prompt: str, texts: Sequence[str], names: Sequence[str] = ()) -> None:

@@ -70,8 +70,8 @@ def _cut_share(text: str) -> tuple[str, Fraction]:
 
 def _cut(text: str, mark: str) -> tuple[str, str | None]:
     """Return (the text before the last `mark`, the text after it). No cut inside a path."""
-    head, found, tail = text.rpartition(mark)
-    if not found or "/" in tail or Path(text).exists():
+    head, there, tail = text.rpartition(mark)
+    if not there or "/" in tail or Path(text).exists():
         return text, None
     return head, tail or None
 
@@ -86,16 +86,16 @@ def tables(source: Source) -> Tables:
     cannot be read.
     """
     try:
-        found = _tables(source)
+        by_split = _tables(source)
     except Unfit:
         raise
     except Exception as error:  # whatever a reader raises
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"data: could not read {source.text!r}: {lines[0]}") from error
-    found = {split: rows for split, rows in found.items() if len(rows)}
-    if not found:
+    by_split = {split: rows for split, rows in by_split.items() if len(rows)}
+    if not by_split:
         raise ValueError(f"data: expected at least one row, got none in {source.text!r}")
-    return found
+    return by_split
 
 
 def _tables(source: Source) -> Tables:
@@ -106,10 +106,10 @@ def _tables(source: Source) -> Tables:
     if path.is_file():
         return {"": file_formats.read_files([path], source.part)}
     if glob.has_magic(source.name):
-        found = sorted(glob.glob(str(path), recursive=True))
-        if not found:
+        files = sorted(glob.glob(str(path), recursive=True))
+        if not files:
             raise ValueError("no file has such a name")
-        return {"": file_formats.read_files([Path(file) for file in found], source.part)}
+        return {"": file_formats.read_files([Path(file) for file in files], source.part)}
 
     # a name that can only be a file is not looked for on the hub
     if file_formats.suffix_of(path) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
@@ -123,15 +123,15 @@ def _saved(folder: Path) -> Tables | None:
 
     if not (folder / "dataset_dict.json").is_file() and not (folder / "state.json").is_file():
         return None
-    found = datasets.load_from_disk(str(folder))
-    if isinstance(found, datasets.DatasetDict):
-        return _by_split(found)
-    return {"": file_formats.undecoded(found)}
+    saved = datasets.load_from_disk(str(folder))
+    if isinstance(saved, datasets.DatasetDict):
+        return _by_split(saved)
+    return {"": file_formats.undecoded(saved)}
 
 
-def _by_split(found: Mapping[Any, Table]) -> Tables:
+def _by_split(tables: Mapping[Any, Table]) -> Tables:
     """Return the tables of a DatasetDict, by plain names."""
-    return {str(split): file_formats.undecoded(rows) for split, rows in found.items()}
+    return {str(split): file_formats.undecoded(rows) for split, rows in tables.items()}
 
 
 def _layout(folder: str, source: Source) -> Tables:
@@ -206,40 +206,40 @@ def _with_config(load: Callable[[], T], source: Source) -> T:
 # --------------------------------------------------------------------------------------------------- splits
 
 
-def training_split(found: Tables, source: Source) -> str:
+def training_split(tables: Tables, source: Source) -> str:
     """Return the split to train on: the named one, train, or the only one. ValueError for several."""
     if source.split is not None:
-        if source.split in found:
+        if source.split in tables:
             return source.split
-        has = ", ".join(name for name in found if name) or "no splits"
+        has = ", ".join(name for name in tables if name) or "no splits"
         raise ValueError(f"data: {source.text}: expected one of its splits, got {source.split}; it has {has}")
     for name in ("", "train"):
-        if name in found:
+        if name in tables:
             return name
-    if len(found) > 1:
+    if len(tables) > 1:
         raise ValueError(
-            f"data: {source.text}: expected a split train, got {', '.join(found)}; name one, as "
-            f"{source.text}@{next(iter(found))}"
+            f"data: {source.text}: expected a split train, got {', '.join(tables)}; name one, as "
+            f"{source.text}@{next(iter(tables))}"
         )
-    return next(iter(found))
+    return next(iter(tables))
 
 
-def evaluation_split(found: Tables, *, taken: str = "") -> str | None:
+def evaluation_split(tables: Tables, *, taken: str = "") -> str | None:
     """Return the split to evaluate on, other than `taken`: test, else validation, else None."""
-    return next((name for name in _TESTS if name in found and name != taken), None)
+    return next((name for name in _TESTS if name in tables and name != taken), None)
 
 
-def chosen_split(found: Tables, source: Source, split: str) -> str:
+def chosen_split(tables: Tables, source: Source, split: str) -> str:
     """Return the split to read for "train" or "test". ValueError where no split fits, or several do."""
-    if split == "train" or source.split is not None or "" in found:
-        return training_split(found, source)
-    if split in found:
+    if split == "train" or source.split is not None or "" in tables:
+        return training_split(tables, source)
+    if split in tables:
         return split
-    name = evaluation_split(found) if split == "test" else None
+    name = evaluation_split(tables) if split == "test" else None
     if name is None:
         raise ValueError(
-            f"data: {source.text}: expected a split {split}, got {', '.join(found)}; name one, as "
-            f"{source.text}@{next(iter(found))}"
+            f"data: {source.text}: expected a split {split}, got {', '.join(tables)}; name one, as "
+            f"{source.text}@{next(iter(tables))}"
         )
     return name
 
@@ -255,5 +255,5 @@ def read_rows(source: str, *, split: str = "train") -> Table:
     ValueError for a file that does not exist, cannot be read or has no rows.
     """
     parsed = parse(source)
-    found = tables(parsed)
-    return found[chosen_split(found, parsed, split)]
+    by_split = tables(parsed)
+    return by_split[chosen_split(by_split, parsed, split)]

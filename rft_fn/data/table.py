@@ -276,8 +276,8 @@ class Part(Rows):
 
 def _stamp(file: BinaryIO) -> tuple[int, int]:
     """Return (size, time of the last change [ns]) of an open file."""
-    found = os.fstat(file.fileno())
-    return found.st_size, found.st_mtime_ns
+    stat = os.fstat(file.fileno())
+    return stat.st_size, stat.st_mtime_ns
 
 
 def decode(text: bytes, start: int, place: str) -> str:
@@ -333,8 +333,8 @@ def column_at(
 ) -> list[Any]:
     """Return `value_at` for all of `count` rows that are given as columns."""
     heads = [name for name in columns if path == name or path.startswith(f"{name}.")]
-    found = []
+    cells = []
     for i in range(count):
         row = {name: columns[name][i] for name in heads}
-        found.append(value_at(row, path, default))
-    return found
+        cells.append(value_at(row, path, default))
+    return cells

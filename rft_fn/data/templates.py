@@ -88,14 +88,14 @@ def fill(template: str, row: Row, source: str) -> str:
 
 def columns_in(*templates: str | None) -> set[str]:
     """Return the columns that templates name. None of a broken one: filling it is an error."""
-    found = set()
+    columns = set()
     for template in templates:
         try:
             names = [name for _, name, _, _ in string.Formatter().parse(template or "") if name]
         except ValueError:
             continue
-        found |= {re.split(r"[.\[]", name, maxsplit=1)[0] for name in names}
-    return found
+        columns |= {re.split(r"[.\[]", name, maxsplit=1)[0] for name in names}
+    return columns
 
 
 # ---------- the variables of a chat template, and their values from the command line
@@ -110,19 +110,19 @@ def literals(pairs: Sequence[str]) -> dict[str, Any]:
 
     ValueError for a pair that is not NAME=LITERAL. Literals are numbers, True, None, texts in quotes.
     """
-    found = {}
+    values = {}
     for pair in pairs:
         name, _, text = pair.partition("=")
         try:
             if not name.isidentifier():
                 raise ValueError
-            found[name] = ast.literal_eval(text)
+            values[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             raise ValueError(
                 f"chat_template_kwargs: expected NAME=LITERAL as enable_thinking=False, or effort='\"low\"' "
                 f"with a text in quotes, got {pair!r}"
             ) from None
-    return found
+    return values
 
 
 @cache
@@ -140,8 +140,8 @@ def reads(template: str) -> frozenset[str]:
 
     # jinja counts a name that is set in one branch as undeclared in the others, also where none reads it
     undeclared = meta.find_undeclared_variables(tree)
-    found = {name for name in undeclared if first.get(name) == "load"}
-    return frozenset(found) - set(env.globals) - {"raise_exception", "strftime_now"}
+    names = {name for name in undeclared if first.get(name) == "load"}
+    return frozenset(names) - set(env.globals) - {"raise_exception", "strftime_now"}
 
 
 def _uses(node: Any) -> Iterator[tuple[str, str]]:

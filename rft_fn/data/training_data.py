@@ -88,8 +88,10 @@ class _Items(NamedTuple):
         level = source.part or "1"
         if not (level.isascii() and level.isdigit()) or source.split is not None:
             raise ValueError(f"data: expected {source.name}:LEVEL with a number, got {source.text!r}")
-        found = self.kind.from_task(source.name, self.tokenizer, level=int(level), seed=seed, **self.options)
-        return replace(found, note=f"{found.name} with seed {seed}")
+        dataset = self.kind.from_task(
+            source.name, self.tokenizer, level=int(level), seed=seed, **self.options
+        )
+        return replace(dataset, note=f"{dataset.name} with seed {seed}")
 
     def whole(self, x: _Opened, seed: int, split: str) -> Dataset:
         """Return all rows of a source, or of its split."""
@@ -178,10 +180,10 @@ def load_for_training(
     others = _open(eval_data)
     unseen = []
     for x in others:
-        found = replace(items.whole(x, seed + 1, "test"), seed=seed)
+        dataset = replace(items.whole(x, seed + 1, "test"), seed=seed)
         if x.identity("test") in taken:
-            found = replace(found, note=f"{found.note}, which is trained on too")
-        unseen.append(found)
+            dataset = replace(dataset, note=f"{dataset.note}, which is trained on too")
+        unseen.append(dataset)
     return mix(trained, _shares(opened)), mix(unseen, _shares(others))
 
 

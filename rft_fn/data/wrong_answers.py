@@ -68,34 +68,34 @@ def mixture_of(texts: Sequence[str]) -> dict[str, float]:
 
     ValueError for no text, a name that does not exist or comes twice, and a share that is not above 0.
     """
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for text in texts:
         name, mark, share = text.partition("=")
         if name not in NEGATIVES:
             raise ValueError(f"negatives: expected names of {', '.join(NEGATIVES)}, got {text!r}")
-        if name in found:
+        if name in shares:
             raise ValueError(f"negatives: expected each name once, got {name!r} twice")
         try:
-            found[name] = float(share or 1)
+            shares[name] = float(share or 1)
         except ValueError:
-            found[name] = 0.0
-        if not 0 < found[name] < float("inf") or (mark and not share):
+            shares[name] = 0.0
+        if not 0 < shares[name] < float("inf") or (mark and not share):
             raise ValueError(f"negatives: expected a share above 0, as {name}=0.5, got {text!r}")
-    if not found:
+    if not shares:
         raise ValueError(f"negatives: expected at least one of {', '.join(NEGATIVES)}, got none")
-    return found
+    return shares
 
 
 def _draw(mixture: Mapping[str, float], random_: random.Random) -> str:
     """Return the kind that a number in [0, 1) falls on, by shares."""
     at = random_.random() * sum(mixture.values())
-    found = ""
+    kind = ""
     for name, share in mixture.items():
-        found = name
+        kind = name
         if at < share:
             break
         at -= share
-    return found
+    return kind
 
 
 # ---------------------------------------------------------------------------------------------- the kinds

@@ -67,13 +67,13 @@ def gymnasium(
             return Stepped(
                 state, f"invalid: expected one of {known:.200}, got {chosen!r:.80}", invalid, False
             )
-        found = stage.env.step(chosen)
-        if not isinstance(found, tuple) or len(found) != 5:
+        result = stage.env.step(chosen)
+        if not isinstance(result, tuple) or len(result) != 5:
             raise ValueError(
                 "expected (observation, reward, terminated, truncated, info) from step, got "
-                f"{type(found).__name__} {found!r:.80}"
+                f"{type(result).__name__} {result!r:.80}"
             )
-        seen, reward, terminated, truncated, _ = found
+        seen, reward, terminated, truncated, _ = result
         stage.steps += 1
         return Stepped(
             _State(stage, stage.steps), observation(seen), float(reward), bool(terminated or truncated)

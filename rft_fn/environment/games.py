@@ -291,15 +291,15 @@ def get_environment(spec: str) -> Environment:
 
 def _of_file(spec: str, source: str, name: str) -> Environment:
     """Return the environment that a file defines."""
-    found = getattr(find_module(source, spec, kind="environment"), name or "environment", None)
-    if inspect.isfunction(found):
-        found = found()
-    if not isinstance(found, Environment):
+    environment = getattr(find_module(source, spec, kind="environment"), name or "environment", None)
+    if inspect.isfunction(environment):
+        environment = environment()
+    if not isinstance(environment, Environment):
         raise ValueError(
             f"environment {spec!r}: expected an Environment, or a function that makes one, got "
-            f"{type(found).__name__}"
+            f"{type(environment).__name__}"
         )
-    return found
+    return environment
 
 
 def prompts(env: Environment, tokenizer: Any, *, seed: int = 0, **options: Any) -> Dataset[Prompt]:
@@ -331,7 +331,7 @@ def lessons(env: Environment, renderer: Renderer, seed: int, index: int) -> list
     unread: list[list[Turn]] = [[] for _ in texts]
 
     # what each seat has read and said so far
-    found = []
+    exchanges = []
     for turn in range(_LONGEST):
         seat = env.seat(state)
         if unread[seat]:
@@ -340,14 +340,14 @@ def lessons(env: Environment, renderer: Renderer, seed: int, index: int) -> list
         said = env.teacher(state, rng.fold_in(key, turn))
         ids = renderer.tokenizer.encode(said, add_special_tokens=False)
         response = [*ids, renderer.tokenizer.eos_token_id]
-        found.append((texts[seat], response))
+        exchanges.append((texts[seat], response))
         texts[seat] = [*texts[seat], *response]
         state, observed, _, done = _awaited(env.step(state, said))
         if done:
             break
         for i, messages in enumerate(_each(env, observed)):
             unread[i] += messages
-    return found
+    return exchanges
 
 
 def _each(env: Environment, observed: Any) -> list[list[Turn]]:

@@ -38,8 +38,8 @@ def call_parser(tokenizer: Any) -> ParseCalls:
     one = _rendered(tokenizer, 1)
     if _NAME not in one:
         return tagged_calls
-    found = _as_object(one) or _as_name_and_object(one) or _as_pieces(one, _rendered(tokenizer, 2))
-    return found or tagged_calls
+    parser = _as_object(one) or _as_name_and_object(one) or _as_pieces(one, _rendered(tokenizer, 2))
+    return parser or tagged_calls
 
 
 def _rendered(tokenizer: Any, count: int) -> str:
@@ -75,26 +75,26 @@ class _Objects(NamedTuple):
             if not text.strip().startswith("{"):
                 return []
             return self._objects(text.strip())
-        found = []
+        calls = []
         for part in text.split(self.opening)[1:]:
-            found += self._objects(part)
-        return found
+            calls += self._objects(part)
+        return calls
 
     def _objects(self, text: str) -> list[Call]:
         """Return the objects that a text begins with; at least one, which may be an error."""
-        found: list[Call] = []
+        calls: list[Call] = []
         text = text.lstrip()
         at = 0
-        while text.startswith("{", at) or not found:
+        while text.startswith("{", at) or not calls:
             try:
                 value, at = check.json_at(text, at)
             except ValueError as error:
-                found.append(Call("", {}, f"the call is no JSON object: {error}"))
+                calls.append(Call("", {}, f"the call is no JSON object: {error}"))
                 break
-            found.append(self._call(value))
+            calls.append(self._call(value))
             while at < len(text) and text[at] in " \t\r\n,;":
                 at += 1
-        return found
+        return calls
 
     def _call(self, value: Any) -> Call:
         if isinstance(value, dict) and isinstance(value.get("function"), dict):
@@ -146,16 +146,16 @@ class _NameAndObject(NamedTuple):
     between: str
 
     def __call__(self, text: str, /) -> list[Call]:
-        found = []
+        calls = []
         pattern = re.escape(self.opening) + r"\s*([\w.\-]+)\s*" + re.escape(self.between) + r"\s*(?=\{)"
         for match in re.finditer(pattern, text):
             try:
                 value, _ = check.json_at(text, match.end())
             except ValueError as error:
-                found.append(Call(match[1], {}, f"the arguments are no JSON object: {error}"))
+                calls.append(Call(match[1], {}, f"the arguments are no JSON object: {error}"))
                 continue
-            found.append(_checked(match[1], value))
-        return found
+            calls.append(_checked(match[1], value))
+        return calls
 
 
 def _as_name_and_object(text: str) -> ParseCalls | None:
@@ -186,26 +186,26 @@ class _Pieces(NamedTuple):
 
     def __call__(self, text: str, /) -> list[Call]:
         key = re.compile(re.escape(self.head) + r"\s*([^\s<>=\"']+?)\s*" + re.escape(self.middle) + r"\n?")
-        found = []
+        calls = []
         for part in text.split(self.opening)[1:]:
             name = re.match(r"\s*([\w.\-]+)", part)
             if name is None:
-                found.append(Call("", {}, f"expected a name behind {self.opening!r}"))
+                calls.append(Call("", {}, f"expected a name behind {self.opening!r}"))
                 continue
-            found.append(Call(name[1], self._arguments(part, key)))
-        return found
+            calls.append(Call(name[1], self._arguments(part, key)))
+        return calls
 
     def _arguments(self, text: str, key: re.Pattern[str]) -> dict[str, str]:
         """Return the arguments that have an end, each part of the text read once."""
-        found: dict[str, str] = {}
+        arguments: dict[str, str] = {}
         begin = key.search(text)
         while begin is not None:
             end = text.find(self.tail, begin.end())
             if end < 0:  # so has no later argument
                 break
-            found[begin[1]] = text[begin.end() : end].removesuffix("\n")
+            arguments[begin[1]] = text[begin.end() : end].removesuffix("\n")
             begin = key.search(text, end + len(self.tail))
-        return found
+        return arguments
 
 
 def _as_pieces(one: str, two: str) -> ParseCalls | None:

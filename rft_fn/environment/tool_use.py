@@ -62,10 +62,10 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
     if kind is None:
         known = ", ".join(x.__name__ for x in _KINDS)
         raise ValueError(f"{where}: expected a type hint of {known}, Literal or a union, got {hint}")
-    found: dict[str, Any] = {"type": kind}
+    schema: dict[str, Any] = {"type": kind}
     if kind == "array" and get_args(hint):
-        found["items"] = _schema(get_args(hint)[0], where)
-    return found
+        schema["items"] = _schema(get_args(hint)[0], where)
+    return schema
 
 
 def _fitted(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,13 +153,13 @@ async def _within(tool: Callable[..., Any], arguments: Mapping[str, Any], second
     """Return the result of a tool as text, or _TimeUp."""
     loop = asyncio.get_running_loop()
     if inspect.iscoroutinefunction(tool):
-        found = asyncio.wrap_future(_LOOP.start(_awaited(tool, arguments)))
-        done, _ = await asyncio.wait([found], timeout=seconds)
-        if found.cancelled():
+        future = asyncio.wrap_future(_LOOP.start(_awaited(tool, arguments)))
+        done, _ = await asyncio.wait([future], timeout=seconds)
+        if future.cancelled():
             raise RuntimeError("the tool was cancelled")
         if done:
-            return found.result()
-        found.cancel()
+            return future.result()
+        future.cancel()
         blocked = await asyncio.to_thread(_LOOP.leave_if_blocked)
         if blocked is not None:
             _interrupt(blocked)
