@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rft_fn import check
-from rft_fn.data.table import Joined, Listed, Records, Row, Rows, Table, Unfit, decode
+from rft_fn.data.table import InvalidRow, Joined, Listed, Records, Row, Rows, Table, decode
 
 __all__ = ["READERS", "quiet_datasets", "read_files", "suffix_of", "undecoded"]
 
@@ -28,7 +28,7 @@ Reader = Callable[[Sequence[Path], str | None], Table]
 """(files of one format, the list of a json object) -> their rows, one file after the other.
 
 A text file may be larger than memory: its rows are read when they are asked for. ValueError, without the name
-of the source, for a file that cannot be read; Unfit for a row, with its place.
+of the source, for a file that cannot be read; InvalidRow for a row, with its place.
 """
 
 
@@ -98,13 +98,13 @@ def _parse_object(text: str, place: str) -> Row:
     try:
         row = check.parse_json(text.rstrip())
     except json.JSONDecodeError as error:
-        raise Unfit(
+        raise InvalidRow(
             place, f"expected an object in one line, got broken JSON: {error.msg} at column {error.colno}"
         ) from None
     except ValueError as error:
-        raise Unfit(place, f"expected an object in one line, got broken JSON: {error}") from None
+        raise InvalidRow(place, f"expected an object in one line, got broken JSON: {error}") from None
     if not isinstance(row, dict):
-        raise Unfit(place, f"expected an object of columns, got {type(row).__name__}")
+        raise InvalidRow(place, f"expected an object of columns, got {type(row).__name__}")
     return row
 
 
@@ -141,11 +141,11 @@ def _is_json(text: bytes) -> bool:
 
 
 def _objects(rows: Sequence[Any], name: str, folder: Path) -> Listed:
-    """Return a list of rows. Unfit for an element that is no object."""
+    """Return a list of rows. InvalidRow for an element that is no object."""
     listed = Listed(rows, name, folder)
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise Unfit(listed.place(i), f"expected an object of columns, got {type(row).__name__}")
+            raise InvalidRow(listed.place(i), f"expected an object of columns, got {type(row).__name__}")
     return listed
 
 
@@ -210,7 +210,9 @@ def _csv(path: Path, file: BinaryIO, key: str | None) -> Records:
             try:
                 cells = next(reader, None)
             except csv.Error as error:
-                raise Unfit(f"{path}, line {line}", f"expected comma-separated values, got {error}") from None
+                raise InvalidRow(
+                    f"{path}, line {line}", f"expected comma-separated values, got {error}"
+                ) from None
             if cells is None:
                 break
             if cells:  # not a blank line
@@ -228,12 +230,12 @@ def _below_header(path: Path, file: BinaryIO, starts: array, lines: array) -> Re
     file.seek(starts[0])
     names = _cells(decode(file.read(starts[1] - starts[0]), starts[0], f"{path}, line {lines[0]}"))
     if len(set(names)) < len(names):
-        raise Unfit(f"{path}, line {lines[0]}", f"expected distinct column names, got {names}")
+        raise InvalidRow(f"{path}, line {lines[0]}", f"expected distinct column names, got {names}")
 
     def parse(text: str, place: str) -> Row:
         cells = _cells(text)
         if len(cells) > len(names):
-            raise Unfit(place, f"expected {len(names)} cells as the first line has, got {len(cells)}")
+            raise InvalidRow(place, f"expected {len(names)} cells as the first line has, got {len(cells)}")
         return dict(zip(names, cells))
 
     return Records(path, file, starts[1:], lines[1:], parse)

@@ -19,7 +19,7 @@ from rft_fn.data.messages import Turn, are_messages, turns_of
 from rft_fn.data.processing import Processing
 from rft_fn.data.recipe import make_dataset
 from rft_fn.data.responses import Reading, labels_at, number, prompt_ids
-from rft_fn.data.table import Endless, Row, Table, Unfit
+from rft_fn.data.table import Endless, InvalidRow, Row, Table
 from rft_fn.data.templates import fill, is_empty
 from rft_fn.data.wrong_answers import task_rows, wrong_answer_of_kind
 
@@ -190,7 +190,7 @@ def _of_text(reading: Reading, row: Row, place: str, chosen: str, rejected: str)
     if reading.template:
         try:
             prompt = fill(reading.template, row, place)
-        except Unfit as error:
+        except InvalidRow as error:
             if "no column" not in error.reason:
                 raise
             remedy = "--template '' where both responses begin with the prompt"

@@ -20,14 +20,14 @@ from rft_fn.data.messages import unread
 from rft_fn.data.table import (
     Endless,
     FirstFew,
+    InvalidRow,
     Place,
     Row,
     Table,
     TooLong,
-    Unfit,
+    invalid_line,
     place_of,
     row_at,
-    unfit_line,
 )
 from rft_fn.data.templates import fix_day, fixed_day
 
@@ -49,13 +49,13 @@ class Recipe(Generic[ItemT]):
     """(row, its place, index) -> the item; ValueError for an unusable row, TooLong above the limit."""
 
     def item(self, row: Row, place: str, index: int) -> ItemT:
-        """Return the item of a row. Unfit, with the place, for an unusable row; TooLong above the limit."""
+        """Return the item of a row. InvalidRow, with the place, for an unusable one; TooLong."""
         try:
             return self.make(row, place, index)
-        except Unfit:
+        except InvalidRow:
             raise
         except ValueError as error:
-            raise Unfit(place, str(error)) from None
+            raise InvalidRow(place, str(error)) from None
 
 
 def make_dataset(
@@ -76,14 +76,14 @@ def make_dataset(
         raise ValueError(f"data: expected at least one row, got none in {name!r}")
     kept = array("q")
     long = FirstFew()
-    unfit = FirstFew()
+    invalid = FirstFew()
     changed = FirstFew()
     content = hashlib.blake2b(digest_size=16)
     seen = _Seen(recipe.chat.tokenizer)
     marks = bytearray()
     for i, built in enumerate(_built_rows(rows, recipe, name, workers)):
-        if isinstance(built, Unfit):
-            unfit.add((built.place, built.reason))
+        if isinstance(built, InvalidRow):
+            invalid.add((built.place, built.reason))
         elif isinstance(built, TooLong):
             long.add(f"{place_of(rows, i, name)} with {built}")
         else:
@@ -95,9 +95,9 @@ def make_dataset(
             for note in built.notes:
                 changed.add(f"{place_of(rows, i, name)}: {note}")
 
-    # unfit rows are an error of the data or of the options; long ones are expected
-    if unfit.count:
-        raise ValueError(unfit_line(unfit, len(rows)))
+    # invalid rows are an error of the data or of the options; long ones are expected
+    if invalid.count:
+        raise ValueError(invalid_line(invalid, len(rows)))
     if not kept:
         raise ValueError(
             f"{recipe.limit}: every {recipe.what} of {name!r} is longer than {recipe.most} tokens; raise it"
@@ -236,7 +236,9 @@ class _Seen:
 _recipe: Any = None  # of a worker
 
 
-def _built_rows(rows: Table, recipe: Recipe, name: str, workers: int) -> Iterator[_Built | Unfit | TooLong]:
+def _built_rows(
+    rows: Table, recipe: Recipe, name: str, workers: int
+) -> Iterator[_Built | InvalidRow | TooLong]:
     """Build each row, in order. Workers are started anew, and get the recipe once."""
     if not workers:
         for given in _read(rows, name):
@@ -251,22 +253,22 @@ def _built_rows(rows: Table, recipe: Recipe, name: str, workers: int) -> Iterato
         yield from pool.map(_in_worker, _read(rows, name), chunksize=_CHUNK)
 
 
-def _read(rows: Table, name: str) -> Iterator[tuple[int, Row | Unfit, Place]]:
+def _read(rows: Table, name: str) -> Iterator[tuple[int, Row | InvalidRow, Place]]:
     """Yield (index, row, place) of each row, with the error of one that cannot be read in its place."""
     for i in range(len(rows)):
         try:
             yield i, *row_at(rows, i, name)
-        except Unfit as error:
+        except InvalidRow as error:
             yield i, error, place_of(rows, i, name)
 
 
-def _outcome(recipe: Recipe, given: tuple[int, Row | Unfit, Place]) -> _Built | Unfit | TooLong:
+def _outcome(recipe: Recipe, given: tuple[int, Row | InvalidRow, Place]) -> _Built | InvalidRow | TooLong:
     i, row, place = given
-    if isinstance(row, Unfit):
+    if isinstance(row, InvalidRow):
         return row
     try:
         return _built(recipe.item(row, place, i), recipe)
-    except (Unfit, TooLong) as error:
+    except (InvalidRow, TooLong) as error:
         return error
 
 
@@ -278,5 +280,5 @@ def _start(recipe: Recipe, day: date | None) -> None:
     torch.set_num_threads(1)
 
 
-def _in_worker(given: tuple[int, Row | Unfit, Place]) -> _Built | Unfit | TooLong:
+def _in_worker(given: tuple[int, Row | InvalidRow, Place]) -> _Built | InvalidRow | TooLong:
     return _outcome(_recipe, given)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rft_fn import hub
 from rft_fn.data import file_formats
-from rft_fn.data.table import Table, Unfit
+from rft_fn.data.table import InvalidRow, Table
 from rft_fn.data.tasks import TASKS
 
 __all__ = ["Source", "chosen_split", "evaluation_split", "parse", "read_rows", "tables", "training_split"]
@@ -87,7 +87,7 @@ def tables(source: Source) -> Tables:
     """
     try:
         by_split = _tables(source)
-    except Unfit:
+    except InvalidRow:
         raise
     except Exception as error:  # whatever a reader raises
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from rft_fn import check
 
 __all__ = [
-    "Endless", "FirstFew", "Joined", "Listed", "Part", "Place", "Records", "Row", "Rows", "Table",
-    "TooLong", "Unfit", "check_window", "column_at", "column_of", "decode", "place_of", "row_at",
-    "unfit_line", "value_at",
+    "Endless", "FirstFew", "InvalidRow", "Joined", "Listed", "Part", "Place", "Records", "Row", "Rows",
+    "Table", "TooLong", "check_window", "column_at", "column_of", "decode", "invalid_line", "place_of",
+    "row_at", "value_at",
 ]  # fmt: skip
 
 
@@ -28,7 +28,7 @@ __all__ = [
 _SHOWN = 3  # rows that an error or a warning names
 
 
-class Unfit(ValueError):
+class InvalidRow(ValueError):
     """A row that cannot be used, with its place and the reason."""
 
     def __init__(self, place: str, reason: str):
@@ -37,7 +37,7 @@ class Unfit(ValueError):
         self.reason = reason
 
     def __reduce__(self):
-        return Unfit, (self.place, self.reason)
+        return InvalidRow, (self.place, self.reason)
 
 
 class TooLong(Exception):
@@ -79,13 +79,14 @@ class FirstFew:
         return f"; and {hidden} more" if hidden else ""
 
 
-def unfit_line(unfit: FirstFew, total: int) -> str:
-    """Return the error for unfit rows: the first ones by reason, and their count."""
+def invalid_line(invalid: FirstFew, total: int) -> str:
+    """Return the error for invalid rows: the first ones by reason, and their count."""
     reasons: dict[str, list[str]] = {}
-    for place, reason in unfit.shown:
+    for place, reason in invalid.shown:
         reasons.setdefault(reason, []).append(place)
     shown = "; ".join(f"{_join_places(places)}: {reason}" for reason, places in reasons.items())
-    return f"data: {shown}{unfit.more()}. {unfit.count} of {total} rows cannot be used: mend or remove them"
+    more = invalid.more()
+    return f"data: {shown}{more}. {invalid.count} of {total} rows cannot be used: mend or remove them"
 
 
 def _join_places(places: list[str]) -> str:
@@ -156,25 +157,25 @@ def place_of(rows: Table, i: int, name: str) -> Place:
 def row_at(rows: Table, i: int, name: str) -> tuple[dict[str, Any], Place]:
     """Return (the columns of row i, its place).
 
-    Unfit for a broken row, for a value that Python cannot hold, and for text that is no Unicode.
+    InvalidRow for a broken row, for a value that Python cannot hold, and for text that is no Unicode.
     """
     place = place_of(rows, i, name)
     try:
         row = dict(rows[i])
     except OverflowError as error:  # of a table: Arrow's dates and durations reach further
-        raise Unfit(place, f"a date or duration is out of Python's range: {error}") from None
+        raise InvalidRow(place, f"a date or duration is out of Python's range: {error}") from None
     try:
         check.check_text(row)
     except ValueError as error:
-        raise Unfit(place, str(error)) from None
+        raise InvalidRow(place, str(error)) from None
     return row, place
 
 
 class Records(Rows):
     """The records of a text file, which may be larger than memory.
 
-    Each is parsed when it is asked for. `records[i]` raises Unfit for a broken record, ValueError for a file
-    that was changed meanwhile.
+    Each is parsed when it is asked for. `records[i]` raises InvalidRow for a broken record, ValueError for a
+    file that was changed meanwhile.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class Records(Rows):
         """Keep the positions of the records.
 
         `starts` [records + 1] are positions in `file`, the last is the end; `lines` [records] from 1; `parse`
-        makes the row of (text, place), and raises Unfit for a broken record.
+        makes the row of (text, place), and raises InvalidRow for a broken record.
         """
         self._path = path
         self._file = file
@@ -281,12 +282,12 @@ def _stamp(file: BinaryIO) -> tuple[int, int]:
 
 
 def decode(text: bytes, start: int, place: str) -> str:
-    """Return the text of the bytes of a file from position `start` on. Unfit for a byte that is not UTF-8."""
+    """Decode the bytes of a file from position `start` on. InvalidRow for a byte that is not UTF-8."""
     try:
         return text.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         file = place.rpartition(", line")[0]
-        raise Unfit(
+        raise InvalidRow(
             place,
             f"byte {start + error.start} of the file, 0x{text[error.start]:02x}, is not UTF-8; convert it: "
             f"iconv -f latin1 -t utf-8 {file} > NEW",

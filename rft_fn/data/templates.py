@@ -11,7 +11,7 @@ from typing import Any
 
 from rft_fn import check
 from rft_fn.data.messages import advice
-from rft_fn.data.table import Row, Unfit
+from rft_fn.data.table import InvalidRow, Row
 
 __all__ = [
     "MARK", "columns_in", "dated", "fill", "fix_day", "fixed_day", "is_empty", "literals", "reads",
@@ -42,18 +42,18 @@ class _Filler(string.Formatter):
         column = re.split(r"[.\[]", field_name, maxsplit=1)[0]
         if column not in kwargs:
             known = ", ".join(map(repr, kwargs))
-            raise Unfit("", f"the row has no column {column!r}; it has {known}")
+            raise InvalidRow("", f"the row has no column {column!r}; it has {known}")
         value, first = super().get_field(field_name, args, kwargs)
         if _is_hole(value):
-            raise Unfit("", f"column {field_name!r} is empty")
+            raise InvalidRow("", f"column {field_name!r} is empty")
         self.at = field_name
         return value, first
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """Return the text of a value. Unfit for a list or an object, as Python's form is hardly meant."""
+        """Return the text of a value. InvalidRow for a list or an object: Python's form is hardly meant."""
         if isinstance(value, (Mapping, list, tuple)) or hasattr(value, "tolist"):
             kind = "an object" if isinstance(value, Mapping) else "a list"
-            raise Unfit("", f"column {self.at!r} holds {kind}, which no template prints")
+            raise InvalidRow("", f"column {self.at!r} holds {kind}, which no template prints")
         return super().format_field(value, format_spec)
 
 
@@ -67,7 +67,7 @@ def fill(template: str, row: Row, source: str) -> str:
     filler = _Filler()
     try:
         text = filler.vformat(template, (), row)
-    except Unfit as error:
+    except InvalidRow as error:
         # the row does not tell whether the template or the option is wrong: advise on both
         reason = error.reason
         if reason.startswith("the row"):
@@ -76,13 +76,13 @@ def fill(template: str, row: Row, source: str) -> str:
             reason += advice(row) or (
                 f": name an entry of it, or write {{{filler.at}!s}} to have it as Python writes it"
             )
-        raise Unfit(source, reason) from None
+        raise InvalidRow(source, reason) from None
     except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise Unfit(source, f"the template {template!r} cannot be filled: {error}; {_HINT}") from None
+        raise InvalidRow(source, f"the template {template!r} cannot be filled: {error}; {_HINT}") from None
     try:
         check.check_text(text)  # of the template: rows are asked when they are read
     except ValueError as error:
-        raise Unfit(source, str(error)) from None
+        raise InvalidRow(source, str(error)) from None
     return text
 
 

@@ -9,15 +9,9 @@ from rft_fn.data import tasks
 from rft_fn.data.table import Endless, Row
 
 __all__ = [
-    "COVERING",
-    "NEGATIVES",
-    "Negative",
-    "mixture_of",
-    "right_or_wrong",
-    "task_rows",
-    "wrong_answer",
+    "COVERING", "NEGATIVES", "Negative", "mixture_of", "right_or_wrong", "task_rows", "wrong_answer",
     "wrong_answer_of_kind",
-]
+]  # fmt: skip
 
 
 Negative = Callable[[tasks.Task, tasks.TaskRow, random.Random], str]
