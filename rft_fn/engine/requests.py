@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import rng
-from rft_fn.data.text_template import render
+from rft_fn.data.responses import render
 from rft_fn.model.media_inputs import placeholder_ids
 from rft_fn.types import Media, Rollout, Sampling
 

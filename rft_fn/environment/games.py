@@ -18,7 +18,7 @@ from rft_fn.data.table import Endless
 from rft_fn.data.tasks.task import row_random
 from rft_fn.environment.record import Environment, Renderer, Row, Stepped, as_messages
 from rft_fn.environment.tool_calls import Call
-from rft_fn.environment.tools import Tooled, with_tools
+from rft_fn.environment.tool_use import Tooled, with_tools
 from rft_fn.reward.calling import EventLoop
 from rft_fn.reward.spec import find_module
 

@@ -22,7 +22,12 @@ from rft_fn.types import Experience, Media, Sampling
 
 __all__ = ["AUDIO", "VISION", "Form", "build", "cache_name", "new_model", "new_tokenizer"]
 
-SIZE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 STEPS = 20
 BATCH = 64
 POOL = 2048  # problems with media of a warm-up: they are processed once, and come again

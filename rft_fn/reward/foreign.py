@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rft_fn.data.rows import column_at
+from rft_fn.data.table import column_at
 from rft_fn.reward.rubrics import verifiers
 from rft_fn.reward.signature import (
     Columns,

@@ -23,7 +23,7 @@ from rft_fn import rng
 from rft_fn.data import Processing
 from rft_fn.data.medium import Medium
 from rft_fn.data.prompts import Prompt
-from rft_fn.data.text_template import fill
+from rft_fn.data.templates import fill
 from rft_fn.reward import forms, verdicts
 from rft_fn.reward.calling import in_thread
 from rft_fn.reward.scoring import responses

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from rft_fn import packing, rng
-from rft_fn.data.rows import value_at
+from rft_fn.data.table import value_at
 from rft_fn.reward.calling import media_records as records
 from rft_fn.reward.combine import Known, Weighted, columns
 from rft_fn.reward.foreign import Adapter, messages, texts

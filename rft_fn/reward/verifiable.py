@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from rft_fn.data import tasks
-from rft_fn.data.rows import column_at
+from rft_fn.data.table import column_at
 from rft_fn.reward.signature import Columns, Messages, RewardFn, column_names, reads, stateless, text
 
 __all__ = [

@@ -13,11 +13,11 @@ from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as hs
 from kuhn import best_payoff, expected_payoff, exploitability, hands, nash, situations
-from rft_fn.environment.builtin import calculate, calculator, guess_number
 from spoken import Spoken
 
 from rft_fn import collect, data, rng
 from rft_fn.environment import ENVIRONMENTS, Renderer, get_environment, lessons, prompts
+from rft_fn.environment.games import calculate, calculator, guess_number
 from rft_fn.environment.tiny_models import new_tokenizer
 from rft_fn.strategy import get_strategy
 from rft_fn.types import Sampling

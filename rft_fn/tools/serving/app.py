@@ -20,7 +20,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rft_fn.check import writable
-from rft_fn.data.rows import value_at
+from rft_fn.data.table import value_at
 from rft_fn.reward import Scored, wire
 from rft_fn.reward.wire import Batch
 from rft_fn.tools.serving.scoring import Job, Jobs
