@@ -187,6 +187,91 @@ class Estimate:
         return [kind for kind in Models._fields if kind in there]
 
 
+# ---------- the record in which each backend describes how it lays out a model
+
+
+WrapOptimizer = Callable[[Transform, Mapping[str, Tensor]], Transform]
+"""(tx, params) -> the transform that updates params: tx, with clipping or float32 masters around it."""
+
+Groups = Callable[[nn.Module], Sequence[Sequence[nn.Parameter]]]
+"""Root -> its parameters that are gathered and reduced together.
+
+The last group is the root's: it stays gathered from its forward to the end of the backward.
+"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a backend lays out a model: shards, types, temporary copies, offloading.
+
+    `Layout()` is one process that keeps and computes everything in the module's own types.
+    """
+
+    # the number of processes that each of these is sharded over
+    parameters: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+    sequence: int = 1  # the tokens of a pack
+
+    # types of floating-point parameters; None: as the module has them
+    kept: torch.dtype | None = None  # while they are trained
+    frozen: torch.dtype | None = None  # while they are not
+    stepped: torch.dtype | None = None  # in the optimizer
+    computed: torch.dtype | None = None  # in forward and backward
+
+    # the optimizer
+    wrap_optimizer: WrapOptimizer = lambda tx, params: tx
+    flat_copy: bool = False  # it holds a copy of the parameters that it steps
+    sum_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype  # of gradients, by the parameter's
+
+    # copies for the time of a forward and backward
+    cast_copy: bool = False  # all parameters in the computed type
+    groups: Groups | None = None  # gradients are reduced group by group; None: they stay whole
+    gathered: bool = False  # parameters are gathered group by group
+
+    # "parameters", "gradients", "optimizer", "update": what lives in host memory
+    on_host: frozenset[str] = frozenset()
+    copied_for_update: bool = False  # parameters and gradients go to the host, and updates come back
+
+
+# ---------- a prompt with media, by which the memory of images, sounds and videos is estimated
+
+
+class Example(NamedTuple):
+    """The tokens of a prompt, placeholders included, and its media by the processor's names."""
+
+    ids: Sequence[int]
+    media: Mapping[str, Tensor]
+    prompts: int = 0  # such prompts in a step, whose media one process holds
+
+    @property
+    def nbytes(self) -> int:
+        """Return the media of one prompt [bytes]."""
+        return sum(x.numel() * x.element_size() for x in self.media.values())
+
+    def copies(self, tokens: int) -> int:
+        """Return how many of it fill a pack of `tokens`: one at least."""
+        return max(tokens // len(self.ids), 1)
+
+    def repeated(self, n: int) -> tuple[list[int], dict[str, Tensor]]:
+        """Return (tokens, media) of n of it in a row; float tensors are on the meta device."""
+        media = {}
+        for name, x in self.media.items():
+            row = torch.empty_like(x, device="meta") if x.is_floating_point() else x
+            media[name] = torch.cat([row] * n)
+        return list(self.ids) * n, media
+
+
+def largest(prompts: Iterable[Any], count: int = 0) -> Example | None:
+    """Return the prompt with the most media, None if none has any. `count` prompts are in a step.
+
+    Prompts are records with `ids` and `media`, as `data.take` gives them.
+    """
+    with_media = [prompt for prompt in prompts if getattr(prompt, "media", None)]
+    examples = [Example(prompt.ids, prompt.media, count) for prompt in with_media]
+    return max(examples, key=lambda example: example.nbytes, default=None)
+
+
 # ---------- memory for people: the table of an estimate, and the usage of a process
 
 
@@ -285,88 +370,3 @@ def report(prefix: str = "") -> dict[str, int]:
         text = ", ".join(f"{name} {n / 2**30:.2f} GiB" for name, n in most.items())
         print(f"{prefix}: {text}" if prefix else text, flush=True)
     return used
-
-
-# ---------- the record in which each backend describes how it lays out a model
-
-
-WrapOptimizer = Callable[[Transform, Mapping[str, Tensor]], Transform]
-"""(tx, params) -> the transform that updates params: tx, with clipping or float32 masters around it."""
-
-Groups = Callable[[nn.Module], Sequence[Sequence[nn.Parameter]]]
-"""Root -> its parameters that are gathered and reduced together.
-
-The last group is the root's: it stays gathered from its forward to the end of the backward.
-"""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a backend lays out a model: shards, types, temporary copies, offloading.
-
-    `Layout()` is one process that keeps and computes everything in the module's own types.
-    """
-
-    # the number of processes that each of these is sharded over
-    parameters: int = 1
-    gradients: int = 1
-    optimizer: int = 1
-    sequence: int = 1  # the tokens of a pack
-
-    # types of floating-point parameters; None: as the module has them
-    kept: torch.dtype | None = None  # while they are trained
-    frozen: torch.dtype | None = None  # while they are not
-    stepped: torch.dtype | None = None  # in the optimizer
-    computed: torch.dtype | None = None  # in forward and backward
-
-    # the optimizer
-    wrap_optimizer: WrapOptimizer = lambda tx, params: tx
-    flat_copy: bool = False  # it holds a copy of the parameters that it steps
-    sum_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype  # of gradients, by the parameter's
-
-    # copies for the time of a forward and backward
-    cast_copy: bool = False  # all parameters in the computed type
-    groups: Groups | None = None  # gradients are reduced group by group; None: they stay whole
-    gathered: bool = False  # parameters are gathered group by group
-
-    # "parameters", "gradients", "optimizer", "update": what lives in host memory
-    on_host: frozenset[str] = frozenset()
-    copied_for_update: bool = False  # parameters and gradients go to the host, and updates come back
-
-
-# ---------- a prompt with media, by which the memory of images, sounds and videos is estimated
-
-
-class Example(NamedTuple):
-    """The tokens of a prompt, placeholders included, and its media by the processor's names."""
-
-    ids: Sequence[int]
-    media: Mapping[str, Tensor]
-    prompts: int = 0  # such prompts in a step, whose media one process holds
-
-    @property
-    def nbytes(self) -> int:
-        """Return the media of one prompt [bytes]."""
-        return sum(x.numel() * x.element_size() for x in self.media.values())
-
-    def copies(self, tokens: int) -> int:
-        """Return how many of it fill a pack of `tokens`: one at least."""
-        return max(tokens // len(self.ids), 1)
-
-    def repeated(self, n: int) -> tuple[list[int], dict[str, Tensor]]:
-        """Return (tokens, media) of n of it in a row; float tensors are on the meta device."""
-        media = {}
-        for name, x in self.media.items():
-            row = torch.empty_like(x, device="meta") if x.is_floating_point() else x
-            media[name] = torch.cat([row] * n)
-        return list(self.ids) * n, media
-
-
-def largest(prompts: Iterable[Any], count: int = 0) -> Example | None:
-    """Return the prompt with the most media, None if none has any. `count` prompts are in a step.
-
-    Prompts are records with `ids` and `media`, as `data.take` gives them.
-    """
-    with_media = [prompt for prompt in prompts if getattr(prompt, "media", None)]
-    examples = [Example(prompt.ids, prompt.media, count) for prompt in with_media]
-    return max(examples, key=lambda example: example.nbytes, default=None)

@@ -1,8 +1,7 @@
 """The model as a function: load, bind and score it; critics and reward models.
 
-`parts` finds the text model, the towers and the head of a module. `load` to `lora` make modules, `scorer`,
-`critic` and `reward` put them inside a forward that takes packs, `reader` and `probe` find out how packs run
-in it.
+`load`, `lora` and `materialize` make modules; `bind` and `heads` put them inside a forward that takes packs
+(`reader`); `packing_probe` measures how packs run in it; `parts` finds the text model, towers and head.
 """
 
 from rft_fn.model.bind import Scorer, bind, score, wrap_for_training

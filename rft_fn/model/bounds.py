@@ -1,6 +1,7 @@
 """The boundaries of a pack's sequences, and the axis that splits its tokens."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, Protocol
 
@@ -144,9 +145,7 @@ class SequenceBounds:
         self.device = device
         self.longest = max(self.sizes)
         self.calls = 0
-        self._made: dict[str, Tensor] = {}
         self._cut: tuple[Tensor | None, bool, Tensor] | None = None
-        self._tails: list[Tail] | None = None
 
         by_length: dict[int, list[int]] = {}
         for i, size in enumerate(self.sizes):
@@ -154,45 +153,30 @@ class SequenceBounds:
         self.runs = [(len(list(run)), size) for size, run in groupby(self.sizes)]
 
         # Reordering copies q, k and v, so it pays only where many sequences have the same length, apart.
-        self.groups: dict[int, list[int]] | None = None
-        if 2 * len(by_length) <= len(self.sizes) and len(by_length) < len(self.runs):
-            self.groups = by_length
+        pays = 2 * len(by_length) <= len(self.sizes) and len(by_length) < len(self.runs)
+        self.groups = by_length if pays else None
 
-    @property
+    @cached_property
     def cu(self) -> Tensor:
         """Return cumulative sizes [K + 1] i32: each sequence's start, and the end."""
-        if "cu" not in self._made:
-            ends = torch.tensor([0, *self.sizes]).cumsum(0)
-            self._made["cu"] = ends.to(self.device, torch.int32)
-        return self._made["cu"]
+        return torch.tensor([0, *self.sizes]).cumsum(0).to(self.device, torch.int32)
 
-    @property
+    @cached_property
     def order(self) -> Tensor:
         """Return the tokens [T] i64, sequences of one length together."""
-        if "order" not in self._made:
-            starts = torch.tensor([0, *self.sizes]).cumsum(0).tolist()
-            tokens: list[int] = []
-            for group in (self.groups or {}).values():
-                for i in group:
-                    tokens.extend(range(starts[i], starts[i + 1]))
-            self._made["order"] = torch.tensor(tokens).to(self.device)
-        return self._made["order"]
+        starts = [0, *accumulate(self.sizes)]
+        members = [i for group in (self.groups or {}).values() for i in group]
+        tokens = [t for i in members for t in range(starts[i], starts[i + 1])]
+        return torch.tensor(tokens).to(self.device)
 
-    @property
+    @cached_property
     def inverse(self) -> Tensor:
         """Return the place [T] i64 of each token in `order`."""
-        if "inverse" not in self._made:
-            self._made["inverse"] = self.order.argsort()
-        return self._made["inverse"]
+        return self.order.argsort()
 
-    @property
+    @cached_property
     def tails(self) -> list[Tail]:
         """Return the sequences by size and number of kept tokens; without those that keep none."""
-        if self._tails is None:
-            self._tails = self._find_tails()
-        return self._tails
-
-    def _find_tails(self) -> list[Tail]:
         assert self.prefixes is not None
         _, of, own = self.prefixes
         starts = [0, *accumulate(self.sizes)]
@@ -212,22 +196,16 @@ class SequenceBounds:
             tails.append(Tail(queries.to(self.device), of[keys.to(self.device)], mask))
         return tails
 
-    @property
+    @cached_property
     def unpermute(self) -> Tensor:
         """Return the inverse permutation [U] i64 of the queries of all `tails`."""
-        if "unpermute" not in self._made:
-            queries = torch.cat([tail.queries.flatten() for tail in self.tails])
-            self._made["unpermute"] = queries.argsort()
-        return self._made["unpermute"]
+        return torch.cat([tail.queries.flatten() for tail in self.tails]).argsort()
 
-    @property
+    @cached_property
     def same(self) -> Tensor:
         """Return whether two tokens are in one sequence, [T, T] bool, for layers that need a whole mask."""
-        if "same" not in self._made:
-            seq = torch.repeat_interleave(torch.arange(len(self.sizes)), torch.tensor(self.sizes))
-            seq = seq.to(self.device)
-            self._made["same"] = seq[:, None] == seq
-        return self._made["same"]
+        seq = torch.repeat_interleave(torch.arange(len(self.sizes)), torch.tensor(self.sizes)).to(self.device)
+        return seq[:, None] == seq
 
     def cut(self, mask: Tensor | None, *, causal: bool) -> Tensor:
         """Return `mask` [1, 1, T, T] without the pairs of tokens of two sequences.

@@ -123,7 +123,7 @@ def run(
     return module(**text_inputs(module, pack, mode=mode, blind=blind))
 
 
-# ---------------------------------------------------------------- rotary factors that depend on the length
+# ---------- rotary factors that depend on the length
 
 
 def rope_kinds(config: Any) -> list[dict[str, Any]]:

@@ -238,10 +238,7 @@ def _compiled_class(cls: type[nn.Module], backend: str) -> type[nn.Module]:
 
 
 def mark_tokens(*inputs: Any) -> None:
-    """Mark dimension 1 of the inputs [1, T, ...] of a block as one that varies.
-
-    The first tensor is the hidden states [1, T, D].
-    """
+    """Mark dimension 1 of the inputs [1, T, ...] of a block, the states first, as one that varies."""
     tensors = [x for x in inputs if isinstance(x, Tensor) and x.dim() in (2, 3)]
     for x in tensors:
         if x.shape[1] == tensors[0].shape[1]:
@@ -250,13 +247,14 @@ def mark_tokens(*inputs: Any) -> None:
 
 def require_compiler(device: torch.device) -> None:
     """Raise ValueError if torch.compile has no compiler for a device."""
-    names = [os.environ.get("CXX", ""), "g++", "clang++"]
-    want = "a C++ compiler (g++ or clang++, or CXX)"
     if device.type == "cuda":
         names = [os.environ.get("CC", ""), "gcc", "clang"]
         want = "a C compiler (gcc or clang, or CC), which triton needs"
         if importlib.util.find_spec("triton") is None:
             raise ValueError("compile_blocks: expected triton, got none; pip install triton")
+    else:
+        names = [os.environ.get("CXX", ""), "g++", "clang++"]
+        want = "a C++ compiler (g++ or clang++, or CXX)"
     if not any(shutil.which(name) for name in names if name):
         raise ValueError(f"compile_blocks: expected {want}, got none; install one, or leave it out")
 

@@ -225,7 +225,7 @@ def _check_template(folder: str, tokenizer: Any) -> None:
         return
 
 
-# ---------- actors by what they read: text, and images, audio or both
+# ---------- actors by what they read: text, and images, audio or both; `options` are those of `load`
 
 
 Actor = tuple[nn.Module, ActorModality]
@@ -239,34 +239,22 @@ _NAMES = {
 
 
 def ActorLanguage(path_or_module: str | Path | nn.Module, **options: Any) -> Actor:
-    """Return (module, modality) of a model that reads text.
-
-    `options` are those of `load`. ValueError for a model that sees or hears.
-    """
+    """Return (module, modality) of a model that reads text; ValueError for another."""
     return _actor(path_or_module, ActorModality.LANGUAGE_ONLY, options)
 
 
 def ActorVL(path_or_module: str | Path | nn.Module, **options: Any) -> Actor:
-    """Return (module, modality) of a model that reads text, images and videos.
-
-    `options` are those of `load`. ValueError for a model that does not see, and for one that hears too.
-    """
+    """Return (module, modality) of a model that reads text, images and videos; ValueError for another."""
     return _actor(path_or_module, ActorModality.VISION_LANGUAGE, options)
 
 
 def ActorAL(path_or_module: str | Path | nn.Module, **options: Any) -> Actor:
-    """Return (module, modality) of a model that reads text and audio.
-
-    `options` are those of `load`. ValueError for a model that does not hear, and for one that sees too.
-    """
+    """Return (module, modality) of a model that reads text and audio; ValueError for another."""
     return _actor(path_or_module, ActorModality.AUDIO_LANGUAGE, options)
 
 
 def ActorOmni(path_or_module: str | Path | nn.Module, **options: Any) -> Actor:
-    """Return (module, modality) of a model that reads text, images, videos and audio.
-
-    `options` are those of `load`. ValueError for a model that does not both see and hear.
-    """
+    """Return (module, modality) of a model that reads text, images, videos, audio; ValueError for another."""
     return _actor(path_or_module, ActorModality.OMNI, options)
 
 

@@ -26,9 +26,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- low-rank adapters through peft: made, merged, and turned off
-
-
 BELOW = "base_model.model."  # in front of the name of every tensor that peft saves
 
 # Fields of peft's config that leave adapters what `_product` computes, whatever is in them. A field that is
@@ -46,7 +43,7 @@ _PLAIN = frozenset({
 _STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # of A and B; others change the base too
 
 
-# ------------------------------------------------------------------------------------------- new adapters
+# ---------- new adapters
 
 
 def apply_lora_configuration(
@@ -176,7 +173,7 @@ def require_plain_adapters(module: Any) -> None:
         require_plain_lora(type(module).__name__, vars(config))
 
 
-# ------------------------------------------------------------------------------------------------- merged
+# ---------- adapters merged
 
 
 def _product(layer: Any, base: Tensor, pairs: Sequence[tuple[str, Tensor, Tensor]]) -> Tensor:
@@ -239,14 +236,11 @@ class Export(Iterator[tuple[str, Tensor]]):
         self.module = module
         self.gathered = full
         self.finite = finite
-        self._found = self._copies()
-        if module is not None:
-            layers = dict(_adapted(module))
-            if layers:
-                self._found = self._merged(module, layers)
+        layers = {} if module is None else dict(_adapted(module))
+        self._pairs = self._merged(module, layers) if module is not None and layers else self._copies()
 
     def __next__(self) -> tuple[str, Tensor]:
-        name, x = next(self._found)
+        name, x = next(self._pairs)
         if self.finite:
             require_finite("weights", name, x)
         return name, x
@@ -320,7 +314,7 @@ class Export(Iterator[tuple[str, Tensor]]):
         return _product(layer, base, pairs)
 
 
-# ---------------------------------------------------------------------------------------------- turned off
+# ---------- adapters turned off
 
 
 def without_adapters(module: nn.Module, apply: Apply) -> Apply:
@@ -347,7 +341,7 @@ def without_adapters(module: nn.Module, apply: Apply) -> Apply:
     return plain
 
 
-# ---------- folders of low-rank adapters as peft saves them: read, and put into a module
+# ---------- folders of adapters as peft saves them
 
 
 CONFIG = "adapter_config.json"

@@ -197,17 +197,13 @@ def _untie(out: Stored) -> None:
             with slices(out, held[0], other) as read:
                 one = read(held[0].sources[0][1])[...]
                 two = read(other.sources[0][1])[...]
-                if not torch.equal(one, two):
-                    _separate(out.skeleton, other.name)
-
-
-def _separate(module: Any, name: str) -> None:
-    """Give a tied tensor its own parameter."""
-    path, _, last = name.rpartition(".")
-    owner = module.get_submodule(path)
-    p = owner.get_parameter(last)
-    setattr(owner, last, nn.Parameter(p.detach().clone(), p.requires_grad))
-    module.all_tied_weights_keys.pop(name, None)
+            if torch.equal(one, two):
+                continue
+            path, _, last = other.name.rpartition(".")
+            owner = out.skeleton.get_submodule(path)
+            p = owner.get_parameter(last)
+            setattr(owner, last, nn.Parameter(p.detach().clone(), p.requires_grad))
+            out.skeleton.all_tied_weights_keys.pop(other.name, None)
 
 
 def aliases(skeleton: nn.Module) -> dict[str, list[str]]:

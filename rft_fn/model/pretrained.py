@@ -17,9 +17,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- transformers' from_pretrained with one-line errors and a check for whole weights
-
-
 _SLACK = 2**24  # numbers that a config may ask for beyond those of its files
 
 
