@@ -117,7 +117,7 @@ def auto_class(config: Any) -> str:
     for name, table in _tables(thinker(config)).items():
         if kind is not None and table.get(type(thinker(config)), None) is kind:
             return name
-    return "AutoModelForCausalLM"  # a folder with Python code has a table of its own
+    return "AutoModelForCausalLM"  # a folder with Python code has its own table
 
 
 def _tables(config: Any) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _tables(config: Any) -> dict[str, Any]:
 
 
 def _read_by(kind: type, config: Any) -> frozenset[str]:
-    """Return the media that a class takes, without those of a tower that its config leaves out."""
+    """Return the media that a class takes, without the media of a tower that its config leaves out."""
     names = frozenset(inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
     seen = frozenset() if getattr(config, "vision_config", config) is None else names & _VISION
     heard = frozenset() if getattr(config, "audio_config", config) is None else names & _AUDIO

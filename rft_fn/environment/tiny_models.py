@@ -55,7 +55,7 @@ class Form(NamedTuple):
 
     task: str
     steps: int  # of the warm-up
-    tokens: tuple[str, ...]  # placeholders, and what stands around them
+    tokens: tuple[str, ...]  # placeholders, and the tokens around them
     template: str  # of chats
     new_processor: Callable[[Any], Any]  # of a tokenizer
     new_model: Callable[[Any], Any]  # for a tokenizer, with weights drawn by torch's global generator

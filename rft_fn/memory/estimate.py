@@ -86,7 +86,7 @@ def _packs(module: nn.Module, kind: str) -> int:
     if kind != "cpu":
         return 0
     least = products.packing().elements
-    # the engine's own layers are in full precision, whatever those of the trainer are
+    # the engine's own layers are in full precision, whatever the trainer has
     weights = [(layer, layer._parameters.get("weight")) for layer in module.modules()]
     linear = [w for layer, w in weights if w is not None and (is_plain(layer) or quantize.is_low(w))]
     return _itemsize(kind) * sum(n for n in map(quantize.count, linear) if n >= least)
@@ -288,7 +288,7 @@ def estimate(
     prompt with media, for models that read it; without one of text. `rewards` are scalar reward models, and
     `judges` generative ones, each with an engine. With `placed` a model is on the device only in the phases
     that use it. A part that cannot run without values leaves a line in `unknown`. The modules may be on the
-    meta device; they are left alone. ValueError without a model or tokens.
+    meta device; they do not change. ValueError without a model or tokens.
     """
     if not models or budget < 1:
         raise ValueError(f"models, budget: expected at least one of each, got {len(models)} and {budget}")
@@ -311,7 +311,7 @@ def estimate(
     scorers = {id(module): module for module, _ in models if placed or module not in trained}
     scored = max((tracer.forward(module, example) for module in scorers.values()), default=0)
 
-    # the media of a pack are on the device; on a CPU those of a step are in the same memory
+    # the media of a pack are on the device; on a CPU the media of a step are in the same memory
     in_step = 0 if example is None else example.prompts * example.nbytes
     in_pack = 0 if example is None else example.copies(budget) * example.nbytes
     out = Estimate(
@@ -356,12 +356,12 @@ def _moved(layout: Layout, x: Estimate) -> Estimate:
     """Return the estimate with what lives in host memory counted there."""
     resting = set(layout.on_host)
     sizes: dict[str, Any] = dict.fromkeys(layout.on_host, 0)
-    if "parameters" in resting:  # those of all models
+    if "parameters" in resting:  # of all models
         resting |= {"rewards"}
         sizes |= dict.fromkeys(("frozen", "policy", "rewards"), 0)
         # also while a reward model works; a judge has its own engine
         sizes["asked"] = tuple(a if a.kind == "judges" else a._replace(held=0) for a in x.asked)
-    if x.placed:  # each of them rests there in some phase
+    if x.placed:  # all of them rest there in some phase
         resting |= {"parameters", "optimizer", "rewards"}
     if not x.awake:
         resting |= {"engine", "judges"}

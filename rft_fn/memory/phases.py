@@ -50,7 +50,7 @@ class Asked(NamedTuple):
     kind: str  # "rewards" or "judges"
     name: str
     held: int  # bytes of its weights, of a judge with the cache of its engine
-    work: int = 0  # of its forward, beside them
+    work: int = 0  # of its forward, in addition
 
 
 class Phase(NamedTuple):
@@ -59,7 +59,7 @@ class Phase(NamedTuple):
     name: str
     models: tuple[str, ...]  # on the device
     held: int  # bytes of these: weights, optimizers, an engine's cache
-    work: int  # bytes beside them, at the peak
+    work: int  # bytes in addition, at the peak
 
     @property
     def total(self) -> int:
@@ -80,17 +80,17 @@ class Estimate:
     gradients: int  # sums over packs
     optimizer: int  # moments, averages, master weights
     activations: int  # of one pack, when the decoder is done
-    head: int  # at its peak, beside the activations: logits, or the workspace instead of them
-    backward: int  # at its peak, beside both: the gradients of one pack
+    head: int  # at its peak, in addition to the activations: logits, or the workspace instead of them
+    backward: int  # at its peak, in addition to both: the gradients of one pack
     gathered: int  # whole blocks of sharded parameters, copies in bfloat16, and buffers of their gradients
     update: int  # temporary tensors of the optimizer's arithmetic
     engine: int  # its own weights and cache
     host: int  # of host memory, where something was moved there
     awake: bool  # whether the engine's weights are on the device while the trainer works
-    media: int = 0  # images and sounds of a pack; on a CPU, whose memory is the host's, of a step too
+    media: int = 0  # images and sounds of a pack; on a CPU, which has the host's memory, of a step too
     unknown: tuple[str, ...] = ()  # parts that could not be computed, and why: they are not counted
-    frozen: int = 0  # of the parameters, those of models that only score
-    policy: int = 0  # of the parameters, those of the model that the engine copies
+    frozen: int = 0  # of the parameters, in models that only score
+    policy: int = 0  # of the parameters, in the model that the engine copies
     rewards: int = 0  # parameters of scalar reward models
     judges: int = 0  # the weights and caches of the engines of judges
     delivered: int = 0  # of the engine, its weights
@@ -207,7 +207,7 @@ class Layout:
     `Layout()` is one process that keeps and computes everything in the module's own types.
     """
 
-    # the number of processes that each of these is sharded over
+    # numbers of processes that these are sharded over
     parameters: int = 1
     gradients: int = 1
     optimizer: int = 1
@@ -242,7 +242,7 @@ class Example(NamedTuple):
 
     ids: Sequence[int]
     media: Mapping[str, Tensor]
-    prompts: int = 0  # such prompts in a step, whose media one process holds
+    prompts: int = 0  # such prompts in a step; one process holds their media
 
     @property
     def nbytes(self) -> int:

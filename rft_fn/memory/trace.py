@@ -113,7 +113,7 @@ def _pack(tokens: int, example: Example | None = None) -> Packed:
 
 
 class _Reduced:
-    """Parameters whose gradients are reduced together, to a `shard`-th, once all are there."""
+    """Parameters with gradients that are reduced together, to a `shard`-th, once all are there."""
 
     def __init__(self, params: Sequence[nn.Parameter], shard: int, live: Live):
         self.params = [p for p in params if p.requires_grad]
@@ -239,7 +239,7 @@ def forward(
 ) -> int:
     """Return the peak of a forward of a pack of `tokens` without gradients [bytes].
 
-    The arguments are those of `step`, and the module is consumed too.
+    It takes the arguments of `step`, and the module is consumed too.
     """
     root, pack, values, live = _prepare(module, tokens, example, kind, fused, chunk_size)
     with torch.no_grad(), live, Answers(), values, Constants(values):

@@ -17,7 +17,7 @@ from rft_fn.model.parts import find
 __all__ = ["Answers", "Constants", "Values", "put_into"]
 
 
-_MOST = 2**24  # elements of a tensor whose values are computed
+_MOST = 2**24  # elements of a tensor with values that are computed
 _EQUAL = (torch.ops.aten.eq.Scalar, torch.ops.aten.ne.Scalar)
 _INDEXED = (
     torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
@@ -193,7 +193,7 @@ class Values(TorchDispatchMode):
         for given, argument in zip(args, func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.twins.pop(given.untyped_storage(), None)
-        # Of a mask without values all places count, for instance those of images that are not padding.
+        # All places of a mask without values count, for instance of images that are not padding.
         with config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
             return func(*args, **kwargs)
 

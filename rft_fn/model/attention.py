@@ -34,7 +34,7 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 def _unfit(module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict) -> str | None:
     """Return the feature that a layer asks for and `packed` does not have, or None."""
-    # `packed` is causal attention of a whole pack, whose queries and keys are the same tokens.
+    # `packed` is causal attention of a whole pack: its queries and keys are the same tokens.
     if options["dropout"]:
         return f"dropout {options['dropout']}"
     if not _causal(module, options):

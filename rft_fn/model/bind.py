@@ -99,7 +99,7 @@ class Scorer(Reader):
     def _whole(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
         logits = run(self.lm, pack, bounds, mode=self.mode or POSITIONS).logits[0]
         z = logprob.process_logits(logits, self.sampling, keep=pack.target)
-        # in place, without a copy: a where on the results alone leaves 0 * inf in the gradient
+        # in place, without a copy: a where on only the results leaves 0 * inf in the gradient
         z = z.masked_fill_(~pack.mask[:, None], 0)
 
         entropy = words_logp = None
@@ -127,7 +127,7 @@ def wrap_for_training(
     """Return the module as one that maps a Packed to a TokenOut.
 
     A causal language model of transformers, with or without peft adapters, inside a `Scorer`, its dropout
-    off; any other module itself. With `fast_linear` its linear layers are those of `quantize.set_fast`;
+    off; any other module itself. With `fast_linear` its linear layers are `quantize.FastLinear`;
     with `share_prefixes` tokens that begin alike in a pack are computed once, if `reader.detect_packing`
     finds that this changes nothing. ValueError for `aux` of a module without routers of experts, and for
     adapters that are more than LoRA.

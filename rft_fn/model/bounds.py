@@ -101,7 +101,7 @@ class SequenceAxis(Protocol):
         ...
 
     def share(self, x: Tensor) -> Tensor:
-        """Return numbers of all heads [H] -> those of this process's heads [H / k]."""
+        """Return numbers of all heads [H] -> numbers of this process's heads [H / k]."""
         ...
 
     def tokens(self, x: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class SequenceBounds:
     def cut(self, mask: Tensor | None, *, causal: bool) -> Tensor:
         """Return `mask` [1, 1, T, T] without the pairs of tokens of two sequences.
 
-        A `mask` of None stands for a causal one, or without `causal` for a full one. The result is kept
+        A `mask` of None means a causal one, or without `causal` for a full one. The result is kept
         for the next layer, which mostly has the same mask.
         """
         if self._cut is not None and self._cut[0] is mask and self._cut[1] == causal:

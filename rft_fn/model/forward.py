@@ -34,7 +34,7 @@ def text_inputs(
 ) -> dict[str, Any]:
     """Return the keyword arguments with which a model of transformers takes a pack.
 
-    They include the boundaries of its sequences (`bounds`, or those of the pack) if `attention.turn_on`
+    They include the boundaries of its sequences (`bounds`, or the pack's) if `attention.turn_on`
     took effect, and with BOUNDARIES the keywords that states read. A model that sees or hears also gets
     `media_inputs`; `blind` takes placeholders without their media. With `share` tokens that begin alike
     are there once, if the model is a text model that tells sequences apart by their boundaries. ValueError
@@ -92,7 +92,7 @@ def run(
 
     A model that loses the boundaries on the way runs again, with a mask. `bounds` are given if `pack` is
     this process's part of a pack (sequence parallelism); ValueError for a model that loses these. With
-    `share` a decoder computes tokens that begin alike once; its hidden states are those of all tokens.
+    `share` a decoder computes tokens that begin alike once; its hidden states are of all tokens.
     ValueError for one with a layer that needs them all.
     """
     inputs = text_inputs(module, pack, bounds, mode=mode, blind=blind, share=share)

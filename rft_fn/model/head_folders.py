@@ -1,4 +1,4 @@
-"""Critics and scalar reward models in folders: ours, and transformers' class for sequence classification."""
+"""Critics and scalar reward models in folders: ours, and classes of transformers."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -152,7 +152,7 @@ def load_reward(
     """Load a `RewardModel` from a folder that `save_reward` or transformers wrote, or make a new one.
 
     Folders and modules of transformers' class for sequence classification have heads by the labels of
-    their config; labels without a name get those of `heads`. A folder of peft's LoRA adapters for such a
+    their config; labels without a name are named by `heads`. A folder of peft's LoRA adapters for such a
     model (task_type SEQ_CLS) gives its base model with them, to be trained further. With `new` the heads
     are new ones of 0, named `heads` ("score" unless given) over whatever `model.load` takes, and `pool` is
     how they pool ("last" unless given). Warns of a class with padding that also ends texts, which
@@ -212,7 +212,7 @@ def _source(given: Any, meta: bool, options: dict[str, Any]) -> _Source:
         heads, pool = _described(folder)
         return _Source(headless(AutoModel, folder, meta=meta, **options), tensors, heads, pool)
 
-    # Adapters and a head, whose base model is elsewhere.
+    # Adapters and a head; their base model is elsewhere.
     if Path(folder, CONFIG).is_file():
         return _adapted(folder, meta, options)
 

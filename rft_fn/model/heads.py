@@ -1,4 +1,4 @@
-"""Decoders under heads of other numbers than logits: critics, and reward models with their calibration."""
+"""Decoders under heads of other numbers than logits: critics and reward models."""
 
 import json
 import math
@@ -263,7 +263,7 @@ def _check_finite(score: Tensor, heads: Sequence[Head]) -> None:
             raise ValueError(f"score: {head.name}: expected finite scores, got NaN or inf")
 
 
-# ---------- scalar reward models: a decoder with heads, each of which scores a sequence
+# ---------- scalar reward models: a decoder with heads that score a sequence
 
 
 POOLS = ("last", "mean", "attention")
@@ -280,7 +280,7 @@ class RewardModel(Headed):
         attention   sum of softmax_s(query . hidden[s]) v[s]
 
     As heads are linear, that is the score of the pooled hidden states. Heads and query start at 0. A score is
-    raw; `heads` have the calibration. `packing.scored` makes rows whose last token is an input. ValueError
+    raw; `heads` have the calibration. `packing.scored` makes rows with the last token as an input. ValueError
     for an unknown pool, no heads, and two heads with one name.
     """
 

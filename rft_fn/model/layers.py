@@ -33,7 +33,7 @@ TOWERS = "towers"
 def freeze(module: nn.Module, patterns: Sequence[str]) -> nn.Module:
     """Freeze the parameters of `module` that one of the patterns matches, and return it.
 
-    A pattern is a part of a parameter's path, or several with dots between them; `*` stands for anything:
+    A pattern is a part of a parameter's path, or several with dots between them; `*` matches anything:
     "visual", "layers.0", "blocks.*.norm1". "towers" is all parts that see or hear, with what joins them to
     the text model. A tensor with two names, like a tied head, is frozen by either.
 
@@ -211,7 +211,7 @@ def compile_blocks(root: nn.Module, *, backend: str = "inductor") -> int:
     if not found:
         raise ValueError(f"compile_blocks: expected a list of decoder blocks in {name}, got none")
 
-    # The graphs of all models of a class, with and without gradients, count as those of one function.
+    # The graphs of all models of a class, with and without gradients, count for one function.
     limits: Any = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, GRAPHS)
 

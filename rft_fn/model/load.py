@@ -74,7 +74,7 @@ def load(
     if isinstance(path_or_module, nn.Module):
         module = path_or_module
         require_plain_adapters(module)
-        if not any(p.is_meta for p in module.parameters()):  # one without memory gets it later, as it is
+        if not any(p.is_meta for p in module.parameters()):  # one without memory gets it later
             module = module.to(device=device, dtype=dtype)
     else:
         options = {"dtype": dtype or usual_dtype(device), "trust_remote_code": trust_remote_code} | kwargs

@@ -59,9 +59,9 @@ def apply_lora_configuration(
     """Put new trainable LoRA adapters (arXiv 2106.09685) on `module`, and return it.
 
     They have rank `rank` and are scaled by alpha / rank. `target_modules`: "auto" is every linear layer of
-    the text model, never the head, never a part that sees or hears; "towers" those of these parts;
+    the text model, never the head, never a part that sees or hears; "towers" every one of these parts;
     "all-linear" every one of the model but the head; else names of layers or of parts that hold some, in
-    which `*` stands for anything. Several are a list, or one string with commas ("auto,visual.merger").
+    which `*` matches anything. Several are a list, or one string with commas ("auto,visual.merger").
     `exclude` names those without adapters. Routed experts, and layers with a weight that a model reads
     without calling them, have none; a warning names them.
 
@@ -150,7 +150,7 @@ def _adapted(module: nn.Module) -> list[tuple[str, Any]]:
 def require_plain_lora(name: Any, config: Mapping[str, Any]) -> None:
     """Raise ValueError for fields of peft's config that make adapters more than LoRA of linear layers.
 
-    They may be those of a file, written by a peft that knows more of them.
+    They may come from a file, written by a peft that knows more of them.
     """
     from peft import LoraConfig
 
@@ -346,7 +346,7 @@ def without_adapters(module: nn.Module, apply: Apply) -> Apply:
 
 CONFIG = "adapter_config.json"
 _ADAPTER = "adapter_model.safetensors"
-_HEADS = ("score", "classifier")  # peft's own guesses at the name of a head, both of which it saves
+_HEADS = ("score", "classifier")  # peft's own guesses at the name of a head; it saves both
 
 
 @torch.no_grad()

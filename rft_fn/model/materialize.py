@@ -1,4 +1,4 @@
-"""Models without memory, whose weights each process reads for itself: its own shards.
+"""Models without memory: each process reads their weights, only its own shards.
 
 The tensors of files are converted to the model's by transformers' rules: a file may hold a tensor for each
 expert where the model has one for all of them, or names of an older time.
@@ -176,7 +176,7 @@ def _check_names(out: Stored, made: Mapping[str, Tensor], unexpected: list[str])
             shapes.append(f"{name} {list(x.shape)} instead of {list(own[name].shape)}")
     missing = {names[0] for names in aliases(out.skeleton).values() if not made.keys() & set(names)}
 
-    # The model's own code explains some. A parameter has to be read all the same, for nobody else fills it.
+    # The model's own code explains some. A parameter must be read all the same: nobody else fills it.
     told = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unexpected))
     out.skeleton._adjust_missing_and_unexpected_keys(told)
     parameters = {name for name in missing if isinstance(own[name], nn.Parameter)}
@@ -229,7 +229,7 @@ def slices(out: Stored, *some: Group) -> Iterator[Callable[[str], Any]]:
         yield lambda key: opened[out.where[key]].get_slice(key)
 
 
-# ---------- models without memory, whose weights each process reads for itself: its own shards
+# ---------- models without memory, and the memory and weights that they get
 
 
 class _Weights(NamedTuple):
@@ -322,7 +322,7 @@ def materialize(module: nn.Module) -> nn.Module:
     _allocate(part, weights.device)
     _fill(part, weights, kept)
 
-    # transformers makes the buffers that no file holds, those of rotary embeddings. Not every family can
+    # transformers makes the buffers that no file holds, as for rotary embeddings. Not every family can
     # initialize shards, so modules without buffers are marked as done.
     for p in part.parameters():
         p._is_hf_initialized = True

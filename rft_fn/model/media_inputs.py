@@ -136,7 +136,7 @@ def _small(media: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rule_of(lm: nn.Module) -> Any:
-    """Return the part of a model that knows the positions of media; None if they are those of text."""
+    """Return the part of a model that knows the positions of media; None if it takes those of text."""
     return next((m for m in lm.modules() if hasattr(m, "get_rope_index")), None)
 
 
@@ -231,7 +231,7 @@ def _tensors(model: Any, sequences: _Sequences, takes: Mapping[str, Any]) -> dic
 
 def _sequences(pack: Packed) -> _Sequences:
     # On the CPU, where each token is looked at in turn. Only padding is at 0 inside of a sequence; a row that
-    # the pack borrows counts as padding elsewhere, but the model has to see its media.
+    # the pack borrows counts as padding elsewhere, but the model must see its media.
     tokens, seq, pos, mask = (x.cpu() for x in (pack.tokens, pack.seq, pack.pos, pack.mask))
     first = torch.ones_like(mask)
     first[1:] = seq[1:] != seq[:-1]

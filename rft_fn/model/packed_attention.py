@@ -169,7 +169,7 @@ def _causal(
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
         )
-    # The sink is one more key of zeros, whose score is all in the mask.
+    # The sink is one more key of zeros: its score is all in the mask.
     k = pad(k, (0, 0, 0, 1))
     v = pad(v, (0, 0, 0, 1))
     score = torch.full((count, size), -torch.inf, dtype=q.dtype, device=q.device).triu(1 + size - count)

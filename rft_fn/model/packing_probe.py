@@ -25,10 +25,10 @@ __all__ = [
     "same_value", "thresholds", "usual_tokens",
 ]  # fmt: skip
 
-# Sizes of the sequences of a question, in tokens: each one of BEHIND follows one of FRONT.
-FRONT = (6, 5, 4)  # sequences whose tokens change
-BEHIND = (5, 4, 6)  # sequences whose hidden states must not
-NEAR = 5  # thresholds of length that some of them cross, and the first of BEHIND does not
+# Sizes of the sequences of a question, in tokens: each one of AFTER follows one of FRONT.
+FRONT = (6, 5, 4)  # sequences with tokens that change
+AFTER = (5, 4, 6)  # sequences with hidden states that must not
+NEAR = 5  # thresholds of length that some of them cross, and the first of AFTER does not
 
 # what configs and layers call the number of tokens after which they change
 _THRESHOLD = (
@@ -41,9 +41,9 @@ _THRESHOLD = (
 class Question:
     """Packs of random tokens for the forward of a `Reader`, which measures them instead of scoring them."""
 
-    pack: Packed  # sequences of FRONT and BEHIND in turn
-    other: Packed  # the same sequences of BEHIND, other tokens in those of FRONT
-    alone: Packed  # the first sequence of BEHIND
+    pack: Packed  # sequences of FRONT and AFTER in turn
+    other: Packed  # the same sequences of AFTER, other tokens in those of FRONT
+    single: Packed  # the first sequence of AFTER
     twins: Packed  # sequences that begin alike
     mode: str
     blind: bool = False  # whether placeholders are among the tokens, without their media
@@ -105,20 +105,20 @@ def question(
         return rows
 
     def packed(front: list[Tensor]) -> Packed:
-        rows = [x for pair in zip(front, behind) for x in pair]
+        rows = [x for pair in zip(front, after) for x in pair]
         return _pack(torch.cat(rows).to(device), [len(x) for x in rows])
 
-    # Both packs have the same sequences of BEHIND.
-    behind = draw(BEHIND)
+    # Both packs have the same sequences of AFTER.
+    after = draw(AFTER)
     first = draw(FRONT)
     second = draw(FRONT)
-    alone = _pack(behind[0].to(device), [BEHIND[0]])
+    single = _pack(after[0].to(device), [AFTER[0]])
 
     # three responses to one prompt
-    prompt, *responses = torch.cat([*behind, *first]).split([9, 5, 7, 9])
+    prompt, *responses = torch.cat([*after, *first]).split([9, 5, 7, 9])
     rows = [torch.cat([prompt, x]) for x in responses]
     twins = _pack(torch.cat(rows).to(device), [len(x) for x in rows])
-    return Question(packed(first), packed(second), alone, twins, mode, place is not None, near)
+    return Question(packed(first), packed(second), single, twins, mode, place is not None, near)
 
 
 def thresholds(lm: nn.Module) -> dict[str, int]:
@@ -191,30 +191,30 @@ def measure(root: nn.Module, parts: Parts, asked: Question, *, head: bool, share
             stack.enter_context(lowered(parts.decoder))
         plain = False
         if head and not asked.blind:
-            inputs = text_inputs(parts.model, asked.alone)
-            alone, plain = plain_head(parts, inputs, same_value)
+            inputs = text_inputs(parts.model, asked.single)
+            single, plain = plain_head(parts, inputs, same_value)
         else:
-            alone = _hidden(parts.decoder, asked.alone, POSITIONS, asked.blind)
+            single = _hidden(parts.decoder, asked.single, POSITIONS, asked.blind)
         try:
-            pack = _behind(_hidden(parts.decoder, asked.pack, asked.mode, asked.blind))
-            other = _behind(_hidden(parts.decoder, asked.other, asked.mode, asked.blind))
+            pack = _after(_hidden(parts.decoder, asked.pack, asked.mode, asked.blind))
+            other = _after(_hidden(parts.decoder, asked.other, asked.mode, asked.blind))
         except (TypeError, ValueError, RuntimeError, AssertionError):
             # It takes no packs, or not the keywords: as far off as can be.
-            pack = [torch.zeros_like(alone)]
-            other = [torch.full_like(alone, torch.inf)]
-        twins = alone.new_zeros(1)
+            pack = [torch.zeros_like(single)]
+            other = [torch.full_like(single, torch.inf)]
+        twins = single.new_zeros(1)
         if share and asked.mode == POSITIONS and not asked.blind:
             twins = _of_twins(parts.decoder, asked)
             if head and not plain:  # its logits are computed whole, for all tokens
                 twins = torch.full_like(twins, torch.inf)
 
-    # Relative to the hidden states, whose scale differs between families.
+    # Relative to the hidden states: their scale differs between families.
     leak = torch.stack([_relative(a, b).max() for a, b in zip(other, pack)]).max()
-    shift = _relative(pack[0], alone).mean()
-    if not alone.isfinite().all():  # weights that are not finite tell nothing
+    shift = _relative(pack[0], single).mean()
+    if not single.isfinite().all():  # weights that are not finite tell nothing
         leak = shift = torch.zeros_like(shift)
         twins = torch.zeros_like(twins)
-    most_leak, most_shift = rounding(alone.dtype, alone.device)
+    most_leak, most_shift = rounding(single.dtype, single.device)
     return Found(
         leak=leak,
         shift=shift,
@@ -242,9 +242,9 @@ def _of_twins(decoder: nn.Module, asked: Question) -> Tensor:
     return _relative(shared, each)
 
 
-def _behind(x: Tensor) -> Sequence[Tensor]:
-    """Return the rows of the sequences of BEHIND, for a pack of both."""
-    sizes = [n for pair in zip(FRONT, BEHIND) for n in pair]
+def _after(x: Tensor) -> Sequence[Tensor]:
+    """Return the rows of the sequences of AFTER, for a pack of both."""
+    sizes = [n for pair in zip(FRONT, AFTER) for n in pair]
     return x.split(sizes)[1::2]
 
 

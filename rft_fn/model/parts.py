@@ -92,7 +92,7 @@ class Parts:
 
     @property
     def has_linear_head(self) -> bool:
-        """Whether the head is one matrix, without adapters on it, apart from the decoder."""
+        """Return whether the head is one matrix, without adapters on it, apart from the decoder."""
         return is_plain(self.head) and self.decoder is not self.model
 
 
@@ -213,7 +213,7 @@ def expected_counts(
 
 
 def kind_of(name: str) -> str:
-    """ "image", "video" or "audio", by the processor's name of a tensor."""
+    """Return "image", "video" or "audio", by the processor's name of a tensor."""
     if "video" in name or "second" in name:
         return "video"
     if name.startswith(("audio", "feature", "input")):

@@ -17,7 +17,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-_SLACK = 2**24  # numbers that a config may ask for beyond those of its files
+_SLACK = 2**24  # numbers that a config may ask for beyond its files
 
 
 class Kind(NamedTuple):

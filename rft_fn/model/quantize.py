@@ -1,4 +1,4 @@
-"""Linear layers by faster libraries, and weights in low precision, frozen under adapters: int8 and nf4.
+"""Linear layers by faster libraries, and weights in low precision under adapters: int8 and nf4.
 
 int8 is torchao's: one scale per row, on the CPU too. nf4 is bitsandbytes' (arXiv 2305.14314): four bits per
 weight. A folder that was saved so is loaded so.

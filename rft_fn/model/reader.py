@@ -173,7 +173,7 @@ def _alone(pack: Packed, k: int, start: int, end: int) -> Packed:
 def split_over(root: nn.Module, sequence: SequenceAxis) -> None:
     """Share the tokens of each pack of a bound model over a sequence axis.
 
-    ValueError for a module with its own forward, and for one whose attention takes no boundaries.
+    ValueError for a module with its own forward, and for one with attention that takes no boundaries.
     """
     if not isinstance(root, Reader):
         raise ValueError(

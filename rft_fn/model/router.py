@@ -142,7 +142,7 @@ def _routers(lm: nn.Module) -> dict[str, nn.Module]:
         recorded = (getattr(type(m), "_can_record_outputs", None) or {}).get("router_logits", [])
         specs += recorded if isinstance(recorded, list) else [recorded]
 
-    # index 0: the router itself, whose output begins with logits; others are blocks around one
+    # index 0: the router itself, with logits first in its output; others are blocks around one
     classes = tuple({spec.target_class for spec in specs if getattr(spec, "index", None) == 0})
     found = {name: m for name, m in lm.named_modules() if isinstance(m, classes)}
     if not found:

@@ -153,7 +153,7 @@ def warn_of_left_out(module: nn.Module) -> None:
 def _matching(paths: Sequence[str], names: Iterable[str]) -> list[str]:
     """Return the paths that match one of the names or more.
 
-    A name is a path, its end, or a part that it leads through; `*` stands for anything.
+    A name is a path, its end, or a part that it leads through; `*` matches anything.
     """
     names = list(names)
     return [path for path in paths if any(fnmatchcase(f".{path}.", f"*.{name}.*") for name in names)]
