@@ -47,10 +47,7 @@ MODALITY_PARAMETERS: dict[ActorModality, frozenset[str]] = {
 
 
 def get_supported_parameters(modality: ActorModality | str) -> frozenset[str]:
-    """Return the names of the tensors that an actor takes besides tokens.
-
-    ValueError for an unknown modality.
-    """
+    """Return the names of the tensors that an actor takes besides tokens. ValueError for an unknown one."""
     try:
         return MODALITY_PARAMETERS[ActorModality(modality)]
     except ValueError:

@@ -39,11 +39,7 @@ class Sampler:
 
 
 def attempt(name: str, f: Callable[[], T], default: T, unknown: list[str]) -> T:
-    """Return f(), or the default and add a line to `unknown`.
-
-    Custom models and transforms may read values, which the meta device has not; an estimate must not stop
-    a run.
-    """
+    """Return f(); if it needs values, which the meta device has not, the default and a line in `unknown`."""
     try:
         return f()
     except Exception as error:

@@ -202,10 +202,7 @@ The last group is the root's: it stays gathered from its forward to the end of t
 
 @dataclass(frozen=True)
 class Layout:
-    """How a backend lays out a model: shards, types, temporary copies, offloading.
-
-    `Layout()` is one process that keeps and computes everything in the module's own types.
-    """
+    """How a backend lays out a model; by default one process in the types of the module."""
 
     # numbers of processes that these are sharded over
     parameters: int = 1
@@ -263,10 +260,7 @@ class Example(NamedTuple):
 
 
 def largest(prompts: Iterable[Any], count: int = 0) -> Example | None:
-    """Return the prompt with the most media, None if none has any. `count` prompts are in a step.
-
-    Prompts are records with `ids` and `media`, as `data.take` gives them.
-    """
+    """Return the prompt (a record with `ids` and `media`) with the most media, None if none has any."""
     with_media = [prompt for prompt in prompts if getattr(prompt, "media", None)]
     examples = [Example(prompt.ids, prompt.media, count) for prompt in with_media]
     return max(examples, key=lambda example: example.nbytes, default=None)

@@ -237,10 +237,7 @@ def forward(
     chunk_size: int = 0,
     example: Example | None = None,
 ) -> int:
-    """Return the peak of a forward of a pack of `tokens` without gradients [bytes].
-
-    It takes the arguments of `step`, and the module is consumed too.
-    """
+    """Return the peak of a forward without gradients [bytes]; arguments and module as for `step`."""
     root, pack, values, live = _prepare(module, tokens, example, kind, fused, chunk_size)
     with torch.no_grad(), live, Answers(), values, Constants(values):
         root(pack)

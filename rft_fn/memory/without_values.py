@@ -69,10 +69,7 @@ def _is_list(x: Tensor, options: dict[str, Any]) -> bool:
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Return the shape of a grouped product.
-
-    `offs` cuts the rows of a, the columns of b, or the dim that both are summed over.
-    """
+    """Return the shape of a product; `offs` cuts the rows of a, the columns of b, or the summed dim."""
     shape = [*a.shape[:-1], b.shape[-1]]
     if a.dim() == b.dim() == 2:
         assert offs is not None
@@ -163,10 +160,7 @@ class Values(TorchDispatchMode):
         return value.set_(twin, x.storage_offset(), x.shape, x.stride())
 
     def _compared(self, func: Any, args: Any) -> Tensor:
-        """Compare with one number, which no number without a value is equal to.
-
-        So images are not taken for padding.
-        """
+        """Compare with one number, unequal to all that has no value: images are no padding."""
         out = func(*args)
         if out.numel() <= _MOST:
             with _disable_current_modes():
@@ -245,10 +239,7 @@ MASKED = "rft_estimate_masked"
 
 
 def put_into(lm: nn.Module, *, kind: str) -> None:
-    """Make a model of transformers keep what flash attention keeps on a device of this kind.
-
-    Attention that keeps scores [T, T] stays, and is counted with its mask.
-    """
+    """Make attention without scores [T, T] keep what flash attention keeps on a device of this kind."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 

@@ -224,10 +224,7 @@ def turn_on(lm: nn.Module) -> None:
 
 
 def leave_graphs(lm: nn.Module) -> None:
-    """Make torch.compile run the attention of a model that is turned on between its graphs.
-
-    A graph would hold the boundaries of one pack, and be compiled again for the next one.
-    """
+    """Make torch.compile run attention between its graphs, which would hold the boundaries of one pack."""
     name = APART.get(text_config(lm)._attn_implementation)
     if name is not None:
         _register_apart()

@@ -34,10 +34,7 @@ def class_name(config: Any) -> str | None:
 
 
 def head_of(lm: Any) -> nn.Linear | None:
-    """Return the head of a model for sequence classification; None for any other model.
-
-    ValueError for a head that is not one matrix, as encoders have.
-    """
+    """Return the head of a model for sequence classification, or None. ValueError unless one matrix."""
     name = type(lm).__name__
     if not name.endswith(SUFFIX):
         return None
@@ -62,10 +59,7 @@ def labels(config: Any) -> list[str]:
 
 
 def like(decoder: Any, names: Sequence[str]) -> Any:
-    """Return the model for sequence classification over such a decoder, with these labels and no memory.
-
-    None if transformers has none.
-    """
+    """Return the sequence classifier over such a decoder, without memory; None if there is none."""
     from transformers.models.auto import modeling_auto as auto
 
     kind: Any = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(decoder.config), None)
@@ -135,10 +129,7 @@ def warn_of_padding(name: str, config: Any) -> None:
 
 
 def pad_alike(folder: str | Path, tokenizer: Any) -> None:
-    """Make the tokenizer and the config of a written folder pad with one token, which ends no text.
-
-    Nothing is done to folders of other classes.
-    """
+    """Make tokenizer and config of a written classifier pad with one token, which ends no text."""
     from transformers import AutoConfig
 
     path = Path(folder, "config.json")

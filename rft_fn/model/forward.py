@@ -135,10 +135,7 @@ def rope_kinds(config: Any) -> list[dict[str, Any]]:
 
 
 def rope_switch(config: Any) -> int | None:
-    """Return the number of tokens after which all positions of a sequence get other rotary factors.
-
-    None for a model without such factors (LongRoPE has them).
-    """
+    """Return after how many tokens a sequence gets other rotary factors (LongRoPE), or None."""
     kinds = [kind for kind in rope_kinds(config) if kind["rope_type"] == "longrope"]
     return min((kind["original_max_position_embeddings"] for kind in kinds), default=None)
 

@@ -57,10 +57,7 @@ def headless(
 
 @torch.no_grad()
 def save_headed(folder: str | Path, module: Headed, weights: Iterable[tuple[str, Tensor]]) -> Path:
-    """Write a module with `weights` substituted for its parameters, in its own format.
-
-    ValueError for a weight that it does not have.
-    """
+    """Write a module in its own format, with `weights` in place of its own. ValueError for unknown ones."""
     new = dict(weights)
     unknown = sorted(set(new) - set(module.state_dict()))
     if unknown:
@@ -235,10 +232,7 @@ def _source(given: Any, meta: bool, options: dict[str, Any]) -> _Source:
 
 
 def _adapted(folder: str, meta: bool, options: dict[str, Any]) -> _Source:
-    """Return what peft saved of a reward model: adapters for its base model, and the head whole.
-
-    Adapters of other task types have no head.
-    """
+    """Return the adapters and the head that peft saved of a reward model; other task types have no head."""
     from transformers import AutoModelForSequenceClassification
 
     base = base_folder(folder)

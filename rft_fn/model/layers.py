@@ -113,10 +113,7 @@ class _EvalCheckpoint:
 
 
 def checkpointed(module: nn.Module) -> list[Any]:
-    """Return the layers of transformers that are checkpointed.
-
-    ValueError for a model that checkpoints in another way.
-    """
+    """Return the checkpointed layers. ValueError for a model that checkpoints in another way."""
 
     def is_on(m: nn.Module) -> bool:
         return getattr(m, "gradient_checkpointing", False) and hasattr(m, "_gradient_checkpointing_func")
@@ -136,10 +133,7 @@ def checkpointed(module: nn.Module) -> list[Any]:
 
 
 def disable_dropout(module: nn.Module) -> None:
-    """Turn dropout off for good: a log-prob is a function of (params, pack).
-
-    Checkpointed layers stay checkpointed.
-    """
+    """Turn dropout off for good, also in checkpointed layers: log-probs are a function of (params, pack)."""
     module.eval()
     for layer in checkpointed(module):
         layer.training = True
@@ -171,11 +165,7 @@ GRAPHS = 64  # of one function, before torch gives up on it
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the repeated parts of a module.
-
-    These are the children of every outermost list of two or more modules of one class that hold
-    parameters.
-    """
+    """Return the children of each outermost list of two or more modules of one class with parameters."""
     found: list[nn.Module] = []
     for child in module.children():
         parts = list(child) if isinstance(child, nn.ModuleList) else []

@@ -146,10 +146,7 @@ def base_folder(folder: str) -> str:
 
 
 def read_config(name: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Return the config of a model, by the names that `load` takes; for adapters that of their base.
-
-    ValueError for a name that is none of these.
-    """
+    """Return the config of a model, by the names that `load` takes; for adapters their base's."""
     return kind_of(base_folder(resolve(str(name))), trust_remote_code).config
 
 

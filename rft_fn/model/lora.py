@@ -105,10 +105,7 @@ def apply_lora_configuration(
 
 @torch.no_grad()
 def wrapped(module: Any, config: Any, seed: int) -> nn.Module:
-    """Put `module` inside peft, with adapters drawn from `seed`.
-
-    The adapters have memory even if the module has none.
-    """
+    """Put `module` inside peft, with adapters drawn from `seed`, which have memory even if it has none."""
     from peft import get_peft_model
 
     # peft puts the adapters in; two of its warnings are about usual models.
@@ -148,10 +145,7 @@ def _adapted(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def require_plain_lora(name: Any, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for fields of peft's config that make adapters more than LoRA of linear layers.
-
-    They may come from a file, written by a peft that knows more of them.
-    """
+    """Raise ValueError for fields of a config, perhaps of a newer peft's file, that mean more than LoRA."""
     from peft import LoraConfig
 
     usual = {field.name: field.default for field in fields(LoraConfig)}
@@ -177,10 +171,7 @@ def require_plain_adapters(module: Any) -> None:
 
 
 def _product(layer: Any, base: Tensor, pairs: Sequence[tuple[str, Tensor, Tensor]]) -> Tensor:
-    """Return base + sum of scale B A over adapters, rounded once.
-
-    It is computed in float32 at least; the result has the type of `base`.
-    """
+    """Return base + sum of scale B A over adapters, in float32 at least, rounded once to its type."""
     out = base.to(wide(base.dtype))
     for adapter, a, b in pairs:
         step = layer.scaling[adapter] * (b.to(out) @ a.to(out))
@@ -197,10 +188,7 @@ def plain_name(module: nn.Module, name: str) -> str:
 
 @torch.no_grad()
 def merged(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Merge LoRA adapters into the weights, by the plain model's names: base + scale B A.
-
-    Weights of a module without adapters come back unchanged.
-    """
+    """Merge LoRA adapters into weights, by the plain model's names: base + scale B A."""
     out = dict(weights)
     for name, layer in _adapted(module):
         pairs = []
@@ -414,10 +402,7 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_adapters(folder: str | Path) -> dict[str, Tensor]:
-    """Return the tensors of a folder of adapters, by the names that peft saved them under.
-
-    ValueError for a folder without them, and for a file that is not whole.
-    """
+    """Return the tensors of a folder of adapters, by their names in it. ValueError if not whole or none."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -106,10 +106,7 @@ def folder_of(name: str) -> Path:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the files with a model's weights: those with transformers' names, if there are some.
-
-    ValueError for none.
-    """
+    """Return the files with a model's weights, by transformers' names if there are. ValueError for none."""
     named = sorted([*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors")])
     found = named or sorted(folder.glob("*.safetensors"))
     if not found:
@@ -186,10 +183,7 @@ def _check_names(out: Stored, made: Mapping[str, Tensor], unexpected: list[str])
 
 
 def _untie(out: Stored) -> None:
-    """Separate tied tensors of the skeleton that differ in the files.
-
-    transformers does so too, whatever the config ties.
-    """
+    """Separate tied tensors of the skeleton that differ in the files, as transformers does."""
     plain = {group.name: group for group in out.groups.values() if group.rule is None}
     for names in aliases(out.skeleton).values():
         held = [plain[name] for name in names if name in plain]
@@ -288,10 +282,7 @@ def on_meta(
 
 
 def keep_part(module: nn.Module, part: nn.Module) -> None:
-    """Make a part that is kept without the rest of its module read its weights from the module's files.
-
-    Does nothing for a module that has its weights.
-    """
+    """Make a part that is kept without its module read its weights from the module's files."""
     source = _source(module)
     if source is None or source is part:
         return
@@ -350,10 +341,7 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
 
 
 def _homes(module: nn.Module, weights: _Weights, kept: set[str]) -> dict[str, Tensor]:
-    """Return the tensor of `module` for each name of a tensor in the whole model.
-
-    Tensors outside of `module` have none, nor have its parameters named in `kept`.
-    """
+    """Return the tensor of `module`, if it is not in `kept`, for each name in the whole model."""
     plain: dict[str, Tensor] = {}
     for name, x in module.state_dict(keep_vars=True).items():
         if name not in kept:

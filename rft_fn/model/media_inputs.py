@@ -208,10 +208,7 @@ def _axes(model: Any, read: list[Tensor], sequences: _Sequences) -> list[Tensor]
 
 
 def _tensors(model: Any, sequences: _Sequences, takes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a pack by the names that a model takes.
-
-    ValueError for others, which would be lost in silence.
-    """
+    """Return the tensors of a pack by the names that a model takes. ValueError for others."""
     found = {}
     for name, x in sequences.tensors.items():
         if not x.shape[0]:

@@ -155,10 +155,7 @@ def _text(model: Any, decoder: Any) -> Any:
 
 
 def _towers(model: Any, decoder: Any, text: Any) -> tuple[nn.Module, ...]:
-    """Return the parts next to the text model on the way to it.
-
-    If no text model is known by name, the parts with the usual name of a tower.
-    """
+    """Return the parts next to the text model on the way to it, or by the usual names of towers."""
     path = path_of(text, decoder).split(".")
     if path[-1] not in _TEXT:
         return tuple(m for name, m in model.named_modules() if name.rpartition(".")[2] in _TOWERS)

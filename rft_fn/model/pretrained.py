@@ -102,10 +102,7 @@ def _reason(error: Exception) -> str:
 
 
 def skeleton(config: Any, factory: Any, **options: Any) -> Any:
-    """Make the model of a config with an auto class, without memory.
-
-    ValueError in one line for a config that no model can be made of.
-    """
+    """Make the model of a config with an auto class, without memory. ValueError in one line."""
     try:
         with torch.device("meta"):
             made = factory.from_config(config, **options)

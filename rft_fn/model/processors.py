@@ -28,10 +28,7 @@ def _widened(text: str, token: str, counts: Sequence[int]) -> str:
 
 
 class PatchProcessor:
-    """Cuts images and frames of videos into patches, as models of Qwen's VL families want them.
-
-    It is called as the processors of transformers are.
-    """
+    """Cuts images and frames of videos into patches as Qwen's VL models want; called as transformers'."""
 
     image_token = "<|image_pad|>"
     video_token = "<|video_pad|>"

@@ -69,10 +69,7 @@ def set_fast(module: nn.Module, on: bool) -> None:
 
 @contextmanager
 def packed(module: nn.Module) -> Iterator[None]:
-    """Run a module without gradients, with each weight packed once for oneDNN.
-
-    The packs are a second copy of the weights of its `FastLinear`, and are gone afterwards.
-    """
+    """Run a module without gradients, a copy of each `FastLinear`'s weight packed for oneDNN meanwhile."""
     from rft_kernels.linear import Packed
 
     layers = [m for m in module.modules() if type(m) is FastLinear]
@@ -97,10 +94,7 @@ _LIBRARY = {"int8": "torchao", "nf4": "bitsandbytes"}
 
 
 def check(kind: str, name: str, *, rank: int, world: int, config: Any) -> None:
-    """Raise ValueError if a run cannot train over a base in low precision.
-
-    Nothing is loaded. `rank` is that of the new adapters, `config` the strategy's.
-    """
+    """Raise ValueError if a run cannot train over a low base; `config` is the strategy's."""
     if not kind:
         return
     _require_library(kind)
@@ -128,10 +122,7 @@ def _require_library(kind: str) -> None:
 def options(
     kind: str, *, dtype: torch.dtype, device: torch.device, whole: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the keywords for `from_pretrained` to quantise all but the parts at the paths `whole`.
-
-    ValueError for an unknown kind, and for one without its library.
-    """
+    """Return the keywords to quantise all but the parts at the paths `whole`. ValueError without library."""
     _require_library(kind)
     kept = [*whole, "lm_head"] if whole else None  # None: the head and what is tied to it
     if kind == "int8":
@@ -161,10 +152,7 @@ def _any_low(module: nn.Module) -> bool:
 
 
 def prepare(name: str, module: nn.Module) -> None:
-    """Make a model just loaded compute with gradients.
-
-    ValueError for weights of a byte or less that only their own library can read.
-    """
+    """Make a model compute with gradients. ValueError for weights that only another library can read."""
     layer: Any
     for layer in module.modules():
         # bitsandbytes: a forward without a gradient would pack the weights into a form that no backward reads

@@ -47,10 +47,7 @@ class Reader(nn.Module, ABC):
 
     @abstractmethod
     def read(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
-        """Return values [T] of a pack, 0 outside mask.
-
-        `bounds` are given if the pack is this process's part of one that several share.
-        """
+        """Return values [T] of a pack, 0 outside mask; `bounds` are given for a part of a shared pack."""
         ...
 
     def finish(self, out: TokenOut, pack: Packed) -> TokenOut:
@@ -79,10 +76,7 @@ class Reader(nn.Module, ABC):
         return packing_probe.measure(self, self.parts, asked, head=self.fused, share=self.shared)
 
     def _in_turn(self, pack: Packed) -> TokenOut:
-        """Run each sequence of a unit by itself; an empty one as one token.
-
-        Every unit is then equally many forwards on every process.
-        """
+        """Run each sequence of a unit by itself, an empty one as one token: equally many on each process."""
         name = type(self.parts.decoder).__name__
         if isinstance(pack.unit, int):
             together = pack.unit
@@ -115,10 +109,7 @@ class Reader(nn.Module, ABC):
         return tree.map(lambda x: x[real], whole)
 
     def _sequence(self, pack: Packed) -> TokenOut:
-        """Return the outputs of a pack of one sequence.
-
-        What was sampled before the switch is read without what comes after it.
-        """
+        """Score a pack of one sequence; what was sampled before the switch without what comes after it."""
         size = len(pack.tokens)
         if self.grows:
             return tree.map(lambda x: x[:size], self.read(_with_last(pack), None))
@@ -271,15 +262,13 @@ def _mode(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool
 
 @torch.no_grad()
 def assume_packing(root: nn.Module) -> None:
-    """Assume the usual packing mode without a probe, for a model on the meta device.
-
-    The head is plain if the logits are the very tensor that it made.
-    """
+    """Assume the usual packing mode without a probe, for a model on the meta device."""
     if not isinstance(root, Reader):
         return
     root.mode = POSITIONS
     if not root.fused:
         return
+    # The head is plain if the logits are the very tensor that it made.
     # of 16 bits the logits are a copy in float32; transformers' own `float` refuses low-precision bases
     lm = nn.Module.float(copy.deepcopy(root.parts.model))
     text_config(lm)._attn_implementation = "eager"  # its masks are made without values

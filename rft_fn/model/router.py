@@ -68,10 +68,7 @@ class Balance:
 
     @torch.no_grad()
     def settle(self, heard: dict[str, Heard]) -> None:
-        """Detect which probabilities the weights of each router are made of.
-
-        ValueError for routers of another kind.
-        """
+        """Detect what the weights of each router are made of. ValueError for routers of another kind."""
         for name, x in heard.items():
             errors = {way: _error(way, x) for way in _WAYS}
             way = min(errors, key=lambda w: errors[w])
@@ -164,10 +161,7 @@ def _note(heard: dict[str, Heard], name: str, router: nn.Module, _: Any, out: An
 
 
 def _real(pack: Packed, bounds: SequenceBounds | None) -> Tensor:
-    """Return whether each token [T] is no padding.
-
-    Padding is at position 0 and begins no sequence.
-    """
+    """Return whether each token [T] is no padding, which is at position 0 and begins no sequence."""
     begins = pack.seq.diff(prepend=pack.seq[:1] - 1) != 0
     if bounds is not None and bounds.sequence is not None:  # a part may begin within a sequence
         start = bounds.sequence.rank * pack.seq.shape[0]
@@ -189,10 +183,7 @@ _WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _error(way: str, x: Heard) -> float:
-    """Return the largest difference between a router's weights and its probabilities, both as shares.
-
-    Only chosen experts count, and numbers that are not finite do not.
-    """
+    """Return the largest difference of a router's weights and probabilities as shares, if finite."""
     p = _WAYS[way](widen(x.logits)).gather(-1, x.chosen)
     weights = widen(x.weights)
     difference = weights / weights.sum(-1, keepdim=True) - p / p.sum(-1, keepdim=True)

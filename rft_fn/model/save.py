@@ -36,10 +36,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def put(p: Any, whole: Any) -> None:
-    """Copy a whole tensor into `p`, or a part if `p` is sharded.
-
-    `whole` may be the slice of a tensor in a file, which is read only as far as needed.
-    """
+    """Copy a whole tensor, or the slice of one in a file, into `p`; only a part if `p` is sharded."""
     if not hasattr(p, "device_mesh"):
         p.copy_(whole[...])
         return

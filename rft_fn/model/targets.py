@@ -52,10 +52,7 @@ def _of_text(module: nn.Module, paths: Sequence[str]) -> list[str]:
 
 
 def _read_by_owner(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """Return the paths of layers with a weight that their owner reads, instead of calling the layer.
-
-    Adapters would be passed by. Mixers of states hand their output projection to a fused kernel.
-    """
+    """Return the paths of layers with a weight that their owner reads: adapters would be passed by."""
     found = []
     for path in paths:
         owner, _, name = path.rpartition(".")
@@ -67,10 +64,7 @@ def _read_by_owner(module: nn.Module, paths: Sequence[str]) -> list[str]:
 
 @cache
 def _weights_read(kind: type) -> frozenset[str]:
-    """Return the names of layers with a weight that a class of modules reads itself.
-
-    Looking at its type is not reading.
-    """
+    """Return the names of layers with a weight that a class of modules reads, not only its type."""
     return frozenset(re.findall(r"self\.(\w+)\.weight\b(?!\.)", inspect.getsource(kind)))
 
 
@@ -151,10 +145,7 @@ def warn_of_left_out(module: nn.Module) -> None:
 
 
 def _matching(paths: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the paths that match one of the names or more.
-
-    A name is a path, its end, or a part that it leads through; `*` matches anything.
-    """
+    """Return the paths that a name is the end or a part of; `*` matches anything."""
     names = list(names)
     return [path for path in paths if any(fnmatchcase(f".{path}.", f"*.{name}.*") for name in names)]
 
