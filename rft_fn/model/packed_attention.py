@@ -149,12 +149,7 @@ def by_tail(
 
 
 def _causal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    sinks: Tensor | None,
-    mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None, mask: Tensor | None = None
 ) -> Tensor:
     """Attend causally in a batch of sequences of one length, from their last tokens.
 
