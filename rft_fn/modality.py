@@ -47,7 +47,7 @@ MODALITY_PARAMETERS: dict[ActorModality, frozenset[str]] = {
 
 
 def get_supported_parameters(modality: ActorModality | str) -> frozenset[str]:
-    """Return the names of the tensors that an actor takes besides tokens. ValueError for an unknown one."""
+    """Return the names of tensors that an actor takes besides tokens. ValueError for an unknown modality."""
     try:
         return MODALITY_PARAMETERS[ActorModality(modality)]
     except ValueError:

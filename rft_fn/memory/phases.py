@@ -337,6 +337,7 @@ def host_memory() -> int:
 
 
 def _used() -> dict[str, int]:
+    """Return the memory of this process, on the GPU if there is one."""
     if torch.cuda.is_available():
         return {
             "allocated": torch.cuda.memory_allocated(),

@@ -244,11 +244,7 @@ def _sequences(pack: Packed) -> _Sequences:
 
 
 def _read(ids: Tensor, sampled: Tensor, places: Mapping[int, str]) -> Tensor:
-    """Return the tokens of a sequence, with 0 for those that the policy sampled.
-
-    A placeholder in the mask shows that this is no response but a prompt that is trained too: it is read
-    as it is.
-    """
+    """Return the tokens of a sequence, 0 if sampled; a prompt that is trained (with placeholders) whole."""
     if bool((sampled & (token_types(ids, places) > 0)).any()):
         return ids
     return torch.where(sampled, 0, ids)

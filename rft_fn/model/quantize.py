@@ -94,7 +94,7 @@ _LIBRARY = {"int8": "torchao", "nf4": "bitsandbytes"}
 
 
 def check(kind: str, name: str, *, rank: int, world: int, config: Any) -> None:
-    """Raise ValueError if a run cannot train over a low base; `config` is the strategy's."""
+    """Raise ValueError if a run cannot train over a base in low precision; `config` is the strategy's."""
     if not kind:
         return
     _require_library(kind)
@@ -122,7 +122,7 @@ def _require_library(kind: str) -> None:
 def options(
     kind: str, *, dtype: torch.dtype, device: torch.device, whole: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the keywords to quantise all but the parts at the paths `whole`. ValueError without library."""
+    """Return the keywords to quantise all but the parts `whole`. ValueError without the library."""
     _require_library(kind)
     kept = [*whole, "lm_head"] if whole else None  # None: the head and what is tied to it
     if kind == "int8":

@@ -53,11 +53,7 @@ class Balance:
 
     @contextmanager
     def listen(self) -> Iterator[dict[str, Heard]]:
-        """Record the output of each router in the last forward inside of the context.
-
-        Hooks stay no longer: a copy of the model has none of them, and the second forward of checkpointing
-        is not heard.
-        """
+        """Record the output of each router in the last forward of the context; its hooks end with it."""
         heard: dict[str, Heard] = {}
         handles = [m.register_forward_hook(partial(_note, heard, name)) for name, m in self.routers.items()]
         try:
