@@ -222,7 +222,7 @@ class _Servers:
         return torch.where(rollout.mask, logp, 0)
 
     def scored(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
-        """Return the log-probs of all tokens but the first. Fault for another number, or for none at all."""
+        """Return the log-probs of all tokens but the first. Fault for another number, or impossible ones."""
         logp = self.protocol.score(server, known, tokens)
         if len(logp) != len(tokens) - 1:
             raise Fault(f"expected {len(tokens) - 1} log-probs, got {len(logp)}")

@@ -12,7 +12,6 @@ import pytest
 from cases import each
 
 from rft_fn.engine import pool
-from rft_fn.engine import pool as server_checks
 from rft_fn.engine.server_protocol import Client, Fault, Refused
 
 
@@ -139,7 +138,7 @@ def test_requests_under_way_can_be_broken_off():
 @each("url", ["localhost:8000", "ftp://a:1", "http://", "http://a:b", "http://a:0", "http:/a:8000"])
 def test_an_address_that_is_none(url):
     with pytest.raises(ValueError, match=f"^engine_servers: expected addresses like .*got {url!r}$"):
-        server_checks.check_url(url)
+        pool.check_url(url)
 
 
 SECRET = "sk-4711/of-many-characters"
