@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rft_fn import check, dist, tree
 from rft_fn.check import Count, Range, Share, Whole
-from rft_fn.engine.requests import BadRequest
+from rft_fn.engine.requests import BadRequest, given
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus, record
@@ -92,9 +92,7 @@ class _Lifetime:
         start: Sequence[int] | None = None,
     ) -> Rollout:
         with self.mark_dead("generate") as engine:
-            # only what is given, so that an engine without the two can do all other requests
-            per_row = {name: x for name, x in (("max_new", max_new), ("start", start)) if x is not None}
-            rollout = engine.generate(prompts, keys, n=n, sampling=sampling, **per_row)
+            rollout = engine.generate(prompts, keys, n=n, sampling=sampling, **given(max_new, start))
         return tree.replace(rollout, sampling=sampling)
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from rft_fn.types import Media, Rollout, Sampling
 
 __all__ = [
     "BadPrompt", "BadRequest", "Response", "Row", "Stop", "assemble", "check", "check_rows", "empty",
-    "end_tokens", "rows", "token_ids",
+    "end_tokens", "given", "rows", "token_ids",
 ]  # fmt: skip
 
 
@@ -79,6 +79,12 @@ def _ids(number: int, prompt: Any, tokenizer: Any) -> list[int]:
     except ValueError as error:
         reason = " ".join(str(error).split())
         raise BadPrompt(number, "text that can be encoded", reason) from None
+
+
+def given(max_new: Sequence[int] | None, start: Sequence[int] | None) -> dict[str, Sequence[int]]:
+    """Return what is not None by name, so that an engine without the two can do all other requests."""
+    options = {"max_new": max_new, "start": start}
+    return {name: x for name, x in options.items() if x is not None}
 
 
 def check(
