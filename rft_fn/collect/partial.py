@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor
 
 from rft_fn import reward_shaping, tree
@@ -92,7 +92,7 @@ def sample_partial(
     ready = _finished(groups, n, sampling)
     done = _chosen(groups, ready, n)
     rest = None if bool(ready.all()) else _chosen(groups, ~ready, n)
-    prompts = _prompts(draw, done.born)
+    prompts, _ = _drawn(draw, done.born)
     return Finished(prompts, with_media(strategy or get_fake_strategy(), done.rollout, prompts), rest)
 
 
@@ -120,11 +120,11 @@ def _grown(
     rows = _open(groups, sampling).nonzero().flatten().tolist()
     short = take(groups.rollout, rows)
     spent = short.mask.sum(-1).tolist()
-    keys = _keys(draw, groups.born)
+    prompts, keys = _drawn(draw, groups.born)
     begun = prefixes(short)
-    for i, prompt in enumerate(_prompts(draw, groups.born[[b // n for b in rows]])):
-        if has_media(prompt):
-            begun[i] = Prefix(begun[i], short.mask[i, : len(begun[i])].tolist(), prompt)
+    for i, b in enumerate(rows):
+        if has_media(prompts[b // n]):
+            begun[i] = Prefix(begun[i], short.mask[i, : len(begun[i])].tolist(), prompts[b // n])
     more = generate(
         begun,
         [(keys[b // n], b % n) for b in rows],
@@ -144,16 +144,11 @@ def _grown(
     return Waiting(rollout=tree.replace(both, group=groups.rollout.group), born=groups.born)
 
 
-def _keys(draw: Draw, born: Tensor) -> list[int]:
-    """Return the key of each group."""
-    drawn = {step: draw(step)[1] for step in set(born[:, 0].tolist())}
-    return [drawn[step][place] for step, place in born.tolist()]
-
-
-def _prompts(draw: Draw, born: Tensor) -> list[Any]:
-    """Return the prompt of each group."""
-    drawn = {step: draw(step)[0] for step in set(born[:, 0].tolist())}
-    return [drawn[step][place] for step, place in born.tolist()]
+def _drawn(draw: Draw, born: Tensor) -> tuple[list[Any], list[int]]:
+    """Return the prompt and the key of each group."""
+    drawn = {step: draw(step) for step in set(born[:, 0].tolist())}
+    prompts = [drawn[step][0][place] for step, place in born.tolist()]
+    return prompts, [drawn[step][1][place] for step, place in born.tolist()]
 
 
 # ---------- dynamic sampling: draw prompts until enough groups have rewards that differ
@@ -178,12 +173,6 @@ class VariedGroups(NamedTuple):
         return {"sampling/rounds": float(self.rounds), "sampling/varied": self.varied / max(self.drawn, 1)}
 
 
-class _Batch(NamedTuple):
-    prompts: list[Any]
-    rollout: Rollout
-    judged: Judged
-
-
 def judged_groups(prompts: Sequence[Any], rollout: Rollout, judged: Judged) -> VariedGroups:
     """Return the groups of one round, all of which are taken."""
     varied = int(reward_shaping.varied(judged.reward).sum())
@@ -204,41 +193,41 @@ def sample_varied_groups(collect: Collect, draw: Draw, n: int, *, rounds: int = 
         raise ValueError(f"rounds: expected >= 1, got {rounds}")
 
     # every rank sees the same rewards, so all of them stop after the same round
-    parts: list[_Batch] = []
+    prompts: list[Any] = []
+    counts: list[int] = []
+    rollouts: list[Rollout] = []
+    scored: list[Judged] = []
     varied = 0
     for i in range(rounds):
-        prompts, keys = draw(i)
-        rollout, judged = collect(prompts, keys)
-        parts.append(_Batch(list(prompts), rollout, judged))
+        asked, keys = draw(i)
+        rollout, judged = collect(asked, keys)
+        prompts += asked
+        counts.append(len(asked))
+        rollouts.append(rollout)
+        scored.append(judged)
         varied += int(reward_shaping.varied(judged.reward).sum())
         if varied >= n:
             break
 
-    drawn = sum(len(p.prompts) for p in parts)
+    drawn = len(prompts)
     if drawn < n:
         raise ValueError(f"draw: expected {n} prompts or more in {rounds} rounds, got {drawn}")
-    if len(parts) == 1 and drawn == n:
-        return VariedGroups(*parts[0], 1, drawn, varied)
+    if len(counts) == 1 and drawn == n:
+        return VariedGroups(prompts, rollouts[0], scored[0], 1, drawn, varied)
 
-    # groups with variance first, each kind in the order of the draws
-    batch = _concat(parts)
-    differs = reward_shaping.varied(batch.judged.reward).tolist()
-    order = [g for g in range(drawn) if differs[g]] + [g for g in range(drawn) if not differs[g]]
-    return VariedGroups(*_select(batch, order[:n]), len(parts), drawn, varied)
-
-
-def _concat(parts: Sequence[_Batch]) -> _Batch:
-    """Join the groups of all parts in order, padded to the longest and numbered on."""
-    rollout = concat([p.rollout for p in parts], prompts=[len(p.prompts) for p in parts])
-    judged = concat_judged([p.judged for p in parts])
-    return _Batch([x for p in parts for x in p.prompts], rollout, judged)
-
-
-def _select(batch: _Batch, groups: Sequence[int]) -> _Batch:
-    """Select groups in that order, numbered from 0."""
-    size = batch.judged.reward.shape[1]
-    rows_of_group = rearrange(torch.arange(len(batch.rollout.tokens)), "(n g) -> n g", g=size)
-    rollout = take(batch.rollout, rearrange(rows_of_group[list(groups)], "n g -> (n g)"))
-    number = repeat(torch.arange(len(groups)), "n -> (n g)", g=size).to(rollout.group)
-    rollout = tree.replace(rollout, group=number)
-    return _Batch([batch.prompts[i] for i in groups], rollout, select(batch.judged, groups))
+    # groups with variance first, each kind in the order of the draws, numbered from 0
+    rollout = concat(rollouts, prompts=counts)
+    judged = concat_judged(scored)
+    differs = reward_shaping.varied(judged.reward).tolist()
+    order = sorted(range(drawn), key=lambda g: not differs[g])[:n]
+    size = judged.reward.shape[1]
+    rows = rearrange(torch.arange(len(rollout.tokens)), "(n g) -> n g", g=size)[order].flatten()
+    number = torch.arange(n).repeat_interleave(size).to(rollout.group)
+    return VariedGroups(
+        prompts=[prompts[g] for g in order],
+        rollout=tree.replace(take(rollout, rows), group=number),
+        judged=select(judged, order),
+        rounds=len(counts),
+        drawn=drawn,
+        varied=varied,
+    )

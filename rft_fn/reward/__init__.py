@@ -3,9 +3,9 @@
     def reward(prompts, completions, **columns) -> list[float]
 
 Lists with one value per completion. Prompts and completions are texts, or lists of messages where the data
-has messages; `convention` has the other arguments that a function may name, `results` the values that it may
-return, `verifiable` the built-in functions, `generative_model` judges, `adapters` the functions of other
-libraries, `combine` their weighted sum and `scoring` the way from a rollout to rewards. `completions` are the
+has messages; `signature` has the other arguments that a function may name and the values that it may return,
+`verifiable` the built-in functions, `generative_model` judges, `foreign` the adapters of other libraries'
+functions, `combine` their weighted sum and `scoring` the way from a rollout to rewards. `completions` are the
 *response only*: a reward that scores prompt and response together can be satisfied by the instructions in the
 prompt, and is then a constant.
 """

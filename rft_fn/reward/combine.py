@@ -417,7 +417,7 @@ def normalized(
 
 
 def standardized(x: Tensor, *, over: Over, eps: float = 1e-6) -> Tensor:
-    """Return (x - mean) / (sample std + eps) of x [N, G], by row or over all; NaN stays, and counts nowhere.
+    """Return (x - mean) / (sample std + eps) of x [N, G], by row or over all; NaN stays and is ignored.
 
     A row, or a batch, with fewer than two numbers becomes 0 where it has one.
     """

@@ -170,13 +170,13 @@ _OF_RECIPES = {"model_reward_list", "labels", "queries", "refs", "label_map"}
 
 
 def lightrft(fn: ForeignFn, answer: str = _REFERENCE) -> RewardFn:
-    """Call LightRFT's `reward_fn(model_reward_list, labels, queries, refs, label_map)`, or its `reward_func`.
+    """Call LightRFT's reward_fn(model_reward_list, labels, queries, refs, label_map), or reward_func.
 
-    `labels` is the column "label", which names the recipe of a row; `refs` is the column `answer`, LightRFT's
-    `--reference_key`. There are no reward models: `label_map` is empty, `model_reward_list` one score of 0
-    per row, as without any these functions make their tensors on "cuda". `queries` are only the responses:
-    with the prompt first, as LightRFT has them, every response meets a format that the prompt describes.
-    Returns rewards and a dict of metrics.
+    As of LightRFT 0.1. `labels` is the column "label", which names the recipe of a row; `refs` is the column
+    `answer`, LightRFT's `--reference_key`. There are no reward models: `label_map` is empty,
+    `model_reward_list` one score of 0 per row, as without any these functions make their tensors on "cuda".
+    `queries` are only the responses: with the prompt first, as LightRFT has them, every response meets a
+    format that the prompt describes. Returns rewards and a dict of metrics.
 
     `reward_func(queries, prompts, labels)`, of its file for `--remote_rm_url`, is called as OpenRLHF's: its
     `labels` are the column "label" unless `answer` names another; `references` in their place are `answer`.
@@ -229,7 +229,7 @@ def verl(fn: ForeignFn, answer: str = _TRUTH) -> RewardFn:
 
 
 def tinyzero(fn: ForeignFn, answer: str = _TRUTH) -> RewardFn:
-    """Call TinyZero's `compute_score(solution_str, ground_truth)`: an early verl's, given the whole sequence.
+    """Call TinyZero's compute_score(solution_str, ground_truth): verl's, given the whole sequence.
 
     `solution_str` is prompt and response, with the special tokens of the chat template: these functions read
     the text after "Assistant:" or "<|im_start|>assistant", and give 0 where there is no such mark.

@@ -1,8 +1,8 @@
-"""Checks rewards on made-up responses, before a model is loaded."""
+"""Check rewards on made-up responses, before a model is loaded."""
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +27,8 @@ def check(
     r"""Score made-up completions, so that a broken reward fails early.
 
     `rows` are prompts (`data.Prompt`) or rows of the data. Completions: "empty"; "garbage", letters and
-    punctuation drawn by the index of the row; and, where the rows have an answer, "answer", the reference
-    itself, "boxed", the reference in \boxed{}, and "tags", in <think> and <answer>. The answer is at the path
+    punctuation drawn by the index of the row; and, where the rows have an answer, "answer", the reference,
+    "boxed", the reference in \boxed{}, and "tags", in <think> and <answer>. The answer is at the path
     `answer`; without one, at the first of a few usual names that the rows have. Returns the scores by these
     names. `joints` are the values of joint rewards, as `made_up` gives them.
 
@@ -42,32 +42,33 @@ def check(
 
     # the columns that all rows have
     asked = [_question(row) for row in rows]
-    table: dict[str, list[Any]] = {}
-    for name in asked[0].row:
-        if all(name in x.row for x in asked):
-            table[name] = [x.row[name] for x in asked]
+    shared = [name for name in asked[0].row if all(name in x.row for x in asked)]
+    table = {name: [x.row[name] for x in asked] for name in shared}
     tries = _tries([x.row for x in asked], answer, columns(score))
 
     def run(scorer: Score) -> dict[str, Scored]:
-        found = {}
+        scored = {}
         for name, made in tries.items():
-            known = None
-            if joints is not None:
-                known = joints[name].of_rows(range(len(rows)))
-            found[name] = _score(scorer, asked, made, table, known)
-        return found
+            known = None if joints is None else joints[name].of_rows(range(len(rows)))
+            scored[name] = _score(scorer, asked, made, table, known)
+        return scored
 
     scored = _run_or_explain(score, run, asked)
-    constant = False
-    if isinstance(score, Weighted):
-        constant = _warn_of_constants(score, scored, run, asked)
+    constant = isinstance(score, Weighted) and _warn_of_constants(score, scored, run, asked)
     if "answer" in scored and not constant:
-        _warn_if_blind(scored)
+        known = torch.stack([scored[name].total for name in ("answer", "boxed", "tags")])
+        best = known.max(0).values
+        if not (best > scored["garbage"].total).any():
+            warnings.warn(
+                f"reward: the reference answers score no more than garbage does: {best.tolist()} "
+                f"against {scored['garbage'].total.tolist()}",
+                stacklevel=2,
+            )
     return scored
 
 
 def made_up(score: Score, prompts: Sequence[Any], tokenizer: Any, *, answer: str = "") -> dict[str, Joint]:
-    """The joint rewards of the completions that `check` makes up, by their names; nothing is computed yet.
+    """Return the joint rewards of the completions that `check` makes up, by name, not computed yet.
 
     ValueError for rows that are no prompts, and without a tokenizer.
     """
@@ -81,7 +82,7 @@ def made_up(score: Score, prompts: Sequence[Any], tokenizer: Any, *, answer: str
 
 
 def _rollout(prompts: Sequence[Any], made: Sequence[str], tokenizer: Any) -> Rollout:
-    """One made-up response to each prompt, with its end token."""
+    """Make a rollout of one made-up response to each prompt, with its end token."""
     rows = []
     for p, text in zip(prompts, made, strict=True):
         ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
@@ -115,14 +116,9 @@ class _Question(NamedTuple):
 
 
 def _question(row: Any) -> _Question:
-    """The question of a prompt or a row.
-
-    The latter is in its column "prompt" or "question".
-    """
+    """Return the question of a prompt or a row; a row has it in its column "prompt" or "question"."""
     if hasattr(row, "columns") and hasattr(row, "text"):
-        asked = row.text
-        if row.messages is not None:
-            asked = list(row.messages)
+        asked = row.text if row.messages is None else list(row.messages)
         return _Question(row.columns, asked, getattr(row, "ids", ()), records(getattr(row, "sources", ())))
     prompt = row.get("prompt", row.get("question", ""))
     if isinstance(prompt, (list, tuple)) and all(isinstance(turn, Mapping) for turn in prompt):
@@ -131,17 +127,15 @@ def _question(row: Any) -> _Question:
 
 
 def _tries(rows: Sequence[Mapping[str, Any]], answer: str, read: Sequence[str]) -> dict[str, list[str]]:
-    """The completions by name, one per row in each list.
+    """Return the completions by name, one per row in each list.
 
     `read` are the columns that the score reads.
     """
     tries = {"empty": [""] * len(rows), "garbage": [_garbage(i) for i in range(len(rows))]}
 
     # the reference answers: the first path at which every row has one
-    paths = [answer]
-    if not answer:
-        paths = ["answer", *(path for path in _ANSWERS if path in read)]
-    for path in paths:
+    usual = ["answer", *(path for path in _ANSWERS if path in read)]
+    for path in [answer] if answer else usual:
         references = [value_at(row, path, None) for row in rows]
         if None not in references:
             tries["answer"] = [str(x) for x in references]
@@ -152,68 +146,59 @@ def _tries(rows: Sequence[Mapping[str, Any]], answer: str, read: Sequence[str]) 
 
 
 def _garbage(index: int) -> str:
-    """Sixty characters that answer nothing: no digits, no braces, no backslash."""
+    """Return sixty characters that answer nothing: no digits, no braces, no backslash."""
     key = rng.fold_in(0, "garbage", index)
-    pieces = []
-    for i in range(60):
-        piece = " ;"
-        if i % 7:
-            piece = chr(ord("a") + rng.fold_in(key, i) % 26)
-        pieces.append(piece)
-    return "".join(pieces)
+    return "".join(chr(ord("a") + rng.fold_in(key, i) % 26) if i % 7 else " ;" for i in range(60))
 
 
 def _score(
     score: Score, asked: Sequence[_Question], made: Sequence[str], table: Columns, known: Known | None
 ) -> Scored:
-    """The rewards of made-up completions, in the form of the data."""
+    """Return the rewards of made-up completions, in the form of the data."""
     completions: list[Any] = []
     for question, text in zip(asked, made, strict=True):
-        if question.in_messages:
-            completions.append(as_messages(text, "assistant"))
-        else:
-            completions.append(text)
+        completions.append(as_messages(text, "assistant") if question.in_messages else text)
     prompts = [question.prompt for question in asked]
     if not isinstance(score, Weighted):
         return score(prompts, completions, table)
-    ids = [list(map(ord, text)) for text in made]  # one per character: there is no tokenizer yet
-    given: dict[str, Any] = {"completion_ids": ids, "truncated": [False] * len(made)}
-    given |= {"prompt_ids": [x.ids for x in asked], "prompt_texts": [text_of(x.prompt) for x in asked]}
-    given |= {"groups": list(range(len(made))), "keys": list(range(len(made)))}
-    given |= {"media": [x.media for x in asked]}
-    return score(prompts, completions, table, known=known, **given)
+    return score(
+        prompts,
+        completions,
+        table,
+        completion_ids=[list(map(ord, text)) for text in made],  # there is no tokenizer yet
+        prompt_texts=[text_of(x.prompt) for x in asked],
+        prompt_ids=[x.ids for x in asked],
+        truncated=[False] * len(made),
+        groups=range(len(made)),
+        keys=range(len(made)),
+        media=[x.media for x in asked],
+        known=known,
+    )
 
 
-# --------------------------------------------------------------------------------------------- the other form
+# ---------- the other form
 
 
-class Run(Protocol):
-    """Scores all tries."""
-
-    def __call__(self, score: Score, /) -> dict[str, Scored]:
-        """The rewards by the name of the try. Raises whatever the score raises."""
-        ...
+Run = Callable[[Score], dict[str, Scored]]
+"""Scores all tries: the rewards by the name of the try. Raises whatever the score raises."""
 
 
 def _other(asked: Sequence[_Question]) -> tuple[str, str, Adapter]:
-    """(the form of the data, the other form, the adapter to the other)."""
+    """Return (the form of the data, the other form, the adapter to the other)."""
     if asked[0].in_messages:
         return "messages", "text", texts
     return "text", "messages", messages
 
 
 def _run_or_explain(score: Score, run: Run, asked: Sequence[_Question]) -> dict[str, Scored]:
-    """The scores.
-
-    ValueError for a reward that raises, and would not in the other form.
-    """
+    """Return the scores; ValueError for a reward that raises, and would not in the other form."""
     try:
         return run(score)
     except Exception as error:
         if not isinstance(score, Weighted) or score.running not in score.components:
             raise
 
-        # the reward that raised, tried by itself in the other form
+        # the reward that raised, by itself in the other form
         name = score.running
         own, other, wrap = _other(asked)
         if not _tells_apart(run, wrap(score.components[name][0])):
@@ -228,11 +213,8 @@ def _run_or_explain(score: Score, run: Run, asked: Sequence[_Question]) -> dict[
 def _warn_of_constants(
     score: Weighted, scored: dict[str, Scored], run: Run, asked: Sequence[_Question]
 ) -> bool:
-    """Warn of rewards that give everything the same score.
-
-    Each warning has a remedy. True if there was a warning.
-    """
-    found = False
+    """Warn of rewards that give everything the same score, with a remedy; True if there are any."""
+    warned = False
     for name, (fn, _) in score.components.items():
         if not _is_constant(scored, name):
             continue
@@ -249,18 +231,18 @@ def _warn_of_constants(
             )
         if reads_other or "answer" in scored:
             warnings.warn(line, stacklevel=3)
-            found = True
-    return found
+            warned = True
+    return warned
 
 
 def _is_constant(scored: Mapping[str, Scored], name: str) -> bool:
-    """Whether a part has one value for all tries of all rows."""
+    """Return whether a part has one value for all tries of all rows."""
     values = torch.cat([x.parts[name] for x in scored.values()])
     return bool((values == values[0]).all())
 
 
 def _tells_apart(run: Run, fn: RewardFn) -> bool:
-    """Whether a function runs and tells the tries apart."""
+    """Return whether a function runs and tells the tries apart."""
     try:
         return not _is_constant(run(Weighted({"it": (fn, 1.0)})), "it")
     except Exception:
@@ -272,17 +254,5 @@ def _form(name: str) -> str:
 
 
 def _spec(score: Weighted, name: str, form: str) -> str:
-    """The text that gives a reward a form on the command line."""
+    """Return the text that gives a reward a form on the command line."""
     return f"{form}:{score.specs.get(name, name)}"
-
-
-def _warn_if_blind(scored: Mapping[str, Scored]) -> None:
-    """Warn where no reference scores above garbage."""
-    known = torch.stack([scored[name].total for name in ("answer", "boxed", "tags")])
-    best = known.max(0).values
-    if not (best > scored["garbage"].total).any():
-        warnings.warn(
-            f"reward: the reference answers score no more than garbage does: {best.tolist()} "
-            f"against {scored['garbage'].total.tolist()}",
-            stacklevel=3,
-        )

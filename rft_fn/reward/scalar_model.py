@@ -7,9 +7,10 @@ score = rft.reward.weighted(helpful=(helpful, 1.0))
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,25 +33,24 @@ _STEPS = {
 }
 
 
-class ScoreRows(Protocol):
-    """Scores rows by a model, on all ranks together."""
+ScoreRows = Callable[[Experience, int], TokenOut]
+"""Scores rows, at most a budget of tokens at once, on all ranks together; `Strategy.score` makes one.
 
-    def __call__(self, rows: Experience, budget: int, /) -> TokenOut:
-        """Outputs [B, S] with `score` [B, S, H], the same on every rank; `Strategy.score` makes them."""
-        ...
+Returns `score` [B, S, H], the same on every rank.
+"""
 
 
 @dataclass(frozen=True)
 class Reading:
     """How a reward model reads a prompt and a response.
 
-    Where its tokenizer, `tokenizer`, makes the same ids of a text as that of the rollout, these are read as
-    they are: the prompt as the policy saw it, then the sampled tokens. Otherwise the prompt is made anew by
-    this tokenizer's chat template, and the text of the response follows, with the end of a turn unless
-    the response was truncated. Text in a response is never a special token.
+    Where `tokenizer` makes the same ids of a text as the rollout's, it reads the prompt as the policy saw it,
+    then the sampled tokens. Otherwise the prompt is made anew by this tokenizer's chat template, and the text
+    of the response follows, with the end of a turn unless the response was truncated. Text in a response is
+    never a special token.
 
-    With `separator`, for a process reward model, the response is always made anew: each of its steps is
-    encoded alone, as `data.steps_from_rows` does it, and scored at its last token.
+    With `separator`, for a process reward model, the response is always made anew: each step is encoded
+    separately, as `data.steps_from_rows` does it, and scored at its last token.
     """
 
     tokenizer: Any
@@ -61,7 +61,7 @@ class Reading:
     separator: str | None = None  # between steps; "": each character is one; None: no steps
 
     def rows(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any) -> Experience:
-        """The rows [B, S] to be scored. ValueError for one that does not fit into the window."""
+        """Return the rows [B, S] to be scored. ValueError for one that does not fit into the window."""
         shown = any(p.sources for p in prompts)
         alike = reads_alike(self.tokenizer, tokenizer) and (self.processing is not None or not shown)
         if alike and self.separator is None:
@@ -73,7 +73,7 @@ class Reading:
         return packing.scored(rows, ends=ends)
 
     def _sampled(self, rollout: Rollout) -> list[list[int]]:
-        """The ids of each row of a rollout.
+        """Return the ids of each row of a rollout.
 
         A placeholder of an image or a sound ends a response that samples it, but here it would ask for one
         more: such a response has the end of a turn in its place, as it has in training.
@@ -91,9 +91,9 @@ class Reading:
     def _rendered(
         self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any
     ) -> tuple[list[tuple[list[int], Any]], list[list[int]]]:
-        """((ids, tensors of media or None), the positions that are scored) of each row.
+        """Return ((ids, tensors of media or None), the positions that are scored) of each row.
 
-        The ids are made by the model's own tokenizer.
+        The model's tokenizer makes the ids.
         """
         owners = rollout.group.tolist()
         asked = {i: self._prompt(prompts[i]) for i in dict.fromkeys(owners)}
@@ -113,10 +113,9 @@ class Reading:
         return rows, ends
 
     def _steps(self, text: str, truncated: bool) -> list[list[int]]:
-        """The ids of each step of a response, which are one without a separator; none is empty."""
-        steps = []
-        for part in steps_of(text, self.separator):
-            steps.append(self.tokenizer.encode(part, add_special_tokens=False, split_special_tokens=True))
+        """Return the ids of each step of a response, which is one without a separator; none is empty."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=False, split_special_tokens=True)
+        steps = [encode(part) for part in steps_of(text, self.separator)]
         if not truncated:
             steps[-1] = [*steps[-1], *self._end()]
         return [ids for ids in steps if ids]
@@ -126,11 +125,15 @@ class Reading:
         return Chat(self.tokenizer, self.chat_template_kwargs).turn_end()
 
     def _prompt(self, prompt: Prompt) -> tuple[list[int], Any]:
-        """(ids, tensors of media or None) of a prompt that is to be answered."""
-        how = {"system": self.system, "chat_template_kwargs": self.chat_template_kwargs}
+        """Return (ids, tensors of media or None) of a prompt that is to be answered."""
         seen = bool(prompt.sources) and self.processing is not None
         if prompt.messages is None and not seen:
-            return render(self.tokenizer, prompt.text, **how), None
+            return render(
+                self.tokenizer,
+                prompt.text,
+                system=self.system,
+                chat_template_kwargs=self.chat_template_kwargs,
+            ), None
 
         turns = [dict(turn) for turn in prompt.messages or ()]
         if not turns:
@@ -153,7 +156,7 @@ class Reading:
 
 
 def steps_of(text: str, separator: str | None) -> list[str]:
-    """The steps of a text, at least one, each with the separators behind it; together they are the text.
+    """Split a text into steps, at least one, with their trailing separators; joined they are the text.
 
     Each character is a step with the separator "", and the whole text with None.
     """
@@ -174,7 +177,7 @@ def steps_of(text: str, separator: str | None) -> list[str]:
 
 
 def reads_alike(a: Any, b: Any) -> bool:
-    """Whether two tokenizers make the same ids of a conversation: their vocabulary, template and end."""
+    """Return whether two tokenizers make the same ids: their vocabulary, template and end are equal."""
     if a is b:
         return True
     if a.eos_token_id != b.eos_token_id or a.chat_template != b.chat_template:
@@ -195,7 +198,7 @@ class _Model:
         self.found: Tensor | None = None
 
     def read(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any) -> Experience:
-        """The rows of a rollout."""
+        """Return the rows of a rollout."""
         if self.rows is None or self.last is None or self.last() is not rollout:
             self.found = None
             self.rows = self.reading.rows(rollout, prompts, tokenizer)
@@ -205,7 +208,7 @@ class _Model:
     def scores(
         self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any, heads: Sequence[Head]
     ) -> Tensor:
-        # one forward pass serves all heads
+        """Return the scores [B, H] of a rollout; one forward pass serves all heads."""
         rows = self.read(rollout, prompts, tokenizer)
         if self.found is None:
             out = self.score(rows, self.budget)
@@ -215,8 +218,8 @@ class _Model:
         return self.found
 
     def _of_rows(self, score: Tensor, mask: Tensor, heads: Sequence[Head]) -> Tensor:
-        """The scores [B, H] of whole rows by those of their steps, [B, S, H] in mask."""
-        if self.steps != "product":  # of probabilities, which are those of raw scores
+        """Return the scores [B, H] of whole rows by those of their steps, [B, S, H] in mask."""
+        if self.steps != "product":  # of probabilities, which raw scores give
             score = calibrated(score, heads)
         together = _STEPS[self.steps]
         return torch.stack([together(own, mask) for own in score.unbind(-1)], -1)
@@ -236,7 +239,7 @@ class ScalarReward:
         self.__name__ = heads[index].name
 
     def __call__(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any, /) -> Tensor:
-        """The calibrated scores [B] of the responses; see `convention.JointReward`."""
+        """Return the calibrated scores [B] of the responses; see `JointReward`."""
         return self._model.scores(rollout, prompts, tokenizer, self.heads)[:, self._index].float()
 
     def prepare(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any, /) -> None:
@@ -244,7 +247,7 @@ class ScalarReward:
         self._model.read(rollout, prompts, tokenizer)
 
     def head(self, name: str) -> "ScalarReward":
-        """Another head of the same model: both together need one forward pass."""
+        """Return another head of the same model: both together need one forward pass."""
         return ScalarReward(self._model, self.heads, head_index(self.heads, name))
 
 
@@ -257,11 +260,11 @@ def scalar(
     budget: int = 4096,
     steps: str = "last",
 ) -> ScalarReward:
-    """The reward that a scalar reward model gives: (raw score - shift) / scale of one of its heads.
+    """Return the reward of a scalar reward model: (raw score - shift) / scale of one of its heads.
 
-    `score` is a function (rows, budget) of `Strategy.score`, whose ranks share the rows out. `heads` are
-    those of the model. `head` names one, and may be left out of a model with one. `reading` says how prompts
-    and responses become rows. At most `budget` tokens go through the model at once.
+    `score` is a function (rows, budget) of `Strategy.score`, which shares the rows out to the ranks. `heads`
+    are the model's. `head` names one, and may be left out of a model with one. `reading` says how prompts and
+    responses become rows. At most `budget` tokens go through the model at once.
 
     The reward of a process reward model is the score of the `last` step, the `min` over all steps, or the
     `product` of the probabilities that they are right, sigmoid(raw score); see `reward_shaping.steps_min`.
@@ -269,28 +272,24 @@ def scalar(
     number above 0, and for steps without a separator.
     """
     check_budget(budget)
-    _check_steps(steps, reading.separator)
-    return ScalarReward(_Model(score, reading, budget, steps), heads, head_index(heads, head))
-
-
-def _check_steps(steps: str, separator: str | None) -> None:
-    """ValueError for an unknown name, and for steps without what separates them."""
+    separator = reading.separator
     if steps not in _STEPS:
         raise ValueError(f"steps: expected one of {', '.join(_STEPS)}, got {steps!r}")
     if separator is None and steps != "last":
         raise ValueError(f"steps: expected a separator of the steps beside {steps!r}, got none")
     if separator is not None and not isinstance(separator, str):
         raise ValueError(f"separator: expected text, got {separator!r}")
+    return ScalarReward(_Model(score, reading, budget, steps), heads, head_index(heads, head))
 
 
 def check_budget(budget: Any) -> None:
-    """ValueError for a budget that is no whole number above 0."""
+    """Raise ValueError for a budget that is no whole number above 0."""
     if not isinstance(budget, int) or budget < 1:
         raise ValueError(f"budget: expected a whole number above 0, got {budget!r}")
 
 
 def head_index(heads: Sequence[Head], name: str) -> int:
-    """The index of a head by its name, which only one that is alone may lack. ValueError without it."""
+    """Return the index of a head by its name, which may be "" for the only one. ValueError without it."""
     names = [head.name for head in heads]
     if not name and len(names) == 1:
         return 0

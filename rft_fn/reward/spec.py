@@ -1,4 +1,4 @@
-"""Parse the texts that name rewards (source, function, column, arguments, weight), and find their modules."""
+"""Parse the texts that name rewards: source, function, column, arguments, weight; find modules."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Read a judge's answers: parsers, what it said -> a verdict in [0, 1] or None; and votes over verdicts.
+"""Read a judge's answers: what it said -> a verdict in [0, 1] or None; and vote over verdicts.
 
 A parser is a frozen record and the inverse of its own `write`: parse(parse.write(v)) is v for every verdict v
 that the form can express. All of them read only the *last* verdict: a judge that repeats one that it was

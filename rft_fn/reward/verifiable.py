@@ -5,14 +5,14 @@ text or a list of messages. A `column` is a name or a path of names, "reward_mod
 that cannot be read scores 0; a dataset that cannot be read (a missing column, an empty cell) raises. The
 attribute `columns` of a reward function names the columns that it reads.
 
-A new reward is a factory here; a row of `_NAMED` in `loading` gives it a name on the command line.
+A new reward is a factory here; a row of `_NAMED` in `from_spec` gives it a name on the command line.
 """
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 from rft_fn.data import tasks
 from rft_fn.data.table import column_at
@@ -31,17 +31,18 @@ __all__ = [
     "task",
 ]
 
-# ------------------------------------------------------------------------------------------------- extractors
+
+# ---------- extractors
 
 # The middle alternative eats an escaped brace, which is text and does not nest.
 _BRACES = re.compile(r"(\\boxed\s*\{)|\\.|([{}])", re.DOTALL)
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""The content of the last complete \boxed{...}, braces balanced.
+    r"""Return the content of the last complete \boxed{...}, braces balanced; None where there is none.
 
-    It is None where there is none. Of nested boxes the innermost counts. A box that is never closed, as in a
-    truncated response, is no box. One pass: linear in the length of the text, whatever is in it.
+    Of nested boxes the innermost counts. A box that is never closed, as in a truncated response, is no box.
+    One pass: linear in the length of the text, whatever is in it.
     """
     opened: list[tuple[int, bool]] = []  # (where the content starts, whether a \boxed opened it)
     last_start = -1
@@ -58,10 +59,7 @@ def extract_boxed(text: str) -> str | None:
 
 
 def extract_tag(text: str, tag: str) -> str | None:
-    """The stripped text between the last </tag> and the <tag> before it.
-
-    It is None without such a pair.
-    """
+    """Return the stripped text between the last </tag> and the <tag> before it; None without such a pair."""
     end = text.rfind(f"</{tag}>")
     if end < 0:
         return None
@@ -80,11 +78,10 @@ _NUMBER = re.compile(rf"(?:(?<![\w)\]}}.%])-\\?\$?)?{_UNSIGNED}(?:/{_UNSIGNED})?
 
 
 def extract_number(text: str) -> str | None:
-    r"""The last number in the text, as "-3.5", "1234", "1/2" or "1e5".
+    r"""Return the last number in the text, as "-3.5", "1234", "1/2" or "1e5"; None where there is none.
 
-    It is None where there is none. Thousands commas, currency signs and a full stop after the number are
-    dropped; "1/2" and "\frac{1}{2}" are one number. It reads plain numbers, not formulas: of "2\sqrt{3}" it
-    returns "3" (use `math` for those).
+    Thousands commas, currency signs and a full stop after the number are dropped; "1/2" and "\frac{1}{2}" are
+    one number. It reads plain numbers, not formulas: of "2\sqrt{3}" it returns "3" (use `math` for those).
     """
     plain = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
     plain = _FRAC.sub(r"\1/\2", plain)
@@ -95,31 +92,21 @@ def extract_number(text: str) -> str | None:
 
 
 def _value(number: str | None) -> Fraction | None:
-    """The exact value of an extracted number.
-
-    It is None for no number, for n/0 and for absurdly large ones.
-    """
+    """Return the exact value of a number; None for no number, for n/0 and for absurdly large ones."""
     if number is None or len(number) > 200 or re.search(r"[eE][+-]?[0-9]{4}", number):
         return None  # Fraction("1e999999999") would fill the memory
     top, _, bottom = number.partition("/")
     divisor = Fraction(bottom or 1)
-    if not divisor:
-        return None
-    return Fraction(top) / divisor
+    return Fraction(top) / divisor if divisor else None
 
 
-# ---------------------------------------------------------------------------------------------------- columns
+# ---------- columns
 
 
 def _column(columns: Columns, name: str, count: int) -> list[str]:
-    """One column as text.
-
-    ValueError if it is missing, has a hole or has another length.
-    """
+    """Return one column as text. ValueError if it is missing, has a hole or another length."""
     # a path begins with the name of a column
-    head = name
-    if name not in columns:
-        head = name.partition(".")[0]
+    head = name if name in columns else name.partition(".")[0]
     if head in columns and len(columns[head]) != count:
         raise ValueError(
             f"column {head!r}: expected {count} values, one per completion, got {len(columns[head])}"
@@ -138,16 +125,8 @@ def _column(columns: Columns, name: str, count: int) -> list[str]:
     return [str(value) for value in values]
 
 
-class Same(Protocol):
-    """Compares an answer with a reference."""
-
-    def __call__(self, completion: str, reference: str, /) -> float:
-        """1 for a completion that gives the reference's answer; else 0."""
-        ...
-
-
-def _compare(same: Same, column: str) -> RewardFn:
-    """The reward function that scores each completion with `same(completion, reference)`."""
+def _compare(same: Callable[[str, str], float], column: str) -> RewardFn:
+    """Return the reward function that scores each completion with same(completion, reference)."""
 
     @stateless
     @reads(column)
@@ -161,23 +140,33 @@ def _compare(same: Same, column: str) -> RewardFn:
     return reward
 
 
+def _yes_or_no(value: Callable[[str], object]) -> RewardFn:
+    """Return the reward function that scores each completion with bool(value(completion))."""
+
+    @stateless
+    def reward(
+        prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
+    ) -> list[float]:
+        return [float(bool(value(text(completion)))) for completion in completions]
+
+    return reward
+
+
 def _answer(completion: str) -> str:
-    r"""The stripped content of the last \boxed{}, or the whole completion."""
+    r"""Return the stripped content of the last \boxed{}, or the whole completion."""
     boxed = extract_boxed(completion)
-    if boxed is None:
-        return completion.strip()
-    return boxed.strip()
+    return (completion if boxed is None else boxed).strip()
 
 
-# ---------------------------------------------------------------------------------------------------- answers
+# ---------- answers
 
 
 def numeric(column: str = "answer", *, boxed: bool = False) -> RewardFn:
-    r"""1 if the last numbers of completion and reference are equal; else 0.
+    r"""Return 1 if the last numbers of completion and reference are equal; else 0.
 
-    "0.50" is "1/2". So GSM8K's references ("... #### 72") work as they are. With `boxed`, only the number
-    inside the last \boxed{} counts, and a completion without one scores 0. Raises ValueError for a reference
-    without a number.
+    "0.50" is "1/2". So GSM8K's references ("... #### 72") need no change. With `boxed`, only the number
+    inside the last \boxed{} counts, and a completion without one scores 0. ValueError for a reference without
+    a number.
     """
 
     def same(completion: str, reference: str) -> bool:
@@ -186,24 +175,20 @@ def numeric(column: str = "answer", *, boxed: bool = False) -> RewardFn:
             raise ValueError(
                 f"column {column!r}: no number in the reference {reference[:80]!r}; use exact() or math()"
             )
-        read = completion
-        if boxed:
-            read = extract_boxed(completion) or ""
+        read = (extract_boxed(completion) or "") if boxed else completion
         return _value(extract_number(read)) == expected
 
     return _compare(same, column)
 
 
 def exact(column: str = "answer", *, boxed: bool = False) -> RewardFn:
-    r"""1 if the completion is the reference, but for the whitespace around it.
+    r"""Return 1 if the completion is the reference, but for the whitespace around it; else 0.
 
     With `boxed`, the content of the last \boxed{} is compared instead, and a completion without one scores 0.
     """
 
     def same(completion: str, reference: str) -> bool:
-        read = completion
-        if boxed:
-            read = extract_boxed(completion)
+        read = extract_boxed(completion) if boxed else completion
         return read is not None and read.strip() == reference.strip()
 
     return _compare(same, column)
@@ -214,10 +199,10 @@ _OF_THE_QUESTION = {"question", "short", "level", "image", "images", "audio", "a
 
 
 def task(name: str) -> RewardFn:
-    r"""The score that a built-in task's verifier gives the answer, in [0, 1].
+    r"""Return the score that a built-in task's verifier gives the answer, in [0, 1].
 
     The answer is the content of the last \boxed{} where there is one, else the whole completion. Reads the
-    columns that the task's rows have, so the dataset must carry them. Raises ValueError for an unknown task.
+    columns that the task's rows have, so the dataset must carry them. ValueError for an unknown task.
     """
     chosen = tasks.get_task(name)
     needed = sorted(chosen.generate(0, 0, 1).keys() - _OF_THE_QUESTION)
@@ -241,7 +226,7 @@ _UNBOXED_TAIL = 1000  # characters: math-verify searches in quadratic time, and 
 
 
 def math(column: str = "answer", *, timeout: int = 5) -> RewardFn:
-    r"""1 if the answer equals the reference as mathematics; else 0.
+    r"""Return 1 if the answer equals the reference as mathematics; else 0.
 
     "\frac{1}{2}" is "0.5", "1+x" is "x+1". The comparison is math-verify's. The answer is the content of the
     last \boxed{} where there is one, else what math-verify finds in the last 1,000 characters. The reference
@@ -262,15 +247,11 @@ def math(column: str = "answer", *, timeout: int = 5) -> RewardFn:
 
     def same(completion: str, reference: str) -> bool:
         # its limit is a signal, which only the main thread gets
-        limit: Any = None
-        if threading.current_thread() is threading.main_thread():
-            limit = timeout
+        limit: Any = timeout if threading.current_thread() is threading.main_thread() else None
 
         # both sides in a box, so that nothing else of a text is taken for the answer
         boxed = extract_boxed(completion)
-        read = completion[-_UNBOXED_TAIL:]
-        if boxed is not None:
-            read = rf"\boxed{{{boxed}}}"
+        read = completion[-_UNBOXED_TAIL:] if boxed is None else rf"\boxed{{{boxed}}}"
         gold = _answer(reference.rpartition("####")[2])
         try:
             expected = math_verify.parse(rf"\boxed{{{gold}}}", parsing_timeout=limit)
@@ -282,46 +263,28 @@ def math(column: str = "answer", *, timeout: int = 5) -> RewardFn:
     return _compare(same, column)
 
 
-# ----------------------------------------------------------------------------------------------------- format
+# ---------- format
 
 
 def boxed_format() -> RewardFn:
-    r"""1 if the response has a complete, non-empty \boxed{}; else 0."""
-
-    @stateless
-    def reward(
-        prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
-    ) -> list[float]:
-        scores = []
-        for completion in completions:
-            content = extract_boxed(text(completion)) or ""
-            scores.append(float(bool(content.strip())))
-        return scores
-
-    return reward
+    r"""Return 1 if the response has a complete, non-empty \boxed{}; else 0."""
+    return _yes_or_no(lambda response: (extract_boxed(response) or "").strip())
 
 
 def pattern_format(pattern: str) -> RewardFn:
-    """1 if the pattern matches the whole stripped response; else 0.
+    """Return 1 if the pattern matches the whole stripped response; else 0.
 
     "." matches a newline too. Where the chat template already opens a tag in the prompt ("<think>"), the
     response does not, and nor may the pattern.
     """
     compiled = re.compile(pattern, re.DOTALL)
-
-    @stateless
-    def reward(
-        prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
-    ) -> list[float]:
-        return [float(compiled.fullmatch(text(x).strip()) is not None) for x in completions]
-
-    return reward
+    return _yes_or_no(lambda response: compiled.fullmatch(response.strip()))
 
 
 def tag_format(*tags: str) -> RewardFn:
-    """1 if the response is these tags, in order, and nothing else; else 0.
+    """Return 1 if the response is these tags, in order, and nothing else; else 0.
 
-    Each tag stands there once and is not empty. No argument means ("think", "answer"): "<think>...</think>
+    Each tag occurs once and is not empty. No argument means ("think", "answer"): "<think>...</think>
     <answer>...</answer>".
     """
     # No character of the content may begin one of the tags, so each tag occurs once.
