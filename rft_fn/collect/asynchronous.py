@@ -238,7 +238,7 @@ class EngineWorker:
 
 
 def due(step: int, ahead: int, total: int) -> range:
-    """Return the steps whose rollouts are begun by the start of `step`, of `total` steps."""
+    """Return the steps with rollouts that are begun by the start of `step`, of `total` steps."""
     return range(step, min(step + ahead + 1, total))
 
 
@@ -250,7 +250,7 @@ def version_of(step: int, ahead: int) -> int:
 def split_threads(config: EngineConfig, threads: int) -> tuple[EngineConfig, int]:
     """Return (the config of an engine that samples during training, the trainer's share of `threads`).
 
-    The engine has a process of its own, never sleeps, and takes half of the threads unless it was given a
+    The engine has its own process, never sleeps, and takes half of the threads unless it was given a
     number. ValueError for an engine of several processes: its ranks would have to meet while they train.
     """
     if config.tp_size != 1:

@@ -169,7 +169,7 @@ def gather_and_generate(
 ) -> Rollout:
     """Sample the rollout of the global batch; each rank samples its part of the prompts, in order.
 
-    The arguments are those of `Generate`, for the rows of the global batch. The result is the same on every
+    The arguments are as of `Generate`, for the rows of the global batch. The result is the same on every
     rank. Keys belong to prompts, so the samples do not depend on how the prompts were shared out. The engine
     is woken before, and sent to sleep after unless `sleep_engine` is False.
 
@@ -373,7 +373,7 @@ def _together(
     if not timeout > 0:
         raise ValueError(f"timeout: expected > 0 seconds, got {timeout}")
     if joint is not None and joint_names(score) and strategy.world > 1:
-        # the same batch on every rank, and nothing that one of them fails in alone
+        # the same batch on every rank, and nothing that only one of them fails in
         _together(strategy, score, joint.prepare, timeout, digest=digest)
     result = None
     failed: Exception | None = None

@@ -320,13 +320,13 @@ def _scored_by(engine: Engine | None, rollout: Rollout, sampling: Sampling) -> T
         if "score" not in engine.status()["supported"]:
             return None
         return engine.score(rollout, sampling=sampling)
-    except (RuntimeError, ValueError, OSError):  # the mismatch is what has to be told
+    except (RuntimeError, ValueError, OSError):  # the mismatch is what matters
         return None
 
 
 @contextmanager
 def _under(scorer: Scorer, sampling: Sampling) -> Iterator[None]:
-    """Make the scorer's log-probs those of the distribution that `sampling` draws from."""
+    """Make the scorer give log-probs of the distribution that `sampling` draws from."""
     before = scorer.sampling
     fused = scorer.fused
     scorer.sampling = sampling

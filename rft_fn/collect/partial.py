@@ -166,7 +166,7 @@ class VariedGroups(NamedTuple):
     judged: Judged
     rounds: int  # times drawn
     drawn: int  # groups drawn
-    varied: int  # of them, groups whose rewards differ
+    varied: int  # of them, groups with rewards that differ
 
     def metrics(self) -> dict[str, float]:
         """Return the number of rounds, and the share of drawn groups with rewards that differ."""

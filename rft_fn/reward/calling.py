@@ -194,7 +194,7 @@ class Call:
 
         An object that returns an awaitable from a plain `__call__` says so by its attribute `waits`.
         """
-        call = getattr(self.fn, "__call__", None)  # noqa: B004  that of an object with one
+        call = getattr(self.fn, "__call__", None)  # noqa: B004  of an object with one
         asynchronous = inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(call)
         return asynchronous or getattr(self.fn, "waits", False) is True
 
@@ -238,12 +238,12 @@ class Caller:
         the other. What any of them raises ends the others.
         """
         waiting: dict[str, futures.Future[object]] = {}
-        found: dict[str, object] = {}
+        done: dict[str, object] = {}
         try:
-            self._start([call for call in calls if call.waits], found, waiting)
-            found |= meanwhile()
-            self._start([call for call in calls if not call.waits], found, waiting)
-            return found | self._wait(waiting)
+            self._start([call for call in calls if call.waits], done, waiting)
+            done |= meanwhile()
+            self._start([call for call in calls if not call.waits], done, waiting)
+            return done | self._wait(waiting)
         except BaseException:
             self._loop.close()
             raise

@@ -108,12 +108,12 @@ class Veto:
 
 def read_veto(text: str) -> Veto:
     """Read a veto from PART<LIMIT or PART<LIMIT=TOTAL. ValueError for any other text."""
-    found = re.fullmatch(r"(?P<part>.+)<(?P<limit>[^<=]+)(?:=(?P<total>[^<=]+))?", text)
+    match = re.fullmatch(r"(?P<part>.+)<(?P<limit>[^<=]+)(?:=(?P<total>[^<=]+))?", text)
     wrong = ValueError(f"veto {text!r}: expected PART<LIMIT=TOTAL with finite numbers")
-    if found is None:
+    if match is None:
         raise wrong
     try:
-        return Veto(found["part"], float(found["limit"]), float(found["total"] or 0))
+        return Veto(match["part"], float(match["limit"]), float(match["total"] or 0))
     except ValueError:
         raise wrong from None
 
@@ -258,16 +258,16 @@ class Weighted:
             )
         return known()
 
-    def _read(self, name: str, found: Any, call: Call | None, weight: Tensor) -> Result:
+    def _read(self, name: str, given: Any, call: Call | None, weight: Tensor) -> Result:
         """Return the result of a reward for all rows; nothing for rows that it does not apply to."""
         count = len(weight)
         if call is None and not is_joint(self.components[name][0]):  # it was asked for none
             return Result(torch.full((count,), math.nan), {}, {})
         if call is None:
-            result = read_result(name, [None if math.isnan(x) else x for x in found.tolist()], count)
+            result = read_result(name, [None if math.isnan(x) else x for x in given.tolist()], count)
             return result._replace(values=torch.where(weight.isnan(), math.nan, result.values))
         rows = (~weight.isnan()).nonzero().flatten()
-        result = read_result(name, found, len(rows))
+        result = read_result(name, given, len(rows))
         log = call.log
         result = result._replace(
             metrics={**result.metrics, **log.metrics}, extra={**result.extra, **log.extra}
@@ -328,12 +328,12 @@ def label_values(score: Score) -> dict[str, list[str]]:
 
     {} where a reward applies to all rows, and where rewards look at more than one column.
     """
-    found: dict[str, dict[str, None]] = {}
+    by_column: dict[str, dict[str, None]] = {}
     for _, weight in getattr(score, "components", {}).values():
         if not isinstance(weight, RowWeights):
             return {}
-        found.setdefault(weight.column, {}).update(dict.fromkeys(weight.of))
-    return {column: list(values) for column, values in found.items()} if len(found) == 1 else {}
+        by_column.setdefault(weight.column, {}).update(dict.fromkeys(weight.of))
+    return {column: list(values) for column, values in by_column.items()} if len(by_column) == 1 else {}
 
 
 def joint_names(score: Score) -> list[str]:

@@ -39,14 +39,14 @@ def addresses(text: str | Sequence[str]) -> tuple[str, ...]:
     ValueError for one that is no http(s)://HOST[:PORT]/PATH, for one with a name and a password in it, and
     for one that is there twice.
     """
-    found = _BETWEEN.split(text) if isinstance(text, str) else list(text)
-    if not found:
+    hosts = _BETWEEN.split(text) if isinstance(text, str) else list(text)
+    if not hosts:
         raise ValueError("hosts: expected at least one address, got none")
-    for address in found:
+    for address in hosts:
         _check(address)
-    if len(set(found)) < len(found):
-        raise ValueError(f"hosts: expected each address once, got {', '.join(map(shown, found))}")
-    return tuple(found)
+    if len(set(hosts)) < len(hosts):
+        raise ValueError(f"hosts: expected each address once, got {', '.join(map(shown, hosts))}")
+    return tuple(hosts)
 
 
 def _check(address: str) -> None:
@@ -143,8 +143,8 @@ class Host:
 class Hosts:
     """All servers of a reward; they answer alike."""
 
-    def __init__(self, found: Sequence[str]):
-        self.all = [Host(address) for address in found]
+    def __init__(self, addresses: Sequence[str]):
+        self.all = [Host(address) for address in addresses]
 
     async def next(self, end: float) -> Host:
         """Return a server that is not resting, as soon as there is one.
@@ -176,7 +176,7 @@ _EITHER = zlib.MAX_WBITS | 32  # gzip or zlib, as its head says
 
 
 class Broken(OSError):
-    """A request that did not get through, or whose answer broke off: another may."""
+    """A request did not get through, or its answer broke off: another may."""
 
 
 class TooLarge(ValueError):

@@ -304,4 +304,4 @@ ADAPTERS: dict[str, Adapter] = {
     "lightrft": lightrft,
     "verifiers": verifiers,
 }
-"""By the name that stands in front of a file or a module on the command line."""
+"""By the name that comes before a file or a module on the command line."""

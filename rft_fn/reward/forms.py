@@ -202,7 +202,7 @@ def pair(
 def terse(*, low: float = 0, high: float = 1, word: str = "score", reference: str = "") -> Form:
     """Ask in a few characters, for models of a small alphabet: "PROMPT:RESPONSE:" -> "score=1".
 
-    The model has to be trained for it; it is told nothing.
+    The model must be trained for it; it is told nothing.
     """
     template = f"{{prompt}}:{{{reference}}}:{{response}}:" if reference else "{prompt}:{response}:"
     return Form(template, TerseNumber(low, high, word), flat, max_new=len(word) + 8)

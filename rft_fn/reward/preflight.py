@@ -219,7 +219,7 @@ def _warn_of_constants(
         if not _is_constant(scored, name):
             continue
 
-        # a constant that is none in the other form has not found the text
+        # one that is not constant in the other form does not see the text here
         own, other, wrap = _other(asked)
         value = scored["empty"].parts[name][0].item()
         line = f"reward {name!r}: it scores {value:g} for nothing, for garbage and for every reference"

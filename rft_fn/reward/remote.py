@@ -23,9 +23,6 @@ from rft_fn.reward.wire import ReadAnswer, batch_of
 __all__ = ["TOKEN_ENV", "Client", "Limits", "Question", "cuts", "served_at"]
 
 
-# ---------- asks servers for rewards: attempts, waits, and one deadline over all of them
-
-
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
 
@@ -65,12 +62,12 @@ class Again(Exception):
 class Client:
     """Asks the servers of one reward."""
 
-    def __init__(self, found: Sequence[str], limits: Limits, token_env: str, read: ReadAnswer):
-        self.hosts = Hosts(found)
+    def __init__(self, hosts: Sequence[str], limits: Limits, token_env: str, read: ReadAnswer):
+        self.hosts = Hosts(hosts)
         self.limits = limits
         self.token_env = token_env
         self.read = read
-        self.jitter = random.Random()  # not that of the run: it moves waits, and no reward
+        self.jitter = random.Random()  # not the run's: it moves waits, and no reward
         self._pool: AsyncGenerator[AsyncClient, None] | None = None
         self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -226,11 +223,11 @@ def served_at(
     """
     limits = Limits(deadline, attempt, tries, connections, max_bytes)
     _check(limits, batch, form, label)
-    found = addresses(hosts)
+    urls = addresses(hosts)
     theirs = form == "openrlhf"
     request = partial(wire.openrlhf_request, label=label or "label") if theirs else wire.request
     read = wire.read_openrlhf_answer if theirs else wire.read_answer
-    client = Client(found, limits, token_env, read)
+    client = Client(urls, limits, token_env, read)
 
     # named, for what takes every argument does not get media
     async def reward(*, prompts: Any, completions: Any, media: Any = None, **given: Any) -> dict[str, Any]:
@@ -240,7 +237,7 @@ def served_at(
         asked = [Question(request(part), len(part.completions)) for part in parts]
         return joined(await client.ask(asked), [question.rows for question in asked])
 
-    reward.__name__ = name or urlsplit(found[0]).netloc
+    reward.__name__ = name or urlsplit(urls[0]).netloc
     reward.__dict__["deadline"] = deadline
     needed = [*(columns or ()), *([] if label is None else [label])]
     reward.__dict__["columns"] = tuple(dict.fromkeys(needed))

@@ -195,12 +195,12 @@ class _Model:
         self.steps = steps
         self.last: weakref.ref[Rollout] | None = None
         self.rows: Experience | None = None
-        self.found: Tensor | None = None
+        self.cached: Tensor | None = None
 
     def read(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any) -> Experience:
         """Return the rows of a rollout."""
         if self.rows is None or self.last is None or self.last() is not rollout:
-            self.found = None
+            self.cached = None
             self.rows = self.reading.rows(rollout, prompts, tokenizer)
             self.last = weakref.ref(rollout)
         return self.rows
@@ -210,12 +210,12 @@ class _Model:
     ) -> Tensor:
         """Return the scores [B, H] of a rollout; one forward pass serves all heads."""
         rows = self.read(rollout, prompts, tokenizer)
-        if self.found is None:
+        if self.cached is None:
             out = self.score(rows, self.budget)
             if out.score is None:
                 raise ValueError("score: expected the outputs of a reward model, got one without scores")
-            self.found = self._of_rows(out.score, rows.mask, heads)
-        return self.found
+            self.cached = self._of_rows(out.score, rows.mask, heads)
+        return self.cached
 
     def _of_rows(self, score: Tensor, mask: Tensor, heads: Sequence[Head]) -> Tensor:
         """Return the scores [B, H] of whole rows by those of their steps, [B, S, H] in mask."""

@@ -25,9 +25,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- from a rollout to rewards [N, G]: decode, score, arrange by group
-
-
 _REMEDY = "judge each rollout with its own prompts, before its rows are joined to others or moved"
 
 
@@ -65,11 +62,11 @@ class Joint:
         rows = self._rows(name)
         if not rows:
             return values
-        found = self._named(name, self._score.components[name][0], rows)
-        if not isinstance(found, Tensor) or found.shape != (len(rows),):
-            got = list(getattr(found, "shape", ())) or type(found).__name__
+        given = self._named(name, self._score.components[name][0], rows)
+        if not isinstance(given, Tensor) or given.shape != (len(rows),):
+            got = list(getattr(given, "shape", ())) or type(given).__name__
             raise ValueError(f"reward {name!r}: expected [B] = [{len(rows)}], got {got}")
-        return values.index_copy(0, torch.tensor(rows), found.detach().cpu().float())
+        return values.index_copy(0, torch.tensor(rows), given.detach().cpu().float())
 
     def _rows(self, name: str) -> tuple[int, ...]:
         """Return the rows that a reward applies to."""
@@ -237,8 +234,8 @@ def _takes(score: Any, asked: Any, answered: Any, columns: Any, further: Mapping
 
 def _further(score: Score, batch: _Batch, owners: Sequence[int]) -> dict[str, Any]:
     """Return the arguments of rewards that are about prompts, one for each response."""
-    found = dict.fromkeys(owners)
-    decoded = {i: batch.tokenizer.decode(batch.prompts[i].ids) for i in found}
+    distinct = dict.fromkeys(owners)
+    decoded = {i: batch.tokenizer.decode(batch.prompts[i].ids) for i in distinct}
     given: dict[str, Any] = {"trainer_state": batch.state}
     given["prompt_texts"] = [decoded[i] for i in owners]
     given["prompt_ids"] = [list(batch.prompts[i].ids) for i in owners]
@@ -248,7 +245,7 @@ def _further(score: Score, batch: _Batch, owners: Sequence[int]) -> dict[str, An
     # files are read for a reward that wants them
     components: Mapping[str, Any] = getattr(score, "components", {})
     if any(asks_for(fn, "media") for fn, _ in components.values()):
-        media = {i: records(batch.prompts[i].sources) for i in found}
+        media = {i: records(batch.prompts[i].sources) for i in distinct}
         given["media"] = [media[i] for i in owners]
     return given
 
@@ -311,7 +308,7 @@ def _group_size(group: Tensor, count: int) -> int:
                 f"and {size} of group {g}; {_REMEDY}"
             )
 
-    # and they stand together, in the order of the prompts
+    # and they are grouped, in the order of the prompts
     for row, g in enumerate(rows):
         if g != row // sizes[0]:
             raise ValueError(
@@ -406,18 +403,18 @@ def means(judged: Judged, prefix: str) -> dict[str, float]:
     {prefix/mean, prefix/PART, prefix/PART/NAME for further numbers}, over the responses that have them; and
     prefix/PART/skipped, the share of responses that a part does not apply to, where there are any.
     """
-    found = {f"{prefix}/mean": judged.reward.double().mean().item()}
-    found |= _means(judged.parts, prefix)
+    values = {f"{prefix}/mean": judged.reward.double().mean().item()}
+    values |= _means(judged.parts, prefix)
     for name, x in judged.parts.items():
         if x.isnan().any():
-            found[f"{prefix}/{name}/skipped"] = x.isnan().double().mean().item()
-    return found | _means(judged.metrics, prefix)
+            values[f"{prefix}/{name}/skipped"] = x.isnan().double().mean().item()
+    return values | _means(judged.metrics, prefix)
 
 
 def _means(values: Mapping[str, Tensor], prefix: str) -> dict[str, float]:
     """Return the means over the responses that have a number; a column without any has none."""
-    found = {}
+    logged = {}
     for name, x in values.items():
         if not x.isnan().all():
-            found[f"{prefix}/{name}"] = x.double().nanmean().item()
-    return found
+            logged[f"{prefix}/{name}"] = x.double().nanmean().item()
+    return logged

@@ -51,10 +51,10 @@ def split_rows(spec: str) -> tuple[str, str, str]:
     """Return (column, value, rest) of [COLUMN=VALUE]REST, for some rows; ("", "", spec) of any other."""
     if not spec.startswith("["):
         return "", "", spec
-    found = re.fullmatch(r"\[(?P<column>[^=\]]+)=(?P<value>[^\]]*)\](?P<rest>.+)", spec)
-    if found is None:
+    match = re.fullmatch(r"\[(?P<column>[^=\]]+)=(?P<value>[^\]]*)\](?P<rest>.+)", spec)
+    if match is None:
         raise ValueError(f"reward {spec!r}: expected [COLUMN=VALUE]NAME, for the rows with that value")
-    return found["column"], found["value"], found["rest"]
+    return match["column"], match["value"], match["rest"]
 
 
 def split_weight(spec: str) -> tuple[str, float]:
@@ -105,14 +105,14 @@ def split(
         return Spec(text, adapter, first, "", rest, call)
     if first == "task" and call is None:
         return Spec(text, adapter, first, rest, "", call)
-    found = re.fullmatch(r"(?P<source>.+\.py|[\w.]+):(?P<name>\w+)(?::(?P<column>.+))?", target)
-    if found is None or (found["column"] and call):
+    match = re.fullmatch(r"(?P<source>.+\.py|[\w.]+):(?P<name>\w+)(?::(?P<column>.+))?", target)
+    if match is None or (match["column"] and call):
         known = ", ".join(named)
         raise ValueError(
             f"reward {text!r}: expected one of {known}, task:NAME, path/file.py:function, "
             "package.module:function, model:FOLDER, judge:FOLDER or https://HOST/PATH"
         )
-    return Spec(text, adapter, found["source"], found["name"], found["column"] or "", call)
+    return Spec(text, adapter, match["source"], match["name"], match["column"] or "", call)
 
 
 def _split_call(text: str) -> tuple[str, ast.Call | None]:

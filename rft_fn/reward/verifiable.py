@@ -73,7 +73,7 @@ def extract_tag(text: str, tag: str) -> str | None:
 _FRAC = re.compile(r"(?<![0-9])\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+"
 _UNSIGNED = rf"(?:{_DIGITS})(?:[eE][+-]?[0-9]+)?"
-# A minus is a sign only where nothing stands before it that it could be subtracted from: "3-5" ends in 5.
+# A minus is a sign only where nothing comes before it that it could be subtracted from: "3-5" ends in 5.
 _NUMBER = re.compile(rf"(?:(?<![\w)\]}}.%])-\\?\$?)?{_UNSIGNED}(?:/{_UNSIGNED})?")
 
 
@@ -85,10 +85,10 @@ def extract_number(text: str) -> str | None:
     """
     plain = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
     plain = _FRAC.sub(r"\1/\2", plain)
-    found = [match[0] for match in _NUMBER.finditer(plain)]
-    if not found:
+    matches = [match[0] for match in _NUMBER.finditer(plain)]
+    if not matches:
         return None
-    return re.sub(r"[,$\\]", "", found[-1])
+    return re.sub(r"[,$\\]", "", matches[-1])
 
 
 def _value(number: str | None) -> Fraction | None:
@@ -222,7 +222,7 @@ def task(name: str) -> RewardFn:
     return reward
 
 
-_UNBOXED_TAIL = 1000  # characters: math-verify searches in quadratic time, and an answer stands at the end
+_UNBOXED_TAIL = 1000  # characters: math-verify searches in quadratic time, and an answer comes last
 
 
 def math(column: str = "answer", *, timeout: int = 5) -> RewardFn:
