@@ -21,15 +21,9 @@ from rft_fn.reward.calling import EventLoop
 from rft_fn.types import Rollout, Sampling, Strategy
 
 __all__ = [
-    "Act",
-    "Conversation",
-    "Played",
-    "StepResult",
-    "assembled",
-    "read_reset",
-    "read_step",
+    "Act", "Conversation", "Played", "StepResult", "assembled", "read_reset", "read_step",
     "step_environments",
-]
+]  # fmt: skip
 
 
 # ---------- calls of an environment: many at once where they can be awaited, in a limit of time
@@ -55,13 +49,6 @@ class StepResult(NamedTuple):
     seat: int  # that speaks next
 
 
-class _Answer(NamedTuple):
-    """The answer of one rank to the others."""
-
-    results: list[StepResult]
-    error: str  # what went wrong, in a line; "" for nothing
-
-
 def step_environments(
     strategy: Strategy, env: Environment, acts: Sequence[Act], *, timeout: float
 ) -> tuple[list[Any], list[StepResult]]:
@@ -84,16 +71,17 @@ def step_environments(
     except (Exception, SystemExit) as error:  # raised below, once the others know
         failed = _as_one_line(error, running.name)
 
-    everyone = [_Answer(results, str(failed or ""))]
+    # of each rank: the results, and what went wrong in a line or ""
+    everyone = [(results, str(failed or ""))]
     if strategy.world > 1:
         with strategy.session.phase(f"gather of environment {env.name}"):
             everyone = dist.all_gather_object(everyone[0])
     if failed is not None:
         raise failed
-    for rank, answer in enumerate(everyone):
-        if answer.error:
-            raise ValueError(f"rank {rank}: {answer.error}")
-    return states, [result for answer in everyone for result in answer.results]
+    for rank, (_, error) in enumerate(everyone):
+        if error:
+            raise ValueError(f"rank {rank}: {error}")
+    return states, [result for answer, _ in everyone for result in answer]
 
 
 class _Running:

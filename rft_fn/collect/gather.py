@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +20,14 @@ from rft_fn.types import Engine, Media, Rollout, Sampling, Strategy, TrainState
 from rft_fn.types.engine import Delivered
 
 __all__ = [
-    "check_prompts",
-    "check_reward",
-    "gather_and_generate",
-    "gather_and_judge",
-    "gather_and_judge_rows",
-    "has_media",
-    "inference_engine_status",
-    "own_part",
-    "setup_inference_engine",
-    "shard_prompts",
-    "sleep_inference_engine",
-    "update_engine_weights",
-    "wakeup_inference_engine",
-    "with_media",
+    "check_prompts", "check_reward", "gather_and_generate", "gather_and_judge", "gather_and_judge_rows",
+    "has_media", "inference_engine_status", "own_part", "setup_inference_engine", "shard_prompts",
+    "sleep_inference_engine", "update_engine_weights", "wakeup_inference_engine", "with_media",
     "without_media",
 ]  # fmt: skip
+
+
+Result = TypeVar("Result")
 
 
 # ---------- the part of the prompts that a rank samples and judges
@@ -235,9 +227,6 @@ def check_prompts(
 # ---------- judge
 
 
-Result = TypeVar("Result")
-
-
 def gather_and_judge(
     strategy: Strategy,
     score: Score,
@@ -349,14 +338,6 @@ def check_reward(
     return _together(strategy, score, work, timeout)[0] or {}
 
 
-class _Answer(NamedTuple, Generic[Result]):
-    """The answer of one rank to the others."""
-
-    result: Result | None
-    error: str  # what went wrong, in a line; "" for nothing
-    digest: str  # of the prompts, as this rank knows them
-
-
 def _together(
     strategy: Strategy,
     score: Score,
@@ -392,7 +373,8 @@ def _together(
         failed = error
         line = _describe(score, error)
 
-    everyone = [_Answer(result, line, digest)]
+    # of each rank: the result, what went wrong in a line or "", the digest of the prompts that it has
+    everyone = [(result, line, digest)]
     if strategy.world > 1:
         with strategy.session.phase("gather of rewards"):
             everyone = dist.all_gather_object(everyone[0])
@@ -400,15 +382,15 @@ def _together(
     # this rank's own error first: the others have only its text
     if failed is not None:
         raise failed
-    for rank, answer in enumerate(everyone):
-        if answer.error:
-            raise ValueError(f"rank {rank}: {answer.error}")
-        if answer.digest != digest:
+    for rank, (_, error, other) in enumerate(everyone):
+        if error:
+            raise ValueError(f"rank {rank}: {error}")
+        if other != digest:
             raise ValueError(
                 f"prompts: expected the same on every rank, got others on rank {rank} than on rank "
                 f"{strategy.rank}; give all ranks the same data file and options"
             )
-    return [answer.result for answer in everyone]
+    return [answer[0] for answer in everyone]
 
 
 def _compute(joint: Joint | None) -> None:

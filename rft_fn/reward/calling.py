@@ -332,15 +332,15 @@ def media_records(media: Sequence[Medium]) -> list[dict[str, Any]]:
     "url"}. The kind is image, video or audio; an unknown type is application/octet-stream. An array becomes a
     PNG or a WAV file, a video of frames an animated PNG. ValueError as the data's own reader raises it.
     """
-    return [_record(medium) for medium in media]
-
-
-def _record(medium: Medium) -> dict[str, Any]:
-    name = label(medium.source)
-    if name.startswith(("http://", "https://")):
-        return {"kind": medium.kind, "mime": _mime(b"", name), "url": name}
-    file = _file(medium.kind, read(medium))
-    return {"kind": medium.kind, "mime": _mime(file, name), "bytes": file}
+    records: list[dict[str, Any]] = []
+    for medium in media:
+        name = label(medium.source)
+        if name.startswith(("http://", "https://")):
+            records.append({"kind": medium.kind, "mime": _mime(b"", name), "url": name})
+        else:
+            file = _file(medium.kind, read(medium))
+            records.append({"kind": medium.kind, "mime": _mime(file, name), "bytes": file})
+    return records
 
 
 def _file(kind: str, content: Content) -> bytes:

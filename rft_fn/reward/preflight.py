@@ -8,7 +8,7 @@ import torch
 
 from rft_fn import packing, rng
 from rft_fn.data.table import value_at
-from rft_fn.reward.calling import media_records as records
+from rft_fn.reward.calling import media_records
 from rft_fn.reward.combine import Known, Weighted, columns
 from rft_fn.reward.foreign import Adapter, messages, texts
 from rft_fn.reward.scoring import Joint
@@ -119,7 +119,8 @@ def _question(row: Any) -> _Question:
     """Return the question of a prompt or a row; a row has it in its column "prompt" or "question"."""
     if hasattr(row, "columns") and hasattr(row, "text"):
         asked = row.text if row.messages is None else list(row.messages)
-        return _Question(row.columns, asked, getattr(row, "ids", ()), records(getattr(row, "sources", ())))
+        media = media_records(getattr(row, "sources", ()))
+        return _Question(row.columns, asked, getattr(row, "ids", ()), media)
     prompt = row.get("prompt", row.get("question", ""))
     if isinstance(prompt, (list, tuple)) and all(isinstance(turn, Mapping) for turn in prompt):
         return _Question(row, list(prompt))

@@ -13,17 +13,13 @@ from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.data.prompts import Prompt
-from rft_fn.reward.calling import media_records as records
-from rft_fn.reward.calling import noted
+from rft_fn.reward.calling import media_records, noted
 from rft_fn.reward.combine import Known, joint_names, weights_of
 from rft_fn.reward.signature import Judged, Score, Scored, TrainerState, as_messages, asks_for, taken
 from rft_fn.rollout import take
 from rft_fn.types import Rollout
 
-__all__ = [
-    "Joint", "concat", "judge", "judge_rows", "means", "responses", "select",
-]  # fmt: skip
-
+__all__ = ["Joint", "concat", "judge", "judge_rows", "means", "responses", "select"]
 
 _REMEDY = "judge each rollout with its own prompts, before its rows are joined to others or moved"
 
@@ -36,7 +32,9 @@ class Joint:
 
     def __init__(self, score: Score, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any):
         self._score: Any = score
-        self._batch = (rollout, prompts, tokenizer)
+        self._rollout = rollout
+        self._prompts = prompts
+        self._tokenizer = tokenizer
         self._found: dict[str, Tensor] | None = None
         self._parts: dict[tuple[int, ...], Rollout] = {}
         self.begun = False  # it may have failed
@@ -58,7 +56,7 @@ class Joint:
 
     def _one(self, name: str) -> Tensor:
         """Return the values [B] of one reward, which is asked for the rows that it applies to."""
-        values = torch.full((len(self._batch[0].group),), math.nan)
+        values = torch.full((len(self._rollout.group),), math.nan)
         rows = self._rows(name)
         if not rows:
             return values
@@ -71,26 +69,24 @@ class Joint:
     def _rows(self, name: str) -> tuple[int, ...]:
         """Return the rows that a reward applies to."""
         weight = self._score.components[name][1]
-        prompts = self._batch[1]
-        owners = self._batch[0].group.tolist()
+        owners = self._rollout.group.tolist()
         column = getattr(weight, "column", "")
-        asked = {column: [prompts[i].columns.get(column) for i in owners]}
+        asked = {column: [self._prompts[i].columns.get(column) for i in owners]}
         applies = ~weights_of(name, weight, asked, len(owners)).isnan()
         return tuple(applies.nonzero().flatten().tolist())
 
     def _named(self, name: str, call: Any, rows: tuple[int, ...]) -> Any:
         """Call a reward, or its `prepare`, for some rows; its errors name it."""
         self._score.running = name
-        _, prompts, tokenizer = self._batch
         with noted(name):
-            return call(self._part(rows), prompts, tokenizer)
+            return call(self._part(rows), self._prompts, self._tokenizer)
 
     def _part(self, rows: tuple[int, ...]) -> Rollout:
         """Return rows of the rollout: the same object for all rewards of the same rows."""
-        if len(rows) == len(self._batch[0].group):
-            return self._batch[0]
+        if len(rows) == len(self._rollout.group):
+            return self._rollout
         if rows not in self._parts:
-            self._parts[rows] = take(self._batch[0], list(rows))
+            self._parts[rows] = take(self._rollout, list(rows))
         return self._parts[rows]
 
     def of_rows(self, rows: Sequence[int]) -> Known:
@@ -186,26 +182,24 @@ def _scored(
     owners = batch.rollout.group[list(rows)].tolist()
     ids = _response_ids(batch.rollout, rows)
     texts = batch.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    columns: dict[str, list[Any]] = {}
-    for name in _keys([p.columns for p in prompts]):
-        columns[name] = [prompts[i].columns.get(name) for i in owners]
+    names = _keys([p.columns for p in prompts])
+    columns = {name: [prompts[i].columns.get(name) for i in owners] for name in names}
 
     # in the form of the data: texts, or messages
     asked: list[Any] = []
     answered: list[Any] = []
     for i, text in zip(owners, texts, strict=True):
-        p = prompts[i]
-        if p.messages is None:
-            asked.append(p.text)
-            answered.append(text)
-        else:
-            asked.append(list(p.messages))
-            answered.append(as_messages(text, "assistant"))
+        messages = prompts[i].messages
+        asked.append(prompts[i].text if messages is None else list(messages))
+        answered.append(text if messages is None else as_messages(text, "assistant"))
 
-    given = _further(score, batch, owners) | {"completion_ids": ids}
-    given["truncated"] = batch.rollout.truncated[list(rows)].tolist()
     joint = joint or Joint(score, batch.rollout, prompts, batch.tokenizer)
-    given["known"] = joint.of_rows(rows)
+    given = {
+        **_further(score, batch, owners),
+        "completion_ids": ids,
+        "truncated": batch.rollout.truncated[list(rows)].tolist(),
+        "known": joint.of_rows(rows),
+    }
     further = taken(score, given) if callable(score) else {}
     scored = None
     if _takes(score, asked, answered, columns, further):
@@ -236,29 +230,28 @@ def _further(score: Score, batch: _Batch, owners: Sequence[int]) -> dict[str, An
     """Return the arguments of rewards that are about prompts, one for each response."""
     distinct = dict.fromkeys(owners)
     decoded = {i: batch.tokenizer.decode(batch.prompts[i].ids) for i in distinct}
-    given: dict[str, Any] = {"trainer_state": batch.state}
-    given["prompt_texts"] = [decoded[i] for i in owners]
-    given["prompt_ids"] = [list(batch.prompts[i].ids) for i in owners]
-    given["groups"] = list(owners)
-    given["keys"] = _row_keys(batch, owners)
 
-    # files are read for a reward that wants them
-    components: Mapping[str, Any] = getattr(score, "components", {})
-    if any(asks_for(fn, "media") for fn, _ in components.values()):
-        media = {i: records(batch.prompts[i].sources) for i in distinct}
-        given["media"] = [media[i] for i in owners]
-    return given
-
-
-def _row_keys(batch: _Batch, owners: Sequence[int]) -> list[int]:
-    """Return a key for each response: of the seed, the step, the prompt and its place in the group."""
+    # a key of the seed, the step, the prompt and the response's place among the prompt's
     step = (batch.state or TrainerState()).global_step
     seen: Counter[int] = Counter()
     keys = []
     for i in owners:
         keys.append(rng.fold_in(batch.seed, "reward", step, batch.prompts[i].index, seen[i]))
         seen[i] += 1
-    return keys
+    given: dict[str, Any] = {
+        "trainer_state": batch.state,
+        "prompt_texts": [decoded[i] for i in owners],
+        "prompt_ids": [list(batch.prompts[i].ids) for i in owners],
+        "groups": list(owners),
+        "keys": keys,
+    }
+
+    # files are read for a reward that wants them
+    components: Mapping[str, Any] = getattr(score, "components", {})
+    if any(asks_for(fn, "media") for fn, _ in components.values()):
+        media = {i: media_records(batch.prompts[i].sources) for i in distinct}
+        given["media"] = [media[i] for i in owners]
+    return given
 
 
 def _by_group(x: Tensor, size: int) -> Tensor:

@@ -224,13 +224,21 @@ def _run_file(path: Path) -> ModuleType:
     """
     source = path.read_bytes()
     name = f"rft_fn_reward_{path.stem}_{rng.fold_in(0, str(path), source.hex())}"
-    dots = _relative(source)
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):  # raised again when the file is run
+        nodes = []
+    dots = max((node.level for node in nodes if isinstance(node, ast.ImportFrom)), default=0)
     if not dots:
         _make_importable(path.parent)
         return _imported(name, path)
 
+    # the outermost folder of its package, at least as far up as its relative imports go
+    root = path.parents[dots - 1]
+    while (root / "__init__.py").is_file() and (root.parent / "__init__.py").is_file():
+        root = root.parent
+
     # the package by that name, then the file as a module in it
-    root = _package(path, dots)
     _make_importable(root.parent)
     if name not in sys.modules:
         init = root / "__init__.py"
@@ -242,27 +250,6 @@ def _run_file(path: Path) -> ModuleType:
             sys.modules[name] = package
     inner = path.relative_to(root).with_suffix("").parts
     return importlib.import_module(".".join((name, *inner)))
-
-
-def _package(path: Path, dots: int) -> Path:
-    """Return the outermost folder of a file's package.
-
-    It is at least as far up as the file's relative imports go.
-    """
-    root = path.parents[dots - 1]
-    while (root / "__init__.py").is_file() and (root.parent / "__init__.py").is_file():
-        root = root.parent
-    return root
-
-
-def _relative(source: bytes) -> int:
-    """Return the most dots of a file's relative imports; 0 without any, and if it does not parse."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # raised again when the file is run
-        return 0
-    levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return max(levels, default=0)
 
 
 def _imported(name: str, path: Path, folders: list[str] | None = None) -> ModuleType:

@@ -19,17 +19,9 @@ from rft_fn.data.table import column_at
 from rft_fn.reward.signature import Columns, Messages, RewardFn, column_names, reads, stateless, text
 
 __all__ = [
-    "boxed_format",
-    "exact",
-    "extract_boxed",
-    "extract_number",
-    "extract_tag",
-    "math",
-    "numeric",
-    "pattern_format",
-    "tag_format",
-    "task",
-]
+    "boxed_format", "exact", "extract_boxed", "extract_number", "extract_tag", "math", "numeric",
+    "pattern_format", "tag_format", "task",
+]  # fmt: skip
 
 
 # ---------- extractors
