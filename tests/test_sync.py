@@ -75,7 +75,7 @@ def test_an_engine_that_took_less_than_was_sent_is_refused(change, message):
 def test_a_weight_is_sent_once():
     x = torch.zeros(2)
     with pytest.raises(ValueError, match="weights: a: expected each name once, got it twice"):
-        list(sync.Shipment([("a", x), ("a", x)]))
+        list(sync.CheckedWeights([("a", x), ("a", x)]))
 
 
 def test_what_is_frozen_is_known_to_the_engine():

@@ -44,7 +44,6 @@ def save(
 
     `extra` is a tree of tensors, numbers and strings, the same on every rank. Several states that are trained
     together (an actor and its critic) are one dict of them, by name, or a list. The rest is as in `write`.
-
     ValueError for a state that is not finite, which names the tensor.
     """
     named = dict(tree.leaves_with_path({"state": state, "extra": extra}))
@@ -54,21 +53,21 @@ def save(
         about["extra"] = outline(extra)
         _check_names(extra)
         _check_finite(path, named)
-    except ValueError as found:
-        error = found
+    except ValueError as caught:
+        error = caught
     agree(error)
     return _write(path, named, about, writer)
 
 
 def _check_names(extra: Any) -> None:
-    """ValueError for two leaves with one path: "a/b" is a key, or b is a part of a."""
+    """Raise ValueError for two leaves with one path: "a/b" is a key, or b is a part of a."""
     paths = [path for path, _ in tree.leaves_with_path({"extra": extra})]
     if twice := sorted({path for path in paths if paths.count(path) > 1}):
         raise ValueError(f"extra: expected leaves with different paths, got {twice[0]} twice")
 
 
 def _check_finite(path: str | Path, named: Mapping[str, Any]) -> None:
-    """ValueError for the first tensor of a state that holds a NaN or an inf, on this rank's part of it."""
+    """Raise ValueError for the first tensor of a state with a NaN or an inf in this rank's part."""
     for name, x in named.items():
         if not name.startswith("state/") or not isinstance(x, Tensor) or not x.is_floating_point():
             continue
@@ -89,7 +88,7 @@ def write(
 ) -> Path:
     """Write tensors (plain or DTensors), numbers and strings by name as the folder `path`.
 
-    Each rank writes the parts that it holds, each part once, into a temporary folder beside `path`; rank 0
+    Each rank writes the parts that it holds, each part once, into a temporary folder next to `path`; rank 0
     renames it when all of them are on the disk: whoever is killed at any moment leaves no `path` or a whole
     one. An existing `path` is moved aside first, and deleted last (`latest` moves it back if a kill came
     between the two renames).
@@ -104,7 +103,7 @@ def write(
 
 
 def _write(path: str | Path, named: Mapping[str, Any], about: dict[str, Any], writer: Writer | None) -> Path:
-    """`write`, with `about` in the meta.json beside what it needs to read the files."""
+    """Do `write`, with `about` in the meta.json next to what reading the files needs."""
     # one write at a time
     path = Path(path)
     if about["score"] is not None:
@@ -133,7 +132,7 @@ def _write(path: str | Path, named: Mapping[str, Any], about: dict[str, Any], wr
 
 
 def _split(named: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, the other leaves), which have to be the same on all ranks."""
+    """Return (tensors, the other leaves), which must be the same on all ranks."""
     tensors = {n: x for n, x in named.items() if isinstance(x, Tensor)}
     plain = {n: x for n, x in named.items() if n not in tensors}
 
@@ -142,8 +141,8 @@ def _split(named: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
     error = None
     try:
         facts = {n: json.dumps(x) for n, x in plain.items()}
-    except (TypeError, ValueError) as found:
-        error = ValueError(f"extra: expected tensors, numbers and strings: {found}")
+    except (TypeError, ValueError) as caught:
+        error = ValueError(f"extra: expected tensors, numbers and strings: {caught}")
     agree(error)
 
     # ranks compare one digest, and the facts themselves only where it differs
@@ -156,7 +155,7 @@ def _split(named: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def _fact(name: str, x: Tensor) -> str:
-    """The type and shape of a tensor, and of one in `extra`, which is small, a digest of its values."""
+    """Return the type and shape of a tensor; of one in `extra`, which is small, a digest of values too."""
     text = f"{x.dtype} {list(x.shape)}"
     if not name.startswith("extra/") or hasattr(x, "device_mesh"):
         return text
@@ -165,7 +164,7 @@ def _fact(name: str, x: Tensor) -> str:
 
 
 def _make(path: Path) -> Path:
-    """The temporary folder, made by rank 0."""
+    """Make the temporary folder, on rank 0."""
     tmp = None
     error = None
     if number() == 0:
@@ -173,8 +172,8 @@ def _make(path: Path) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             tmp = path.with_name(f".{path.name}.{_OWN}{uuid.uuid4().hex[:8]}")
             tmp.mkdir()  # with the rights that the umask leaves: others of a group read it too
-        except OSError as found:
-            error = found
+        except OSError as caught:
+            error = caught
     agree(error, f": checkpoint {path} was not saved, those before it are whole")
     return dist.all_gather_object(tmp)[0]
 
@@ -196,17 +195,13 @@ def rotate(
     """
     if keep < 1:
         raise ValueError(f"keep: expected >= 1, got {keep}")
-    warned: set[Path] = set()
-    write = None
-    if writer is not None:
-        warned = writer.warned
-        write = writer.pending
+    warned: set[Path] = set() if writer is None else writer.warned
     run = partial(delete, Path(folder), keep=keep, best=best, max_bytes=max_bytes, spare=_OWN, warned=warned)
 
     # a checkpoint that is being written counts as soon as it is whole
-    if write is not None:
+    if writer is not None and writer.pending is not None:
         if number() == 0:
-            write.then(run)
+            writer.pending.then(run)
         return []
 
     gone: list[Path] = []
@@ -214,7 +209,7 @@ def rotate(
     if number() == 0:
         try:
             gone = run()
-        except (OSError, ValueError) as found:
-            error = found
+        except (OSError, ValueError) as caught:
+            error = caught
     agree(error)
     return dist.all_gather_object(gone)[0]

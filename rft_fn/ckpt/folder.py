@@ -20,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- the structure of a tree as JSON, from which a checkpoint's extra is rebuilt without a template
+# ---------- the structure of a tree as JSON, to rebuild a checkpoint's extra without a template
 
 
 LEAF = "leaf"
@@ -28,7 +28,7 @@ _LISTS = {"list": list, "tuple": tuple, "deque": deque}
 
 
 class _Node(NamedTuple):
-    """A container: its kind, the keys of its parts as they stand in paths, the parts."""
+    """A container: its kind, the keys of its parts as in paths, the parts."""
 
     kind: str  # list, tuple, deque, dict, named, or the name of a class
     keys: list[Any]
@@ -36,7 +36,7 @@ class _Node(NamedTuple):
 
 
 def _node(x: Any) -> _Node | None:
-    """A container's node; None for a leaf."""
+    """Return a container's node; None for a leaf."""
     if isinstance(x, tree.Named):
         return _Node("named", list(x), list(x.values()))
     if type(x) in (dict, OrderedDict, defaultdict):
@@ -53,7 +53,7 @@ def _node(x: Any) -> _Node | None:
 
 
 def outline(x: Any, path: str = "extra") -> Any:
-    """The containers of `x` with their keys, and a mark for each leaf.
+    """Return the containers of `x` with their keys, and a mark for each leaf.
 
     ValueError for a key that is neither a string nor a number.
     """
@@ -73,31 +73,31 @@ def outline(x: Any, path: str = "extra") -> Any:
 
 
 def _static(x: Any) -> dict[str, Any]:
-    """The static fields of a container, as far as JSON can hold them."""
+    """Return the static fields of a container, as far as JSON can hold them."""
     if isinstance(x, deque):
         return {"maxlen": x.maxlen}
     if not hasattr(type(x), "__dataclass_fields__"):
         return {}
     try:
-        found = {name: getattr(x, name) for name in tree.field_names(type(x))[1]}
-        return json.loads(json.dumps(found, default=_record))
+        static = {name: getattr(x, name) for name in tree.field_names(type(x))[1]}
+        return json.loads(json.dumps(static, default=_record))
     except (TypeError, ValueError):
         return {}
 
 
 def _record(x: Any) -> dict[str, Any]:
-    """A plain frozen dataclass, such as a Sampling: its class and its fields."""
+    """Return the class and the fields of a plain frozen dataclass, such as a Sampling."""
     if not dataclasses.is_dataclass(x) or isinstance(x, type):
         return json.JSONEncoder().default(x)  # raises TypeError
     return {"kind": f"{type(x).__module__}:{type(x).__qualname__}", "fields": vars(x)}
 
 
 def build(saved: Any, leaf: Callable[[str, Any], Any], like: Any = None, path: str = "extra") -> Any:
-    """The tree that was saved, each leaf as `leaf(path, that of like or None)`.
+    """Build the tree that was saved, with `leaf(path, leaf of like or None)` for each leaf.
 
     Lists, tuples and deques have the saved length. Where `like` has something, a struct or a dict has the
-    fields, the order and the types of `like`; where these are not the saved ones the part comes as it is in
-    `like`. Without `like` a struct is one of its class where that is defined by now, else a dict.
+    fields, the order and the types of `like`; where these are not the saved ones the part of `like` comes
+    unchanged. Without `like` a struct is one of its class where that is defined by now, else a dict.
     """
     if saved is None:
         return None
@@ -106,9 +106,8 @@ def build(saved: Any, leaf: Callable[[str, Any], Any], like: Any = None, path: s
     own = _node(like)
     if like is not None and (own is None or (own.parts and _differs(own, saved))):
         return like
-    parts = _likes(own, saved)
-    made = [build(s, leaf, p, f"{path}/{k}") for s, p, k in zip(saved["parts"], parts, saved["keys"])]
-    return _made(saved, made, like)
+    likes = zip(saved["parts"], _likes(own, saved), saved["keys"])
+    return _made(saved, [build(part, leaf, x, f"{path}/{key}") for part, x, key in likes], like)
 
 
 def _differs(own: _Node, saved: dict[str, Any]) -> bool:
@@ -120,21 +119,19 @@ def _differs(own: _Node, saved: dict[str, Any]) -> bool:
 
 
 def _likes(own: _Node | None, saved: dict[str, Any]) -> list[Any]:
-    """The part of the template for each part that was saved.
+    """Return the part of the template for each part that was saved.
 
-    Where a longer list was saved, the last part of the template stands for the rest.
+    For a longer saved list, the last part of the template serves for the rest.
     """
     if own is None or not own.parts:
         return [None] * len(saved["parts"])
-    found = dict(zip(own.keys, own.parts))
-    rest = None
-    if own.kind in ("list", "deque"):
-        rest = own.parts[-1]
-    return [found.get(key, rest) for key in saved["keys"]]
+    named = dict(zip(own.keys, own.parts))
+    rest = own.parts[-1] if own.kind in ("list", "deque") else None
+    return [named.get(key, rest) for key in saved["keys"]]
 
 
 def _made(saved: dict[str, Any], parts: list[Any], like: Any) -> Any:
-    """A container of its parts."""
+    """Make a container of its parts."""
     kind = saved["kind"]
     fields = dict(zip(saved["keys"], parts))
 
@@ -147,15 +144,13 @@ def _made(saved: dict[str, Any], parts: list[Any], like: Any) -> Any:
     # a dict keeps the order of the template, which may have been saved without some parts
     if isinstance(like, dict) and like:
         ordered = {key: fields.get(key, part) for key, part in like.items()}
-        if isinstance(like, tree.Named):
-            return tree.Named(ordered)
-        return ordered
+        return tree.Named(ordered) if isinstance(like, tree.Named) else ordered
     if kind == "named":
         return tree.Named(fields)
     if kind == "dict":
         return fields
 
-    # structs and named tuples are those of the template, or of the class that was saved
+    # structs and named tuples have the class of the template, or the one that was saved
     if hasattr(type(like), "__dataclass_fields__"):
         return tree.replace(like, **fields)
     if hasattr(type(like), "_fields"):
@@ -164,7 +159,7 @@ def _made(saved: dict[str, Any], parts: list[Any], like: Any) -> Any:
 
 
 def _instance(saved: dict[str, Any], parts: list[Any], fields: dict[Any, Any]) -> Any:
-    """A struct or a named tuple of the class that was saved, where that is defined; else its fields."""
+    """Make a struct or a named tuple of the saved class, where that is defined; else its fields."""
     cls = _class_of(saved["kind"])
     if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return cls(*parts)
@@ -181,7 +176,7 @@ def _instance(saved: dict[str, Any], parts: list[Any], fields: dict[Any, Any]) -
 
 
 def _class_of(kind: str) -> Any:
-    """The class that was saved, None where it is not defined."""
+    """Return the class that was saved, None where it is not defined."""
     module, _, name = kind.partition(":")
     cls: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -190,7 +185,7 @@ def _class_of(kind: str) -> Any:
 
 
 def _frozen(x: Any) -> Any:
-    """Static fields are hashable: what JSON made a list was a tuple, and a record one of its class."""
+    """Make static fields hashable: a list of JSON was a tuple, and a record one of its class."""
     if isinstance(x, list):
         return tuple(_frozen(part) for part in x)
     if isinstance(x, dict) and set(x) == {"kind", "fields"}:
@@ -208,13 +203,13 @@ FORMAT = 2
 
 
 def sum_of(meta: dict[str, Any]) -> str:
-    """The digest of all fields of a meta.json but "digest"."""
+    """Return the digest of all fields of a meta.json but "digest"."""
     text = json.dumps({k: v for k, v in meta.items() if k != "digest"})
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The meta.json of a checkpoint. ValueError, with the remedy, where it is not as it was written."""
+    """Read the meta.json of a checkpoint; ValueError, with the remedy, if it has changed."""
     try:
         meta = json.loads((path / "meta.json").read_text())
         if meta["format"] != FORMAT:
@@ -227,25 +222,21 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def damaged(path: Path, why: str) -> str:
-    """One line: why a checkpoint is damaged, and the remedy."""
+    """Return one line: why a checkpoint is damaged, and the remedy."""
     others = [s for s in steps(path.parent) if s != path]
-    remedy = "delete it to start again"
-    if others:
-        remedy = f"delete it to resume from {others[-1].name}"
+    remedy = f"delete it to resume from {others[-1].name}" if others else "delete it to start again"
     return f"checkpoint {path} is damaged ({why}); {remedy}"
 
 
 def number() -> int:
-    """The rank of this process; 0 also where there is no group."""
-    if dist.world() == 1:
-        return 0
-    return dist.rank()
+    """Return the rank of this process; 0 also where there is no group."""
+    return dist.rank() if dist.world() > 1 else 0
 
 
 def steps(folder: str | Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first.
+    """List the checkpoints in `folder`, oldest first.
 
-    Half-written ones have other names and are never among them.
+    Half-written ones have other names and are never in it.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -258,15 +249,15 @@ def _number(path: Path) -> int:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest checkpoint that rank 0 sees, on every rank, or None. All ranks call it.
+    """Return the newest checkpoint that rank 0 sees, on every rank, or None.
+
+    All ranks call it.
 
     One that a killed `save` had moved aside, and not replaced yet, is moved back first. A write that is still
     under way is not seen.
     """
-    found = None
-    if number() == 0:
-        found = _newest(Path(folder))
-    return dist.all_gather_object(found)[0]
+    newest = _newest(Path(folder)) if number() == 0 else None
+    return dist.all_gather_object(newest)[0]
 
 
 def _newest(folder: Path) -> Path | None:
@@ -279,7 +270,7 @@ def _newest(folder: Path) -> Path | None:
 
 
 def _scores(paths: list[Path], warned: set[Path]) -> tuple[list[tuple[float, Path]], set[Path]]:
-    """((score, checkpoint) of those that have one, those whose score cannot be read)."""
+    """Return ((score, checkpoint) where there is a score, checkpoints with an unreadable one)."""
     scored = []
     unknown = set()
     for p in paths:
@@ -302,14 +293,11 @@ def _size(path: Path) -> int:
 
 
 def _kept(paths: list[Path], keep: int, best: int, max_bytes: int | None, warned: set[Path]) -> set[Path]:
-    """The checkpoints that stay: the newest, the best, then the next newest, as many as fit.
+    """Choose what stays: the newest, the best, then the next newest, as many as fit.
 
-    Those whose score cannot be read stay too, for they may be the best.
+    Checkpoints with an unreadable score stay too, for they may be the best.
     """
-    scored: list[tuple[float, Path]] = []
-    unknown: set[Path] = set()
-    if best:
-        scored, unknown = _scores(paths, warned)
+    scored, unknown = _scores(paths if best else [], warned)
     ranked = [p for _, p in sorted(scored, key=lambda sp: (sp[0], _number(sp[1])), reverse=True)]
     wanted = list(dict.fromkeys([*paths[-1:], *ranked[:best], *reversed(paths[-keep:])]))
     if max_bytes is None:
@@ -344,6 +332,6 @@ def delete(
         os.rename(p, p.with_name(f".{p.name}.gone"))  # a kill while files go must not leave half a checkpoint
     for p in folder.glob(".step_*.*"):
         if p.suffix == ".old" or p.suffix.startswith(f".{spare}"):
-            continue  # `latest` and `save` see to those that were moved aside
+            continue  # `latest` and `save` look after what was moved aside
         shutil.rmtree(p, ignore_errors=True)
     return gone

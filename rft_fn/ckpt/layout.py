@@ -32,15 +32,15 @@ Table = dict[str, dict[str, Any]]  # name -> {"dtype", "shape", "chunks": [[rank
 
 
 def local(x: Tensor) -> Tensor:
-    """The part of a tensor that this process holds, in its own memory."""
+    """Return the part of a tensor that this process holds, in its own memory."""
     x = x.detach()
-    if isinstance(x, DTensor):
-        return x.to_local()
-    return x
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def mine(tensors: Mapping[str, Tensor], *, copy: bool) -> tuple[dict[str, Tensor], Table]:
-    """(the parts that this process writes, in host memory; the place of every part of every tensor).
+    """Return (the parts that this process writes, in host memory; the place of all parts).
+
+    The places are of every part of every tensor.
 
     Of parts that several processes hold, the one with least to write writes it. All ranks call it. With
     `copy` nothing in it is the memory of the tensors given.
@@ -59,18 +59,14 @@ def mine(tensors: Mapping[str, Tensor], *, copy: bool) -> tuple[dict[str, Tensor
 
 
 def _shared(planner: DefaultSavePlanner, own: SavePlan) -> tuple[SavePlan, list[SavePlan]]:
-    """(this process's part of the plan, on rank 0 all parts): rank 0 decides."""
+    """Return (this process's part of the plan, on rank 0 all parts): rank 0 decides."""
     if dist.world() == 1:
         plans, _ = planner.create_global_plan([own])
         return plans[0], plans
-    gathered: list[Any] | None = None
-    if dist.is_main():
-        gathered = [None] * dist.world()
+    gathered: list[Any] | None = [None] * dist.world() if dist.is_main() else None
     torch_dist.gather_object(own, gathered, dst=0)
 
-    plans: list[SavePlan] = []
-    if gathered is not None:
-        plans = planner.create_global_plan(gathered)[0]
+    plans: list[SavePlan] = planner.create_global_plan(gathered)[0] if gathered is not None else []
     given: list[Any] = [None]
     torch_dist.scatter_object_list(given, plans or None, src=0)
     return given[0], plans
@@ -99,7 +95,7 @@ def _metadata(table: Table) -> Metadata:
 
 
 def read(folder: Path, table: Table, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """name -> the part of that tensor that `like` holds on this process, in host memory.
+    """Read name -> the part of that tensor that `like` holds on this process, in host memory.
 
     Nothing travels between processes. SafetensorError or OSError for files that do not match the table.
     """

@@ -22,7 +22,7 @@ States = TrainState | Mapping[str, TrainState] | Sequence[TrainState]
 
 
 def each(state: States) -> list[TrainState]:
-    """The states, in their order."""
+    """Return the states, in their order."""
     if isinstance(state, TrainState):
         return [state]
     if isinstance(state, Mapping):
@@ -31,14 +31,14 @@ def each(state: States) -> list[TrainState]:
 
 
 def planner() -> Any:
-    """The module that plans which process reads and writes which part."""
+    """Import the module that plans which process reads and writes which part."""
     from rft_fn.ckpt import layout  # torch.distributed.checkpoint is slow to import
 
     return layout
 
 
 def _checked(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The meta of a checkpoint, if it is one of `like`, and this rank's share of its files is whole."""
+    """Return the meta of a checkpoint, if it is like `like` and this rank's share of the files is whole."""
     meta = read_meta(path)
     if odd := sorted(set(meta["names"]) ^ set(like)):
         raise ValueError(
@@ -52,7 +52,7 @@ def _checked(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_files(path: Path, files: Sequence[tuple[str, str]]) -> None:
-    """ValueError for a file that is not as it was written."""
+    """Raise ValueError for a file that has changed since it was written."""
     for file, digest in files:
         try:
             if writing.digest(path / file) != digest:
@@ -62,10 +62,10 @@ def _check_files(path: Path, files: Sequence[tuple[str, str]]) -> None:
 
 
 def _check(path: Path, name: str, like: Any, meta: Mapping[str, Any]) -> None:
-    """ValueError where the checkpoint has another shape or type of that name than `like`."""
+    """Raise ValueError where the checkpoint has another shape or type of that name than `like`."""
     got = want = "no tensor"
-    if found := meta["tensors"].get(name):
-        got = f"{found['shape']} {found['dtype']}"
+    if saved := meta["tensors"].get(name):
+        got = f"{saved['shape']} {saved['dtype']}"
     if isinstance(like, Tensor):
         want = f"{list(like.shape)} {str(like.dtype).removeprefix('torch.')}"
     if got != want:
@@ -75,10 +75,10 @@ def _check(path: Path, name: str, like: Any, meta: Mapping[str, Any]) -> None:
 
 
 def read(path: str | Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves that `write` wrote, by name, in host memory.
+    """Read the leaves that `write` wrote, by name, in host memory.
 
-    Of each tensor it is the part that `like` holds on this rank.
-    ValueError on every rank, with the remedy, if the folder is damaged or holds other names, shapes or types.
+    Of each tensor it is the part that `like` holds on this rank. ValueError on every rank, with the remedy,
+    if the folder is damaged or holds other names, shapes or types.
     """
     from safetensors import SafetensorError
 
@@ -86,26 +86,26 @@ def read(path: str | Path, like: Mapping[str, Any]) -> dict[str, Any]:
     meta: dict[str, Any] = {}
     parts: dict[str, Tensor] = {}
 
-    # nobody reads tensors before every rank has found its share of the files whole
+    # nobody reads tensors before every rank knows that its share of the files is whole
     error = None
     try:
         meta = _checked(path, like)
-    except ValueError as found:
-        error = found
+    except ValueError as caught:
+        error = caught
     agree(error)
 
     try:
         tensors = {n: x for n, x in like.items() if isinstance(x, Tensor)}
         parts = planner().read(path, meta["tensors"], tensors)
-    except (OSError, SafetensorError) as found:
-        error = ValueError(damaged(path, str(found)))
+    except (OSError, SafetensorError) as caught:
+        error = ValueError(damaged(path, str(caught)))
     agree(error)
-    everything = meta["plain"] | parts
-    return {n: everything[n] for n in like}
+    leaves = meta["plain"] | parts
+    return {n: leaves[n] for n in like}
 
 
 def _nested(named: dict[str, Any]) -> dict[str, Any]:
-    """{"a/b": 1} -> {"a": {"b": 1}}"""
+    """Nest names: {"a/b": 1} -> {"a": {"b": 1}}"""
     out: dict[str, Any] = {}
     for name, value in named.items():
         *trail, last = name.split("/")
@@ -117,19 +117,19 @@ def _nested(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _extra(path: Path, like: Any) -> Any:
-    """A template of the extra that was saved.
+    """Make a template of the extra that was saved.
 
-    It is as `like`, with the lengths that were saved; without `like` it is all as it was saved.
+    It is like `like`, with the lengths that were saved; without `like` it is all as saved.
     """
     meta: dict[str, Any] = {}
     error = None
     try:
         meta = read_meta(path)
-    except ValueError as found:
-        error = found
+    except ValueError as caught:
+        error = caught
     agree(error)
 
-    # a leaf keeps its type and device in `like`; shapes are those that were saved
+    # a leaf keeps its type and device in `like`, and has the shape that was saved
     def leaf(name: str, like: Any) -> Any:
         saved = meta["tensors"].get(name)
         if saved is None and like is None:
@@ -151,49 +151,49 @@ def _extra(path: Path, like: Any) -> Any:
 
 
 def restore(path: str | Path, like: States, extra: Any = None) -> tuple[Any, Any]:
-    """(state, extra) of the checkpoint at `path`.
+    """Restore (state, extra) from the checkpoint at `path`.
 
     `state` has the structure of `like` (one, a dict or a list of them), `extra` is as it was saved, None if
     nothing was.
 
     With an `extra` given it has the fields and types of that, and the devices of its tensors; only lengths of
-    lists and shapes of tensors are those saved, and what is None or empty in it. Without one a struct comes
-    back as itself where its class is defined by now, else as a dict.
+    lists and shapes of tensors are as saved, and what is None or empty in it. Without one a struct comes back
+    as itself where its class is defined by now, else as a dict.
 
-    Tensors are sharded as those of `like` are, whatever wrote them, and take their memory, so that the module
-    behind `apply` has the parameters; `like` is donated. ValueError on every rank that names the folder and
-    the remedy if it is damaged or of another model; then nothing has been changed.
+    Tensors are sharded as in `like`, whatever wrote them, and take its memory, so that the module of `apply`
+    has the parameters; `like` is donated. ValueError on every rank that names the folder and the remedy if it
+    is damaged or of another model; then nothing has been changed.
     """
     path = Path(path)
     want = {"state": like, "extra": _extra(path, extra)}
     named = dict(tree.leaves_with_path(want))
-    found = read(path, named)
-    values = [_filled(n, x, found[n]) for n, x in named.items()]
+    saved = read(path, named)
+    values = [_filled(n, x, saved[n]) for n, x in named.items()]
     out = tree.unflatten_like(want, values)
     tree.donate(*each(like))
     return out["state"], out["extra"]
 
 
 @torch.no_grad()
-def _filled(name: str, like: Any, found: Any) -> Any:
-    """The value found, in the memory of `like` for a state; the memory of an extra is the caller's."""
+def _filled(name: str, like: Any, saved: Any) -> Any:
+    """Return the value: of a state in the memory of `like`, of an extra in new memory."""
     if not isinstance(like, Tensor):
-        return found
-    own = like
-    if not name.startswith("state/"):
-        own = torch.empty_like(like, requires_grad=like.requires_grad)
-    planner().local(own).copy_(found)
-    return own
+        return saved
+    in_place = name.startswith("state/")
+    out = like if in_place else torch.empty_like(like, requires_grad=like.requires_grad)
+    planner().local(out).copy_(saved)
+    return out
 
 
 def weights(
     path: str | Path, *, ema: bool = False, master: bool = False, name: str | None = None
 ) -> dict[str, Tensor]:
-    """The weights of a checkpoint by the model's own names, whole, in host memory: no optimizer is needed.
+    """Read the weights of a checkpoint by the model's own names, whole, in host memory.
 
-    The parameters; with `ema` the average that optim.ema kept of them, with `master` their float32 masters.
-    `name` selects one of several states that were saved together: "actor" or "critic". Only trained weights
-    are there. One process alone may call it. ValueError if the folder is damaged, or lacks these weights.
+    No optimizer is needed. They are the parameters; with `ema` the average that optim.ema kept, with `master`
+    the float32 masters. `name` selects one of several states that were saved together: "actor" or
+    "critic". Only trained weights are there. A single process may call it. ValueError if the folder is
+    damaged, or lacks these weights.
     """
     from safetensors import SafetensorError
 
@@ -202,21 +202,18 @@ def weights(
     path = Path(path)
     meta = read_meta(path)
     tensors = meta["tensors"]
-    kind = "params"
-    if ema or master:
-        kind = "average"
-    if master:
-        kind = "master"
+    kind = "average" if ema else "params"
+    kind = "master" if master else kind
 
-    # all files are checked, for this process alone reads all of them
-    found = _weights(path, tensors, kind, name)
-    whole = {at: torch.empty(tensors[at]["shape"], dtype=_dtype(tensors[at])) for at in found.values()}
+    # all files are checked, for this process reads all of them
+    names = _weights(path, tensors, kind, name)
+    whole = {at: torch.empty(tensors[at]["shape"], dtype=_dtype(tensors[at])) for at in names.values()}
     _check_files(path, list(meta["files"].items()))
     try:
         parts = planner().read(path, tensors, whole)
     except (OSError, SafetensorError) as error:
         raise ValueError(damaged(path, str(error))) from error
-    return {own: parts[at] for own, at in found.items()}
+    return {own: parts[at] for own, at in names.items()}
 
 
 def _dtype(saved: Mapping[str, Any]) -> torch.dtype:
@@ -224,20 +221,18 @@ def _dtype(saved: Mapping[str, Any]) -> torch.dtype:
 
 
 def _weights(path: Path, tensors: Mapping[str, Any], kind: str, name: str | None) -> dict[str, str]:
-    """A model's names -> those in the checkpoint, of the weights that are kept as `kind`."""
+    """Map a model's names to the checkpoint's, of the weights that are kept as `kind`."""
     params = [at for at in tensors if re.match(r"state/([^/]+/)?params/", at)]
-    alone = any(at.startswith("state/params/") for at in params)
+    single = any(at.startswith("state/params/") for at in params)
     if not params:
         raise ValueError(f"checkpoint {path}: expected the parameters of a model, got none")
 
     # several states each have a name, and their paths begin with it
     starts: dict[str | None, str] = {None: "state/"}
-    if not alone:
+    if not single:
         starts = {at.split("/")[1]: f"state/{at.split('/')[1]}/" for at in params}
     if name not in starts:
-        want = f"one of {', '.join(map(str, starts))}"
-        if alone:
-            want = "None for the only state"
+        want = "None for the only state" if single else f"one of {', '.join(map(str, starts))}"
         raise ValueError(f"name: expected {want} in checkpoint {path}, got {name}")
 
     start = starts[name]

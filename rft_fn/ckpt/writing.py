@@ -1,7 +1,7 @@
-"""Write one checkpoint: a thread of each rank writes its file, that of rank 0 completes the folder.
+"""Write one checkpoint: a thread of each rank writes its file, rank 0's completes the folder.
 
-The threads talk through files alone (a mark beside each part that is whole, with its digest), never through
-the process group, which training uses meanwhile. So all ranks must see one file system.
+The threads talk only through files (a mark for each part that is whole, with its digest), never through the
+process group, which training uses meanwhile. So all ranks must see one file system.
 """
 
 import atexit
@@ -37,12 +37,12 @@ _NAMES = {
 
 
 def file_name(rank: int) -> str:
-    """The name of the file that the process `rank` writes."""
+    """Return the name of the file that the process `rank` writes."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def flush(path: Path) -> None:
-    """fsync a file or folder."""
+    """Call fsync on a file or folder."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -51,12 +51,12 @@ def flush(path: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """BLAKE2b of a whole file, as 32 hexadecimal digits."""
-    found = hashlib.blake2b(digest_size=16)
+    """Return the BLAKE2b digest of a whole file, as 32 hexadecimal digits."""
+    hashed = hashlib.blake2b(digest_size=16)
     with path.open("rb") as f:
         while block := f.read(1 << 24):
-            found.update(block)
-    return found.hexdigest()
+            hashed.update(block)
+    return hashed.hexdigest()
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
@@ -81,28 +81,28 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """
     # wide types first, so that every tensor is aligned in the file
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    found = hashlib.blake2b(digest_size=16)
+    hashed = hashlib.blake2b(digest_size=16)
     with path.open("wb") as f:
         head = _header(tensors)
-        found.update(head)
+        hashed.update(head)
         f.write(head)
         for x in tensors.values():
             data: Any = x.reshape(-1).view(torch.uint8).numpy()
-            found.update(data)
+            hashed.update(data)
             f.write(data)
         f.flush()
         os.fsync(f.fileno())
-    return found.hexdigest()
+    return hashed.hexdigest()
 
 
 def read_part(file: Any, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-    """The box [start, start + size) of a tensor of an open safetensors file."""
+    """Read the box [start, start + size) of a tensor of an open safetensors file."""
     if not size:
         return file.get_tensor(name)
     return file.get_slice(name)[tuple(slice(a, a + n) for a, n in zip(start, size))]
 
 
-# ---------- write one checkpoint: a thread of each rank writes its file, that of rank 0 completes the folder
+# ---------- write one checkpoint: a thread of each rank writes its file, rank 0's completes the folder
 
 
 _EXIT = 30.0  # s that a process which exits waits for the parts of others
@@ -221,7 +221,7 @@ def agree(error: Exception | None, what: str = "") -> None:
 
 
 def _failure(error: Exception | None) -> tuple[int, str] | None:
-    """(errno or 0, what went wrong) as other ranks are told, or None."""
+    """Return (errno or 0, what went wrong) as other ranks are told, or None."""
     if error is None:
         return None
     if isinstance(error, OSError):
@@ -258,7 +258,7 @@ class Writer:
     def poll(self) -> None:
         """Raise the errors of `finish` now, without a wait, if the write failed on any rank.
 
-        All ranks call it: `Strategy.grad` does, so that no run trains for long behind a checkpoint that does
+        All ranks call it: `Strategy.grad` does, so that no run trains for long after a checkpoint that does
         not exist.
         """
         write = self.pending
@@ -293,7 +293,7 @@ class Writer:
 
 
 def complete(write: Writing) -> None:
-    """Wait for a write that was started, and raise what went wrong on every rank."""
+    """Wait for a write that has started, and raise what went wrong on every rank."""
     what = f": checkpoint {write.path} was not saved, those before it are whole"
     try:
         write.written.wait()

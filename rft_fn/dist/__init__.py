@@ -1,4 +1,4 @@
-"""Processes that work together: their group, trees that travel between them, and who of them is lost."""
+"""Processes that work together: their group, what travels between them, and who is lost."""
 
 from rft_fn.dist.collectives import (
     all_gather_object,

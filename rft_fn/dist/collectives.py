@@ -22,35 +22,32 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- trees and small objects that travel between processes
-
-
 _OPS = ("sum", "mean", "max", "min")
 
 
 def started() -> int:
-    """The number of processes that torchrun started, or that have a group; 1 without either."""
+    """Return the number of processes that torchrun started, or in the group; 1 without either."""
     if torch_dist.is_initialized():
         return world()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """The number of this process among all of them."""
+    """Return the number of this process among all of them."""
     if torch_dist.is_initialized():
         return torch_dist.get_rank()
     return int(os.environ.get("RANK", "0"))
 
 
 def world() -> int:
-    """The number of processes that work together."""
+    """Return the number of processes that work together."""
     if torch_dist.is_initialized():
         return torch_dist.get_world_size()
     return 1
 
 
 def is_main() -> bool:
-    """Whether this process is the one that writes files and prints."""
+    """Return whether this process is the one that writes files and prints."""
     return rank() == 0
 
 
@@ -61,7 +58,7 @@ def barrier() -> None:
 
 
 def all_gather_object(x: Any, group: Any = None) -> list[Any]:
-    """The x of every process, in the order of the ranks: any small object that pickles."""
+    """Gather x, any small object that pickles, from every process in the order of the ranks."""
     if world() == 1:
         return [x]
     out: list[Any] = [None] * torch_dist.get_world_size(group)
@@ -70,9 +67,9 @@ def all_gather_object(x: Any, group: Any = None) -> list[Any]:
 
 
 def gather(x: Any) -> Any:
-    """The trees of all processes as one: leaves concatenated along dim 0 in the order of the ranks.
+    """Join the trees of all processes: leaves concatenated along dim 0 in the order of the ranks.
 
-    Numbers and [] become [world]. The input is left alone. Further dims may differ between processes: shorter
+    Numbers and [] become [world]. The input is unchanged. Further dims may differ between processes: shorter
     ones are padded with 0 at the end, so rows [b, s] of each become [B, S]. The structure must be the same
     everywhere, except for the media of a struct: a process that lacks them, or some of their names, has no
     rows of these. Of media only the numbers travel; their rows stay on the process that has them, until
@@ -86,12 +83,10 @@ def gather(x: Any) -> Any:
     media = iter([_gather_media(s) for s in owners])
     out = _gather(tree.map(_without_media, x, is_leaf=_has_media))
 
-    def restored(s: Any) -> Any:
-        if not _has_media(s):
-            return s
-        return tree.replace(s, media=next(media))
+    def restore(s: Any) -> Any:
+        return tree.replace(s, media=next(media)) if _has_media(s) else s
 
-    return tree.map(restored, out, is_leaf=_has_media)
+    return tree.map(restore, out, is_leaf=_has_media)
 
 
 def _has_media(x: Any) -> bool:
@@ -99,17 +94,13 @@ def _has_media(x: Any) -> bool:
 
 
 def _without_media(x: Any) -> Any:
-    if not _has_media(x):
-        return x
-    return tree.replace(x, media=None)
+    return tree.replace(x, media=None) if _has_media(x) else x
 
 
 def _gather_media(x: Any) -> Media | None:
-    """The numbers of the media of the structs `x` of all processes, with the rows of this one's."""
+    """Gather the numbers of the media of the structs `x`, with the rows of this process's."""
     # a process without media has none of the names that others have
-    numbers = None
-    if x.media is not None:
-        numbers = tree.map(lambda v: v.cpu(), _empty(x.media))
+    numbers = None if x.media is None else tree.map(lambda v: v.cpu(), _empty(x.media))
     count = len(tree.leaves(_without_media(x))[0])
     everyone = all_gather_object((count, numbers))
 
@@ -122,15 +113,14 @@ def _gather_media(x: Any) -> Media | None:
 
 
 def _empty(media: Media) -> Media:
-    """Media of which nothing is held: the numbers, and tensors without rows."""
+    """Return media without any rows: the numbers, and tensors of no rows."""
     tensors = {name: torch.empty_like(x[:0]) for name, x in media.tensors.items()}  # a view would pickle all
     return tree.replace(media, tensors=tensors, held=torch.zeros_like(media.held))
 
 
 def _gather(x: Any) -> Any:
-    """`gather` of trees that have one structure."""
-    leaves = {name: torch.as_tensor(v) for name, v in tree.leaves_with_path(x)}
-    leaves = {name: _at_least_1d(v) for name, v in leaves.items()}
+    """Gather trees of one structure."""
+    leaves = {name: torch.atleast_1d(torch.as_tensor(v)) for name, v in tree.leaves_with_path(x)}
     if world() == 1:
         return tree.unflatten_like(x, list(leaves.values()))
 
@@ -143,20 +133,11 @@ def _gather(x: Any) -> Any:
     return tree.unflatten_like(x, [_gather_leaf(v, [plan[n] for plan in plans]) for n, v in leaves.items()])
 
 
-def _at_least_1d(x: Tensor) -> Tensor:
-    """A number as [1]."""
-    if x.dim():
-        return x
-    return x[None]
-
-
 def _gather_leaf(x: Tensor, plan: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Tensor:
-    """The x of all ranks, whose shapes and types are in `plan`, padded to one shape on the way."""
+    """Gather one leaf, padded to one shape on the way; `plan` has the shape and type on each rank."""
     shapes = [shape for shape, _ in plan]
     size = [max(sizes) for sizes in zip(*shapes)]
-    bits = x.dtype
-    if bits == torch.bool:  # gloo has no such type
-        bits = torch.uint8
+    bits = torch.uint8 if x.dtype == torch.bool else x.dtype  # gloo has no bool
     mine = torch.zeros(size, dtype=bits)
     mine[tuple(slice(n) for n in x.shape)] = x.detach().cpu().to(bits)
 
@@ -166,10 +147,10 @@ def _gather_leaf(x: Tensor, plan: Sequence[tuple[tuple[int, ...], torch.dtype]])
 
 
 def all_reduce(x: Any, op: str = "mean") -> Any:
-    """The tree with each leaf the "mean", "sum", "max" or "min" over the processes.
+    """Reduce each leaf to the "mean", "sum", "max" or "min" over the processes.
 
     Numbers come back as numbers. Added in the order of the ranks, so every rank has the same bits. The input
-    is left alone. ValueError for another op.
+    is unchanged. ValueError for another op.
     """
     if op not in _OPS:
         raise ValueError(f"op: expected {', '.join(_OPS)}, got {op!r}")
@@ -177,28 +158,24 @@ def all_reduce(x: Any, op: str = "mean") -> Any:
     def reduce(v: Any) -> Any:
         every = gather({"x": torch.as_tensor(v)[None]})["x"]
         out = _over_ranks(every, op)
-        if isinstance(v, Tensor):
-            return out
-        return out.item()
+        return out if isinstance(v, Tensor) else out.item()
 
     return tree.map(reduce, x)
 
 
 def _over_ranks(x: Tensor, op: str) -> Tensor:
-    """[world, ...] -> [...]; the mean of whole numbers in float64."""
+    """Reduce [world, ...] -> [...]; the mean of whole numbers in float64."""
     if op == "sum":
         return x.sum(0)
     if op == "max":
         return x.amax(0)
     if op == "min":
         return x.amin(0)
-    if not x.is_floating_point():
-        x = x.double()
-    return x.mean(0)
+    return (x if x.is_floating_point() else x.double()).mean(0)
 
 
 def differences(named: dict[str, str]) -> list[str]:
-    """Lines "name: rank 0 has a, rank 1 has b" for the texts that differ between processes.
+    """Return lines "name: rank 0 has a, rank 1 has b" for texts that differ between processes.
 
     Texts are compared by hash and shown by their first 200 characters.
     """
@@ -217,7 +194,7 @@ def differences(named: dict[str, str]) -> list[str]:
 
 
 def fetch_media(media: Media | None, owners: Sequence[int]) -> Media | None:
-    """The media with the rows of `owners`, and no others, on this process.
+    """Return the media with the rows of `owners`, and no others, on this process.
 
     All processes call it, with media of the same numbers and each with the owners that it needs. An owner's
     rows come from the first process that holds them, one owner at a time: no process ever has more than what
@@ -236,7 +213,7 @@ def fetch_media(media: Media | None, owners: Sequence[int]) -> Media | None:
     if lost:
         raise ValueError(f"media: expected a process that holds each owner, got none for {lost[:5]}")
 
-    # every process walks through the same list, so nobody waits for a message that is behind another
+    # every process walks through the same list, so nobody waits for a message that comes after another
     mine = _travel(media, [set(held) for held, _ in everyone], [set(asked) for _, asked in everyone], source)
     tensors = {}
     for name, x in media.tensors.items():
@@ -249,29 +226,29 @@ def fetch_media(media: Media | None, owners: Sequence[int]) -> Media | None:
 def _travel(
     media: Media, held: Sequence[set[int]], asked: Sequence[set[int]], source: dict[int, int]
 ) -> dict[tuple[int, str], Tensor]:
-    """(owner, name) -> its rows, for the owners that this process asked for."""
+    """Return (owner, name) -> its rows, for the owners that this process asked for."""
     me = rank()
     own = {name: media.split(name, range(len(media.held))) for name in media.tensors}
-    found: dict[tuple[int, str], Tensor] = {}
+    rows: dict[tuple[int, str], Tensor] = {}
     sent: list[tuple[torch_dist.Work | None, Tensor]] = []
     for owner in sorted(source):
         receivers = [r for r, needs in enumerate(asked) if owner in needs and owner not in held[r]]
         for name, x in media.tensors.items():
             shape = (int(media.rows[name][owner]), *x.shape[1:])
             if owner in asked[me] and owner in held[me]:
-                found[owner, name] = own[name][owner]
+                rows[owner, name] = own[name][owner]
             if me in receivers:
-                found[owner, name] = _received(shape, x, source[owner])
+                rows[owner, name] = _received(shape, x, source[owner])
             if me == source[owner]:
                 sent += [_sent(own[name][owner], r) for r in receivers]
     for work, _ in sent:
         if work is not None:
             work.wait()
-    return found
+    return rows
 
 
 def _sent(x: Tensor, to: int) -> tuple[torch_dist.Work | None, Tensor]:
-    """Begin to send the bytes of a tensor; they have to live until the work is done."""
+    """Begin to send the bytes of a tensor; they must live until the work is done."""
     data = x.detach().cpu().contiguous().flatten().view(torch.uint8)
     if not data.numel():
         return None, data
@@ -279,7 +256,7 @@ def _sent(x: Tensor, to: int) -> tuple[torch_dist.Work | None, Tensor]:
 
 
 def _received(shape: Sequence[int], like: Tensor, source: int) -> Tensor:
-    """A tensor of the type and device of `like`, from another process."""
+    """Receive a tensor of the type and device of `like` from another process."""
     x = torch.empty(*shape, dtype=like.dtype)
     data = x.view(-1).view(torch.uint8)
     if data.numel():

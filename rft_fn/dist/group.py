@@ -1,4 +1,4 @@
-"""The process group: how the processes that torchrun started find each other, and how they part."""
+"""Creates and destroys the process group."""
 
 import hashlib
 import os
@@ -24,7 +24,7 @@ _GLOO = "gloo_serial"
 
 
 def join(timeout: float) -> None:
-    """Make the group of the processes that torchrun started, or of this one alone.
+    """Make the group of the processes that torchrun started, or of this one.
 
     timeout [s] bounds every wait for another process, once all have started.
     """
@@ -55,7 +55,7 @@ def _register_gloo() -> None:
 
 
 def _make_gloo(place: Any, _: Any) -> Any:
-    """Gloo for a group, as torch makes it but for the number of its threads and when they run."""
+    """Make gloo for a group as torch does, but with one thread that starts without taking a core."""
     gloo: Any = torch_dist.ProcessGroupGloo
     options = gloo._Options()
     options._threads = 1
@@ -73,7 +73,7 @@ def _make_gloo(place: Any, _: Any) -> Any:
 
 @contextmanager
 def _batch_threads() -> Iterator[None]:
-    """Threads that start within take no core from a thread that runs, where the system can do that.
+    """Start threads within that take no core from a thread that runs, where the system can do that.
 
     Gloo writes to a connection under a lock. Where processes share cores, the reader that this wakes takes
     the core of the writer, which still holds the lock, and the writer's own reading thread, which needs the
@@ -96,7 +96,7 @@ def _batch_threads() -> Iterator[None]:
 
 
 def _meet(patience: float) -> torch_dist.Store:
-    """The part of the shared store that belongs to this start alone, within `patience` [s].
+    """Return a store prefix that only this launch has, within `patience` [s].
 
     A process that starts again at once may reach the store of the group before, which goes away with it:
     then it connects anew.
@@ -115,7 +115,7 @@ def _meet(patience: float) -> torch_dist.Store:
 
 
 def _connect(timeout: float) -> torch_dist.Store:
-    """A connection to the store at MASTER_ADDR and MASTER_PORT."""
+    """Connect to the store at MASTER_ADDR and MASTER_PORT."""
     # one of torchrun's agents holds the store, unless nobody has set up one: then rank 0 does, where a store
     # that a former group of this process still holds is taken over
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -130,7 +130,7 @@ def _connect(timeout: float) -> torch_dist.Store:
 
 
 def _name_session(store: torch_dist.Store, end: float) -> str:
-    """A name that all processes of this start share, and no earlier start had.
+    """Agree on a name that all processes of this start share, and no earlier start had.
 
     A restarted group that read the addresses which the killed one left in the store would connect to nobody.
     So each process writes a random number; rank 0 names the session by all numbers that it sees, until every
@@ -164,14 +164,14 @@ def _name_session(store: torch_dist.Store, end: float) -> str:
 
 
 def _read(store: torch_dist.Store, key: str) -> str:
-    """The text under a key, "" where there is none."""
+    """Return the text under a key, "" where there is none."""
     if not store.check([key]):
         return ""
     return store.get(key).decode()
 
 
 def store_client(timeout: float) -> torch_dist.Store | None:
-    """A second connection to the store of the group, for another thread; None without a shared store.
+    """Open a second connection to the group's store, for another thread; None without a shared one.
 
     Every process gets, by its own count, the same part of the store: the first for its first call, and so on.
     """
@@ -216,13 +216,11 @@ def settle(limit: float = 10.0) -> None:
     # three looks, and a sleep before each: whoever waits for the interpreter gets it meanwhile
     while quiet < 3 and time.monotonic() < end:
         time.sleep(0.005)
-        quiet += 1
-        if _gloo_runs():
-            quiet = 0
+        quiet = 0 if _gloo_runs() else quiet + 1
 
 
 def _gloo_runs() -> bool:
-    """Whether a thread of gloo runs, or would if it had a processor; False where the system cannot tell."""
+    """Return whether a thread of gloo runs, or would with a processor; False if nothing tells."""
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # it may have ended meanwhile
             name, state = (thread / "stat").read_text().split("(", 1)[1].rsplit(")", 1)

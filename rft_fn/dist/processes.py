@@ -1,4 +1,4 @@
-"""This process among those of its run: what it is doing, who else is there, and how it leaves them."""
+"""This process in its run: its phase, the other processes, and how it leaves them."""
 
 import atexit
 import os
@@ -27,7 +27,7 @@ class Heartbeat:
     """A thread that writes this process's phase to the store twice a second, and reads the others'.
 
     `phase` returns what this process is doing; `alarm` is called in the thread once another process has been
-    silent for `timeout` [s]. The store must be a client for this thread alone: the main thread may be waiting
+    silent for `timeout` [s]. The store must be a client of this thread only: the main thread may be waiting
     in another one.
     """
 
@@ -63,7 +63,7 @@ class Heartbeat:
             self.store.set(f"{rank()}", f"{self.count + 1} {self.BYE}")
 
     def beat(self) -> None:
-        """Write this process's beat, and read those of all others."""
+        """Write this process's beat, and read all others."""
         self.count += 1
         self.store.set(f"{rank()}", f"{self.count} {self.phase()}")
         for r, (_, _, last) in list(self.heard.items()):
@@ -75,13 +75,13 @@ class Heartbeat:
                 self.heard[r] = (time.monotonic(), phase, now)
 
     def silent(self, seconds: float) -> list[tuple[int, float, str]]:
-        """(rank, seconds of silence, last phase) of the processes not heard for more than `seconds`."""
+        """Return (rank, seconds of silence, last phase) of processes silent for more than `seconds`."""
         now = time.monotonic()
         beats = [(r, now - heard, phase) for r, (heard, phase, _) in self.heard.items()]
         return [(r, age, phase) for r, age, phase in beats if age > seconds and phase != self.BYE]
 
     def phases(self, without: Sequence[int] = ()) -> list[str]:
-        """The phases of the others, except `without`: "rank 1, 2 in forward of step 3" for each phase."""
+        """Return the phases of all but `without`: "rank 1, 2 in forward of step 3" for each phase."""
         ranks: dict[str, list[str]] = {}
         for r, (_, phase, _) in self.heard.items():
             if r not in without:
@@ -117,7 +117,7 @@ class LostProcess(RuntimeError):
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether torch.distributed raised `error` because of another process.
+    """Return whether torch.distributed raised `error` because of another process.
 
     Recognized by its type, or by the wording of gloo. Time limits and connections of anything else do not
     count.
@@ -128,7 +128,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def describe(who: str, doing: Sequence[str], error: BaseException | None = None) -> str:
-    """One line about lost processes: `who` is gone, what the rest was `doing`, the remedy, the error."""
+    """Return one line: `who` is gone, what the rest was `doing`, the remedy, the error."""
     parts = [f"lost {who}", *doing, _REMEDY]
     if error:
         parts.append(" ".join(f"{type(error).__name__}: {error}".split())[:300])
@@ -136,7 +136,7 @@ def describe(who: str, doing: Sequence[str], error: BaseException | None = None)
 
 
 def lost_line(error: BaseException) -> str:
-    """The line about lost processes, for an error of which `is_lost` holds, or a LostProcess."""
+    """Return the line about lost processes, for a LostProcess or an error that `is_lost`."""
     if isinstance(error, LostProcess):
         return str(error)
     return describe("other processes", [], error)
@@ -149,7 +149,7 @@ def abort(text: str) -> None:
     os._exit(LOST)
 
 
-# ---------- this process among those of its run: what it is doing, who else is there, and how it leaves them
+# ---------- this process in its run: its phase, the other processes, and how it leaves them
 
 
 _QUIET = 3.0  # s without a beat, which no live process has: beats are half a second apart
@@ -203,9 +203,7 @@ class Processes:
         finally:
             self._depth -= 1
 
-        self.current_phase = before
-        if outermost:
-            self.current_phase = f"the script after {name}"
+        self.current_phase = f"the script after {name}" if outermost else before
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -220,7 +218,7 @@ class Processes:
             raise
 
     def describe(self, error: BaseException | None = None, *, patience: float = 0.0) -> str:
-        """One line after `patience` [s]: who is gone, every process's last phase, the `error` met here."""
+        """Return one line after `patience` [s]: who is gone, every last phase, the `error` met here."""
         doing = [f"rank {rank()} was in {self.current_phase}"]
         time.sleep(patience)
         if self.heartbeat is None:
@@ -247,7 +245,7 @@ def begin(timeout: float) -> Processes:
     """Join the processes that torchrun started (or make a group of one), unless that is done already.
 
     timeout [s] bounds every wait for another process, once all have started. Whoever begins the group takes
-    it down, by `close` or at exit; an object that finds one leaves it alone.
+    it down, by `close` or at exit; an object that meets one does not touch it.
     """
     began = not torch_dist.is_initialized()
     if began:

@@ -24,12 +24,12 @@ __all__ = [
 
 
 def get_strategy(config: StrategyConfig | None = None) -> Strategy:
-    """The strategy of `config.backend`.
+    """Return the strategy of `config.backend`.
 
     DeepSpeed with a zero_stage, FSDP2 with fsdp or where torchrun started several processes, else one
-    process. Its `close` ends what it began: a strategy that finds a process group leaves that to whoever
-    began it. ValueError for an option that this backend cannot honour, and, on every rank, where ranks
-    disagree on the config, the command or the code; nothing is left behind by it.
+    process. Its `close` ends what it began: a process group that was there before stays. ValueError for
+    an option that this backend cannot honour, and, on every rank, where ranks disagree on the config, the
+    command or the code; nothing is left behind by it.
     """
     import torch
 
@@ -65,7 +65,7 @@ def get_strategy(config: StrategyConfig | None = None) -> Strategy:
 
 
 def _require_supported(config: StrategyConfig, where: str, remedy: str, *others: str) -> None:
-    """ValueError for an option that only FSDP2 has, and for `others`."""
+    """Raise ValueError for an option that only FSDP2 has, and for `others`."""
     for name in ("sp_size", "shard_size", "fsdp_cpu_offload", *others):
         neutral = getattr(StrategyConfig(), name)
         got = getattr(config, name)
@@ -74,20 +74,16 @@ def _require_supported(config: StrategyConfig, where: str, remedy: str, *others:
 
 
 def _require_agreement(config: StrategyConfig) -> None:
-    """ValueError, on every rank, unless all ranks run the same code with the same options."""
+    """Raise ValueError, on every rank, unless all ranks run the same code with the same options."""
     import torch
     import transformers
 
-    # the script, where there is one: a notebook or an interpreter has none
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    source = ""
-    if script:
-        source = Path(script).read_text()
+    script = getattr(sys.modules["__main__"], "__file__", None)  # a notebook or an interpreter has none
     python = sys.version.split()[0]
     facts = {
         "strategy": repr(config),
         "command": " ".join(sys.argv),
-        "script": source,
+        "script": Path(script).read_text() if script else "",
         "versions": f"python {python}, torch {torch.__version__}, transformers {transformers.__version__}",
     }
 
@@ -101,17 +97,17 @@ def _require_agreement(config: StrategyConfig) -> None:
 
 @cache
 def _sources() -> dict[str, str]:
-    """The text of each file of the package, as it was when the first strategy was made."""
+    """Return the text of each file of the package, as it was when the first strategy was made."""
     return {f"rft_fn/{path.relative_to(_ROOT)}": path.read_text() for path in sorted(_ROOT.rglob("*.py"))}
 
 
 def check_data(strategy: Strategy, *datasets: Dataset) -> None:
-    """ValueError, on every rank, where ranks have other rows than the first: each would train alone."""
+    """Raise ValueError, on every rank, where ranks have other rows than the first."""
     if strategy.world == 1:
         return
-    found = {f"{i} {x.name}": f"{x.size} rows, {x.digest}" for i, x in enumerate(datasets)}
+    facts = {f"{i} {x.name}": f"{x.size} rows, {x.digest}" for i, x in enumerate(datasets)}
     with strategy.session.watch():
-        lines = dist.differences(found)
+        lines = dist.differences(facts)
     if lines:
         raise ValueError(
             f"data: expected the same rows on all ranks, got others for {lines[0].partition(' ')[2]}; give "
@@ -120,5 +116,5 @@ def check_data(strategy: Strategy, *datasets: Dataset) -> None:
 
 
 def get_fake_strategy() -> Strategy:
-    """A strategy for tests without any process group: the local one, real code on one process."""
+    """Return a strategy for tests without any process group: the local one, real code."""
     return local()

@@ -193,7 +193,7 @@ def all_true(x: bool) -> bool:
 
 
 class Backend(ABC):
-    """The functions of a strategy, of which `types.record(Strategy, backend)` makes the record.
+    """The functions of a strategy; `types.record(Strategy, backend)` makes the record of them.
 
     A subclass lays out modules (`bind`) and puts a parameter together (`_whole`). What begins with an
     underscore is the backend's part of the function of that name; by default it is that of plain tensors.
@@ -263,7 +263,7 @@ class Backend(ABC):
         unit: int | Sequence[int] = 1,
         media_cost: float = MEDIA_COST,
     ) -> list[Packed]:
-        """Cut a batch into packs, and return those of this rank."""
+        """Cut a batch into packs, and return this rank's."""
         plans = self.packer.rows(exp, budget, world=self.world, unit=unit, media_cost=media_cost)
         least = self.packer.sequences(exp, plans, unit)
 

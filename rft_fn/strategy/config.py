@@ -122,14 +122,14 @@ class StrategyConfig:
     if not TYPE_CHECKING:  # where every name would be an attribute
 
         def __getattr__(self, name: str) -> Any:
-            """AttributeError, with a hint for an option that other systems have here."""
+            """Raise AttributeError, with a hint for an option that other systems have here."""
             from rft_fn.tools.other_libraries import names  # to the right, for a name that is not there
 
             names.unknown("StrategyConfig", names.CONFIG, name)
 
     @property
     def backend(self) -> str:
-        """ "deepspeed" with a zero_stage; "fsdp2" with fsdp or several processes; else "local"."""
+        """Return "deepspeed" with a zero_stage, "fsdp2" with fsdp or several processes, else "local"."""
         if self.zero_stage:
             return "deepspeed"
         if self.fsdp or dist.started() > 1:
@@ -138,7 +138,7 @@ class StrategyConfig:
 
     @staticmethod
     def from_args(args: "argparse.Namespace | Mapping[str, Any]") -> "StrategyConfig":
-        """The config of a namespace or a mapping; arguments that are not fields go to `extra`.
+        """Make the config of a namespace or a mapping; what is no field goes to `extra`.
 
         ValueError for a value of another type than its field's: a text is no number and no bool.
         """
@@ -150,25 +150,23 @@ class StrategyConfig:
         return StrategyConfig(**{k: v for k, v in given.items() if k in known}, extra=extra)
 
     def get_extra_arg(self, name: str, default: Any = None) -> Any:
-        """An argument that is not a field, or the default."""
+        """Return an argument that is not a field, or the default."""
         return self.extra.get(name, default)
 
     def pictures(self) -> dict[str, Any]:
-        """Where and how often `run.Run` draws."""
+        """Return where and how often `run.Run` draws."""
         return {"log_dir": self.log_dir, "plot_every": self.plot_every}
 
     def updates(self, rows: int) -> int:
-        """The number of updates of a rollout of `rows` sequences, train_batch_size in each.
+        """Return the number of updates of a rollout of `rows` sequences: train_batch_size in each.
 
         The last may have fewer.
         """
-        if not self.train_batch_size:
-            return 1
-        return -(-rows // self.train_batch_size)
+        return -(-rows // self.train_batch_size) if self.train_batch_size else 1
 
 
 def _docs() -> dict[str, str]:
-    """The line under each field, for a parser's help."""
+    """Return the line under each field, for a parser's help."""
     import ast
     import inspect
 
@@ -210,7 +208,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def layout(config: StrategyConfig, world: int = 1) -> Layout:
-    """The layout of the backend that `world` processes have with this config."""
+    """Return the layout of the backend that `world` processes have with this config."""
     if config.zero_stage:
         from rft_fn.strategy.zero import strategy as zero
 
@@ -236,17 +234,15 @@ def estimate(
     rewards: Sequence[nn.Module] = (),
     judges: Sequence[tuple[nn.Module, Sampler]] = (),
 ) -> Estimate:
-    """Memory of one of `world` processes with these models and their optimizers.
+    """Estimate the memory of one of `world` processes with these models and their optimizers.
 
     `memory.estimate` with the layout and options of a config; with sp_size each process has its part of a
     pack's tokens. `engine`: one samples with a copy of the first model, sequences of up to `length` tokens (0
     leaves out its cache). `example` is a prompt with media, of which packs are full. With offload_models a
     model is on the device only in the phases that use it, unless the device is a CPU.
     """
-    sampler = None
-    if engine:
-        packs = config.fast_linear and config.engine_type == "hf"
-        sampler = memory.Sampler(config.engine_batch, length, config.enable_engine_sleep, packs)
+    packs = config.fast_linear and config.engine_type == "hf"
+    sampler = memory.Sampler(config.engine_batch, length, config.enable_engine_sleep, packs)
     return memory.estimate(
         layout(config, world),
         *models,
@@ -254,7 +250,7 @@ def estimate(
         kind=kind,
         fused=config.fused_linear_logprob,
         chunk_size=config.chunk_size,
-        sampler=sampler,
+        sampler=sampler if engine else None,
         example=example,
         rewards=rewards,
         judges=judges,
@@ -263,8 +259,8 @@ def estimate(
 
 
 def remedy(config: StrategyConfig, x: Estimate, *, world: int, checkpointed: bool) -> str:
-    """The first option to change where the peak is too high."""
-    # an engine beside the trainer
+    """Suggest the first option to change where the peak is too high."""
+    # an engine and the trainer
     if x.total == x.sampling and not x.awake:
         return "lower engine_batch"
     if x.awake and (x.total == x.sampling or not config.enable_engine_sleep):
@@ -281,7 +277,7 @@ def remedy(config: StrategyConfig, x: Estimate, *, world: int, checkpointed: boo
             return "lower budget, or raise sp_size"
         return "set gradient_checkpointing"
 
-    # models that are not trained, beside those that are
+    # models that are not trained
     others = x.frozen + x.rewards
     if not x.placed and not config.zero_stage and others >= x.parameters - x.frozen + x.optimizer:
         return "set offload_models"
@@ -307,16 +303,25 @@ def preflight(
     rewards: Sequence[nn.Module] = (),
     judges: Sequence[tuple[nn.Module, Sampler]] = (),
 ) -> str:
-    """The table of `estimate` for a strategy on this machine, to print before `init`.
+    """Return the table of `estimate` for a strategy on this machine, to print before `init`.
 
-    "" on all ranks but the first.
+    It is "" on all ranks but the first.
     """
     if strategy.rank:
         return ""  # only the first prints it
     kind, config, world = strategy.device.type, strategy.config, strategy.world
-    how: dict[str, Any] = {"world": world, "kind": kind, "engine": engine, "length": length}
-    how |= {"rewards": rewards, "judges": judges}
-    x = estimate(config, *models, budget=budget, example=example, **how)
+    x = estimate(
+        config,
+        *models,
+        budget=budget,
+        world=world,
+        kind=kind,
+        engine=engine,
+        length=length,
+        example=example,
+        rewards=rewards,
+        judges=judges,
+    )
 
     # without a GPU the host is the device
     available = host = memory.host_memory()

@@ -28,7 +28,7 @@ class Source:
 
 
 def with_source(grads: Any, source: Source) -> Any:
-    """The gradients with their source, which goes when they are donated."""
+    """Attach its source to gradients; it goes when they are donated."""
     if isinstance(grads, tree.Named):
         grads.source = source
         return grads
@@ -36,7 +36,7 @@ def with_source(grads: Any, source: Source) -> Any:
 
 
 def _units(packs: Sequence[Packed]) -> list[Packed]:
-    """The packs cut into their units: one sequence each, or the sequences that belong together."""
+    """Cut the packs into their units: one sequence each, or the sequences that belong together."""
     out: list[Packed] = []
     for b in packs:
         count = packing.count_filled(b)
@@ -47,7 +47,7 @@ def _units(packs: Sequence[Packed]) -> list[Packed]:
 
 
 def _smallest(count: int, bad: Callable[[int], bool]) -> int | None:
-    """The smallest n <= count with bad(n), if bad stays so once it is; None if bad(count) is not."""
+    """Find the smallest n <= count with bad(n), if bad stays so; None if bad(count) is False."""
     if not bad(count):
         return None
     low = 0
@@ -64,48 +64,41 @@ def _smallest(count: int, bad: Callable[[int], bool]) -> int | None:
 def first_offender(
     probe: Callable[[Sequence[Packed]], bool], packs: Sequence[Packed]
 ) -> tuple[int, Packed] | None:
-    """(rank, pack of one unit): the first sequence whose gradient is not finite; None if none is alone.
+    """Return (rank, pack of one unit) of the first sequence without a finite gradient, or None.
 
-    First in the order of ranks, packs and sequences. Called by all ranks alike; the result is the same on
-    each. `probe(packs)` tells on every rank whether the summed gradient of these packs of all ranks is not
-    finite. By bisection: a NaN in a sum stays.
+    None if no single one is at fault. First in the order of ranks, packs and sequences. Called by all ranks
+    alike; the result is the same on each. `probe(packs)` tells on every rank whether the summed gradient
+    of these packs of all ranks is not finite. By bisection: a NaN in a sum stays.
     """
     # first the pack, then the unit in it: all ranks try as many packs as the one with most
     pack = _first(probe, packs, like=packs[0])
     if pack is None:
         return None
     owner, index, _ = pack
-    units: list[Packed] = []
-    if owner == dist.rank():
-        units = _units([packs[index]])
-    unit = _first(probe, units, like=packs[0])
+    unit = _first(probe, _units([packs[index]]) if owner == dist.rank() else [], like=packs[0])
     if unit is None:
         return None
-    owner, _, found = unit
-    return owner, found
+    owner, _, part = unit
+    return owner, part
 
 
 def _first(
     probe: Callable[[Sequence[Packed]], bool], parts: Sequence[Packed], *, like: Packed
 ) -> tuple[int, int, Packed] | None:
-    """(rank, its number there, the part itself): the first of all ranks' parts that is not finite."""
+    """Return (rank, its number there, the part) of the first of all ranks' parts that is not finite."""
     # parts are numbered over all ranks, in their order
     counts = dist.all_gather_object(len(parts))
     starts = [sum(counts[:r]) for r in range(len(counts))]
     start = starts[dist.rank()]
 
     # where each sequence is a forward, lists of any length were filled up to one number of sequences
-    least = 0
-    if not isinstance(like.unit, int):
-        least = like.num_seqs
+    least = 0 if isinstance(like.unit, int) else like.num_seqs
 
     def broken(n: int) -> bool:
-        """Whether the first n parts of all ranks are; placeholders stand for the others."""
+        """Return whether the first n parts of all ranks are bad; placeholders replace the others."""
         mine = [packing.placeholder(like)] * max(counts)
         for i, part in enumerate(parts):
-            mine[i] = part
-            if start + i >= n:
-                mine[i] = packing.placeholder(part)
+            mine[i] = part if start + i < n else packing.placeholder(part)
         return probe([packing.fill(part, least) for part in mine])
 
     # n counts to the first bad part, which lies on the last rank that begins before it
@@ -114,9 +107,7 @@ def _first(
         return None
     owner = max(r for r, begin in enumerate(starts) if begin < n)
     index = n - 1 - starts[owner]
-    one = None
-    if owner == dist.rank():
-        one = tree.map(lambda x: x.cpu(), parts[index])
+    one = tree.map(lambda x: x.cpu(), parts[index]) if owner == dist.rank() else None
     return owner, index, dist.all_gather_object(one)[owner]
 
 
@@ -127,23 +118,23 @@ def dump(
     packs: Sequence[Packed],
     weights: dict[str, Tensor],
 ) -> str:
-    """Write the first sequence with a gradient that is not finite to fault_STEP/; a line about it.
+    """Write the first sequence with a gradient that is not finite to fault_STEP/; return a line.
 
     `broken(packs)` tells on every rank whether the gradient of these packs of all ranks is not finite;
-    `weights` are those that the sequence met. All ranks call it; rank 0 writes, for `load_fault`.
+    `weights` are what the sequence met. All ranks call it; rank 0 writes, for `load_fault`.
     """
     offender = first_offender(broken, packs)
     folder = folder / f"fault_{step:08d}"
     if dist.is_main():
         _write(folder, step, offender, weights)
-    what = "the first sequence with such a gradient is"
-    if offender is None:
-        what = "no sequence alone has such a gradient, the weights are"
+    single = offender is not None
+    first = "the first sequence with such a gradient is"
+    what = first if single else "no sequence alone has such a gradient, the weights are"
     return f"{what} in {folder}: look at it with replay.py"
 
 
 def _write(folder: Path, step: int, offender: tuple[int, Packed] | None, weights: dict[str, Tensor]) -> None:
-    """The offending sequence and the weights as safetensors, and what is known as JSON."""
+    """Write the sequence and the weights as safetensors, and what is known as JSON."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -159,7 +150,7 @@ def _write(folder: Path, step: int, offender: tuple[int, Packed] | None, weights
 
 
 def load_fault(folder: str | Path) -> tuple[Packed, dict[str, Tensor], dict[str, Any]]:
-    """(the sequence as a pack, the weights by name, what is known) of a folder fault_STEP.
+    """Read (the sequence as a pack, the weights by name, what is known) of a folder fault_STEP.
 
     ValueError for a folder without a sequence, and for one whose files are damaged.
     """
@@ -189,6 +180,6 @@ def load_fault(folder: str | Path) -> tuple[Packed, dict[str, Tensor], dict[str,
 
 
 def _below(name: str, flat: dict[str, Any]) -> dict[str, Any]:
-    """The entries NAME/..., taken out and named by the rest."""
+    """Take out the entries NAME/..., named by the rest."""
     names = [n for n in flat if n.startswith(f"{name}/")]
     return {n.removeprefix(f"{name}/"): flat.pop(n) for n in names}

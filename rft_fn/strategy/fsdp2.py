@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -50,7 +49,7 @@ class SequenceAxis:
         self.rank = mesh.get_local_rank()
 
     def split(self, pack: Packed) -> tuple[Packed, SequenceBounds]:
-        """(this process's tokens [T / k] of the pack, the sequence boundaries of all [T]).
+        """Return (this process's tokens [T / k] of the pack, the sequence boundaries of all [T]).
 
         T is padded to a multiple of k by masked tokens. Of a pack with media the boundaries have the whole,
         for the towers are run on all of it by each process, and only the text model has a part.
@@ -59,13 +58,11 @@ class SequenceAxis:
         sizes = torch.unique_consecutive(whole.seq, return_counts=True)[1].tolist()
         plain = tree.replace(whole, media=None, padding=0)
         part = tree.map(lambda x: x.chunk(self.size)[self.rank], plain)
-        seen = None
-        if pack.media is not None:
-            seen = whole
-        return part, SequenceBounds(sizes, pack.seq.device, sequence=self, whole=seen)
+        with_media = None if pack.media is None else whole
+        return part, SequenceBounds(sizes, pack.seq.device, sequence=self, whole=with_media)
 
     def join(self, out: TokenOut, size: int) -> TokenOut:
-        """Values [T / k] of each process -> [size] of all.
+        """Join values [T / k] of each process to [size] of all.
 
         The gradient of the whole is the same on every process, so each takes its part of it.
         """
@@ -77,12 +74,12 @@ class SequenceAxis:
         return tree.map(whole, out)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum of x over the processes, in place and without gradient."""
+        """Sum x over the processes, in place and without gradient."""
         torch.distributed.all_reduce(x, group=self.mesh.get_group())
         return x
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T / k, H, D], k and v [T / k, H', D] -> all T tokens of this process's share of the heads.
+        """Exchange q [T / k, H, D], k and v [T / k, H', D] for all T tokens of a share of the heads.
 
         Heads of k and v are repeated where there are fewer than processes. ValueError for a H that k does not
         divide.
@@ -103,21 +100,21 @@ class SequenceAxis:
         return q, k, v
 
     def share(self, x: Tensor) -> Tensor:
-        """Numbers of all heads [H] -> those of this process's share [H / k], split as `heads` splits."""
+        """Cut numbers of all heads [H] to this process's share [H / k], as `heads` does."""
         return x.chunk(self.size)[self.rank]
 
     def tokens(self, x: Tensor) -> Tensor:
-        """All tokens of some heads [T, H / k, D] -> all heads of some tokens [T / k, H, D]."""
+        """Exchange all tokens of some heads [T, H / k, D] for all heads of some tokens [T / k, H, D]."""
         got = self._exchange(x.unflatten(0, (self.size, -1)))
         return got.transpose(0, 1).flatten(1, 2)
 
     def _exchange(self, x: Tensor) -> Tensor:
-        """Row i of x [k, ...] goes to process i; what each of them sent here, in their order."""
+        """Send row i of x [k, ...] to process i; return what each sent here, in their order."""
         x = x.contiguous()
         return all_to_all_single(torch.empty_like(x), x, group=self.mesh.get_group())
 
     def exchange(self, packs: Sequence[Packed]) -> list[Packed]:
-        """The packs of all processes of the group, which work on each of them together."""
+        """Return the packs of all processes of the axis, which work on each of them together."""
         host = [tree.map(lambda x: x.cpu(), b) for b in packs]
         everyone = dist.all_gather_object(host, self.mesh.get_group())
         return [b for row in zip(*everyone) for b in row]
@@ -129,11 +126,11 @@ class SequenceAxis:
 def meshes(
     config: StrategyConfig, shard_size: int = 0, *, name: str = ""
 ) -> tuple[DeviceMesh, SequenceAxis | None]:
-    """(the mesh of a model's parameters (replicate, shard), the sequence axis or None without one).
+    """Return (a model's mesh (replicate, shard), the sequence axis or None).
 
     The processes are a mesh (replicate, shard, sequence) with the sequence axis innermost; parameters are
-    sharded over shard and sequence together. The names of the axes end in `name`. ValueError for sizes that
-    do not divide the world.
+    sharded over shard and sequence together. The names of the axes end in `name`. ValueError for sizes
+    that do not divide the world.
     """
     # every size has to divide the next larger one
     world = dist.world()
@@ -147,9 +144,7 @@ def meshes(
             f"got {size}"
         )
 
-    device = "cpu"
-    if torch.cuda.is_available():
-        device = "cuda"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     replicate = f"replicate{name}"
     shard = f"shard{name}"
     sequence = None
@@ -167,7 +162,7 @@ class _Meshes:
     """The meshes over one group of all processes, by their sizes.
 
     DTensor keeps what it computed for a mesh, with its groups, and takes meshes of the same sizes and names
-    for one. So the names have a mark, the same on every rank, that those of no other group have.
+    for one. So the names have a mark, the same on every rank, that no other group has.
     """
 
     def __init__(self) -> None:
@@ -175,14 +170,14 @@ class _Meshes:
         self.made: dict[tuple[int, int], tuple[DeviceMesh, SequenceAxis | None]] = {}
 
 
-# Process groups are torch's, and live as long as that of all processes. Here are those of the last one.
+# Process groups are torch's, and live as long as the group of all processes. These are of the last one.
 _of_world: dict[torch_dist.ProcessGroup, _Meshes] = {}
 
 
 def shared_meshes(
     config: StrategyConfig, shard_size: int | None = None
 ) -> tuple[DeviceMesh, SequenceAxis | None]:
-    """`meshes`, made once for all strategies over these processes.
+    """Return `meshes`, made once for all strategies over these processes.
 
     Every mesh has process groups, each with threads and connections. A process that makes many strategies
     one after another would collect them: torch lets go of a group only with the last tensor that knows it.
@@ -204,7 +199,7 @@ def shared_meshes(
 
 
 def _odd(module: nn.Module) -> list[nn.Module]:
-    """Parts whose parameters differ in type from most of the module: FSDP2 moves one type at a time."""
+    """Return the parts with parameters of another type than most: FSDP2 moves one type at a time."""
     count: dict[torch.dtype, int] = {}
     for p in module.parameters():
         count[p.dtype] = count.get(p.dtype, 0) + p.numel()
@@ -213,22 +208,27 @@ def _odd(module: nn.Module) -> list[nn.Module]:
 
 
 def shard_module(root: nn.Module, mesh: DeviceMesh, config: StrategyConfig) -> nn.Module:
-    """`root` with its parameters as DTensors over `mesh`, in place: one group a block, one for the rest."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+    """Shard `root` in place over `mesh`: one group for each block, one for the rest."""
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
-    param_dtype = None
-    if config.bf16:
-        param_dtype = torch.bfloat16
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=_reduce(root))
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    if config.fsdp_cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    is_wide = any(p.dtype == torch.float64 for p in root.parameters())
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if config.bf16 else None,
+        reduce_dtype=torch.float64 if is_wide else torch.float32,
+    )
+    on_host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    offload = on_host if config.fsdp_cpu_offload else OffloadPolicy()
 
-    # towers too: packs without media borrow some, so all ranks join in
-    for part in [*blocks(root), *_odd(root)]:
-        if not isinstance(part, FSDPModule):
-            fully_shard(part, **options)
-    fully_shard(root, **options)
+    # towers too: packs without media borrow some, so all ranks join in; a part may be there twice
+    for part in [*blocks(root), *_odd(root), root]:
+        if part is root or not isinstance(part, FSDPModule):
+            fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
 
     # gradients are summed over ranks, by an operation that every backend has
     for part in root.modules():
@@ -247,13 +247,6 @@ def _reshard(*parts: nn.Module) -> None:
             part.reshard()
 
 
-def _reduce(root: nn.Module) -> torch.dtype:
-    """The type that gradients are summed in: float32, or float64 for a model in that."""
-    if any(p.dtype == torch.float64 for p in root.parameters()):
-        return torch.float64
-    return torch.float32
-
-
 @dataclass(frozen=True)
 class FSDPApply:
     """The apply of a sharded module.
@@ -270,11 +263,11 @@ class FSDPApply:
 
     @property
     def device(self) -> torch.device:
-        """Where packs of a frozen model belong."""
+        """Return the device of packs for a frozen model."""
         return next(self.root.parameters()).device
 
     def together(self, params: tree.Named, pack: Packed) -> TokenOut:
-        """A pack that is the same on every process of the sequence axis."""
+        """Apply the module to a pack that is the same on every process of the sequence axis."""
         why = (
             "sharded, it takes no others; apply, params = st.bind(another module), then "
             "model.assign(params, source) puts them there"
@@ -358,7 +351,7 @@ class FSDP2Backend(Backend):
 
 
 def groups(root: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of a module as FSDP2 gathers them: block by block, and at the end all others."""
+    """Return the parameters of a module as FSDP2 gathers them: block by block, then all others."""
     out, seen = [], set()
     for part in [*blocks(root), *_odd(root), root]:
         group = [p for p in part.parameters() if id(p) not in seen]
@@ -368,7 +361,7 @@ def groups(root: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def layout(config: StrategyConfig, world: int) -> memory.Layout:
-    """The memory layout over `world` processes: that of one process, sharded group by group."""
+    """Return the memory layout over `world` processes: that of one process, sharded group by group."""
     one = local_layout(config)
     size = config.shard_size or world
 

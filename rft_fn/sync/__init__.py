@@ -1,6 +1,6 @@
-"""Weight sync: the trained weights, full tensors one after the other, from a strategy to an engine.
+"""Weight sync: sends the trained weights from a strategy to an engine, one full tensor after the other.
 
-`push` works for every strategy and every engine. Three guards stand on the way, because weights that did not
+`push` works for every strategy and every engine. Three guards are on the way, because weights that did not
 arrive change nothing that a loss or a reward shows:
 
 1. the manifest (`manifest_of`): each tensor is compared with the trainer's own module before it is sent;
@@ -9,6 +9,6 @@ arrive change nothing that a loss or a reward shows:
 """
 
 from rft_fn.sync.canary import CanaryError, Probe, canary, with_noise
-from rft_fn.sync.push import Expected, ManifestError, Shipment, manifest_of, push
+from rft_fn.sync.push import CheckedWeights, Expected, ManifestError, manifest_of, push
 
 __all__ = ["canary", "push"]

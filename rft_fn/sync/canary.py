@@ -32,12 +32,12 @@ Change = Callable[[str, Tensor], Tensor]  # a weight and its name -> what is sen
 
 
 def unchanged(name: str, x: Tensor) -> Tensor:
-    """The weight itself."""
+    """Return the weight itself."""
     return x
 
 
 def plain(model: str) -> nn.Module:
-    """The model of a name, with adapters merged."""
+    """Load the model of a name, with adapters merged."""
     lm = model_lib.load(model, quantize="none")
     merge = getattr(lm, "merge_and_unload", None)
     if merge is not None:
@@ -46,7 +46,7 @@ def plain(model: str) -> nn.Module:
 
 
 def agreed(st: Strategy, x: float) -> float:
-    """The number of rank 0, on every rank."""
+    """Return the number of rank 0, on every rank."""
     return float(st.gather(torch.tensor([x], dtype=torch.float64))[0])
 
 
@@ -58,9 +58,8 @@ class _Changed(Iterator[tuple[str, Tensor]]):
         self.change = change
         self.frozen: frozenset[str] = frozenset(getattr(weights, "frozen", ()))
         self.names: list[str] = []
-        self.places: dict[str, Tensor] = {}
-        if copy is not None:
-            self.places = dict(copy.named_parameters(remove_duplicate=False))
+        named = () if copy is None else copy.named_parameters(remove_duplicate=False)
+        self.places: dict[str, Tensor] = dict(named)
 
     @torch.no_grad()
     def __next__(self) -> tuple[str, Tensor]:
@@ -104,7 +103,7 @@ class Sides:
             self.copy = plain(model)
 
     def gap(self, change: Change) -> float:
-        """The mean |engine - trainer| of log-probs with changed weights.
+        """Return the mean |engine - trainer| of log-probs with changed weights.
 
         It is over the engines of all ranks. The engine keeps these weights. All ranks call it.
         """
@@ -120,19 +119,17 @@ class Sides:
         keys = range(len(self.prompts))
         rollout = self.engine.generate(self.prompts, keys, n=1, sampling=sampling)
         every: Rollout = self.st.gather(rollout)
-        gap = 0.0
-        if self.copy is not None:
-            gap = _scored_gap(self.copy, every)
+        gap = 0.0 if self.copy is None else _scored_gap(self.copy, every)
         return agreed(self.st, gap)
 
 
 @torch.no_grad()
 def _scored_gap(copy: nn.Module, rollout: Rollout) -> float:
-    """The mean |sampler - model| of the log-probs of a rollout."""
-    alone = strategy.get_fake_strategy()
-    apply, params = alone.bind(copy)
-    found = alone.score(apply, params, rollout, 4096).logp
-    gap = (found - rollout.logp).abs() * rollout.mask
+    """Return the mean |sampler - model| of the log-probs of a rollout."""
+    st = strategy.get_fake_strategy()
+    apply, params = st.bind(copy)
+    logp = st.score(apply, params, rollout, 4096).logp
+    gap = (logp - rollout.logp).abs() * rollout.mask
     return float(gap.double().sum() / rollout.mask.sum())
 
 
@@ -140,7 +137,7 @@ def _scored_gap(copy: nn.Module, rollout: Rollout) -> float:
 
 
 def uniform(name: str, x: Tensor) -> Tensor:
-    """A weight that all tensors of one shape share.
+    """Return a weight that all tensors of one shape share.
 
     It is ones for a vector, else signs times a power of two. Neither an exchange of two such tensors nor a
     narrower type changes what a model computes.
@@ -153,12 +150,12 @@ def uniform(name: str, x: Tensor) -> Tensor:
 
 
 def locate(sides: Sides, wrong: Change, noise: Change, *, good: Callable[[float], bool]) -> str:
-    """The name of a tensor that does not arrive where it belongs.
+    """Find the name of a tensor that does not arrive where it belongs.
 
-    "" where none is found. With the weights that `wrong` makes, engine and trainer differ; `good` says
-    whether a gap is none. With some other weights they agree: with the true ones or those of `noise` where a
-    tensor was taken in one load only, with the model's first ones where the engine still has one of these,
-    and with `uniform` ones where tensors changed places or were rounded. Of the weights between the two, the
+    "" if there is none. With the weights that `wrong` makes, engine and trainer differ; `good` says whether a
+    gap is none. With some other weights they agree: with the true ones or those of `noise` where a tensor
+    was taken in one load only, with the model's first ones where the engine still has one of these, and
+    with `uniform` ones where tensors changed places or were rounded. Of the weights between the two, the
     first names from one and the rest from the other, some name is the first with which both sides differ:
     log2(names) loads find it.
 
@@ -176,10 +173,7 @@ def locate(sides: Sides, wrong: Change, noise: Change, *, good: Callable[[float]
 
 
 def _first_wrong(sides: Sides, right: Change, wrong: Change, good: Callable[[float], bool]) -> str:
-    """The first name from `wrong` with which both sides differ.
-
-    All names after it are from `right`.
-    """
+    """Find the first name from `wrong` with which both sides differ; later names are from `right`."""
     names = sides.names
     fine = 0  # so many from `wrong` do no harm
     bad = len(names)  # so many do
@@ -188,9 +182,7 @@ def _first_wrong(sides: Sides, right: Change, wrong: Change, good: Callable[[flo
         chosen = frozenset(names[:middle])
 
         def mixed(name: str, x: Tensor, chosen: frozenset[str] = chosen) -> Tensor:
-            if name in chosen:
-                return wrong(name, x)
-            return right(name, x)
+            return wrong(name, x) if name in chosen else right(name, x)
 
         if good(sides.gap(mixed)):
             fine = middle
@@ -221,7 +213,7 @@ class Probe(NamedTuple):
 
 
 def with_noise(name: str, x: Tensor, key: int, *, scale: float = NOISE) -> Tensor:
-    """x plus normal noise of `scale` x its root mean square, drawn by (key, name).
+    """Add normal noise of `scale` x its root mean square to x, drawn by (key, name).
 
     A tensor of zeros counts as one of ones. The noise does not depend on the device or on how the tensor is
     sharded.
@@ -258,9 +250,7 @@ def canary(
     than noise, or the smaller is above `max_gap` [nats per token].
     """
     began = time.perf_counter()
-    if key is None:
-        key = secrets.randbits(48)
-    key = int(agreed(st, key))
+    key = int(agreed(st, secrets.randbits(48) if key is None else key))
     noise = partial(with_noise, key=key)
     sides = Sides(st, state, engine, model, prompts, version=version, max_new=max_new)
     noisy = sides.gap(noise)
@@ -274,23 +264,17 @@ def canary(
         return probe
 
     # the weights with noise show the fault, unless only the true ones do
-    wrong = noise
-    if noisy <= limit:
-        wrong = unchanged
+    wrong = unchanged if noisy <= limit else noise
     name = locate(sides, wrong, noise, good=lambda gap: gap <= limit)
     raise CanaryError(_line(name, probe, limit))
 
 
 def _line(name: str, probe: Probe, limit: float) -> str:
-    """The text of an error, about a tensor or about all of them."""
-    what = ""
-    which = "some weight"
-    if name:
-        what = f"{name}: "
-        which = "it"
+    """Return the text of an error, about a tensor or about all of them."""
+    which = "it" if name else "some weight"
     return (
-        f"canary: {what}expected the engine to sample from the weights that it was sent, got log-probs that "
-        f"differ from the trainer's by {probe.noisy:.3g} nats per token with noise on the weights, "
-        f"{probe.floor:.3g} without (limit {limit:.3g}): {which} did not arrive, or is in a wrong place "
+        f"canary: {name + ': ' if name else ''}expected the engine to sample from the weights that it was "
+        f"sent, got log-probs that differ from the trainer's by {probe.noisy:.3g} nats per token with noise on "
+        f"the weights, {probe.floor:.3g} without (limit {limit:.3g}): {which} did not arrive, or is in a wrong place "
         f"(key {probe.key})"
     )

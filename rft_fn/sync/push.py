@@ -1,4 +1,4 @@
-"""Sending the trained weights to an engine, checked on the way."""
+"""Send the trained weights to an engine, checked on the way."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ from rft_fn.model.quantize import is_low
 from rft_fn.types import Engine, Strategy, TrainState
 from rft_fn.types.engine import Delivered
 
-__all__ = ["Expected", "ManifestError", "Shipment", "check_tensor", "manifest_of", "missing", "push"]
+__all__ = ["CheckedWeights", "Expected", "ManifestError", "check_tensor", "manifest_of", "missing", "push"]
 
 
 # ---------- the manifest: which tensors a sync has to send, by the trainer's own module
@@ -24,7 +24,7 @@ class ManifestError(ValueError):
 
 
 class Expected(NamedTuple):
-    """A tensor that a sync has to send."""
+    """A tensor that a sync must send."""
 
     shape: torch.Size | None  # None: not known before it is put together
     dtype: torch.dtype | None  # it may be wider, not narrower
@@ -32,7 +32,7 @@ class Expected(NamedTuple):
 
 
 def manifest_of(state: TrainState) -> dict[str, Expected]:
-    """The tensors of the plain model, each under all of its names, from the module of `state`.
+    """Return the tensors of the plain model, under all of their names, from the module of `state`.
 
     Nothing is gathered. Adapters are not among them, since they are sent as part of their layers' weights.
     Empty for a state without a module.
@@ -40,15 +40,13 @@ def manifest_of(state: TrainState) -> dict[str, Expected]:
     module: nn.Module | None = state.module
     if module is None:
         return {}
-    tied: dict[int, list[str]] = {}
-    found: dict[int, nn.Parameter] = {}
+    tied: dict[nn.Parameter, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         if ".lora_" not in name:
-            tied.setdefault(id(p), []).append(plain_name(module, name))
-            found[id(p)] = p
+            tied.setdefault(p, []).append(plain_name(module, name))
     manifest: dict[str, Expected] = {}
-    for key, names in tied.items():
-        manifest |= dict.fromkeys(names, _expected(found[key], names))
+    for p, names in tied.items():
+        manifest |= dict.fromkeys(names, _expected(p, names))
     return manifest
 
 
@@ -60,7 +58,7 @@ def _expected(p: nn.Parameter, names: list[str]) -> Expected:
 
 
 def check_tensor(manifest: Mapping[str, Expected], name: str, x: Tensor) -> None:
-    """ManifestError for a tensor that is not the module's: by its name, shape or type."""
+    """Raise ManifestError for a tensor that is not the module's: by its name, shape or type."""
     if not manifest:
         return
     want = manifest.get(name)
@@ -73,21 +71,21 @@ def check_tensor(manifest: Mapping[str, Expected], name: str, x: Tensor) -> None
 
 
 def missing(manifest: Mapping[str, Expected], sent: set[str], frozen: frozenset[str]) -> list[str]:
-    """The weights that were neither sent nor frozen, by the first of their names."""
+    """Return the weights that were neither sent nor frozen, by the first of their names."""
     present = sent | frozen
     firsts = dict.fromkeys(want.names for want in manifest.values())
     return [names[0] for names in firsts if not present & set(names)]
 
 
-# ---------- sending the trained weights to an engine, checked on the way
+# ---------- send the trained weights to an engine, checked on the way
 
 
-class Shipment(Iterator[tuple[str, Tensor]]):
-    """Weights on their way, checked and counted as they are read: one full tensor in memory at a time.
+class CheckedWeights(Iterator[tuple[str, Tensor]]):
+    """Weights on their way, checked and counted as they are read, one full tensor at a time.
 
-    Each is compared with `manifest` before it is handed on, and what the manifest has must have come before
-    the shipment ends. `dtype` is the type that floating tensors are sent in, where it is given; with `tied` a
-    tied weight is sent under each of its names.
+    Each is compared with `manifest` before it is handed on, and the manifest must be complete at the end.
+    `dtype` is the type that floating tensors are sent in, where it is given; with `tied` a tied weight is
+    sent under all of its names.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class Shipment(Iterator[tuple[str, Tensor]]):
         return name, x
 
     def _read(self) -> list[tuple[str, Tensor]]:
-        """The next tensor, by one name or by all."""
+        """Read the next tensor, by one name or by all."""
         try:
             name, x = next(self.weights)
         except StopIteration:
@@ -140,7 +138,7 @@ class Shipment(Iterator[tuple[str, Tensor]]):
         return [(each, x) for each in names]
 
     def _check_complete(self) -> None:
-        """ManifestError for a weight that has not been sent: the engine must not finish its load."""
+        """Raise ManifestError for a weight that was not sent: the engine must not finish its load."""
         left_out = missing(self.manifest, self.names, self.frozen)
         if left_out:
             raise ManifestError(
@@ -157,26 +155,30 @@ class Shipment(Iterator[tuple[str, Tensor]]):
 def push(strategy: Strategy, state: TrainState, engine: Engine, *, version: int) -> Delivered:
     """Load the trained weights of `state` into `engine`; its rollouts carry `version` from then on.
 
-    Every rank has to call it, because sharded tensors are put together by all ranks. The engine's status may
+    Every rank must call it, because sharded tensors are put together by all ranks. The engine's status may
     ask for a `dtype` and for `tied` names. Returns the engine's record of what it took. ManifestError, which
     names the tensor, for weights that are not the module's own. ValueError for weights that the engine's
     model does not have, and for an engine that took less than was sent.
     """
     status = engine.status()
-    wishes = {"dtype": status.get("dtype"), "tied": status.get("tied", False)}
-    shipment = Shipment(strategy.export(state), manifest_of(state), **wishes)
+    weights = CheckedWeights(
+        strategy.export(state),
+        manifest_of(state),
+        dtype=status.get("dtype"),
+        tied=status.get("tied", False),
+    )
     try:
-        delivered = engine.load(shipment, version=version)
+        delivered = engine.load(weights, version=version)
     except BaseException:
         if strategy.world > 1:
-            shipment.drain()
+            weights.drain()
         raise
 
     # an engine of another process may drop what it does not know, and answer that all is well
-    sent = len(shipment.names)
-    if delivered.tensors != sent or delivered.bytes != shipment.bytes:
+    sent = len(weights.names)
+    if delivered.tensors != sent or delivered.bytes != weights.bytes:
         raise ValueError(
-            f"sync: expected the engine to take {sent} tensors ({shipment.bytes} bytes), got "
+            f"sync: expected the engine to take {sent} tensors ({weights.bytes} bytes), got "
             f"{delivered.tensors} ({delivered.bytes} bytes)"
         )
     if delivered.version != version:

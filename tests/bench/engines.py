@@ -156,7 +156,7 @@ def measure_guards(trainer, engines, folder, rollout, sampling, times):
     list(st.export(state))
     for i in range(times):
         bare, pairs = timed(lambda: list(st.export(state)))
-        checked, _ = timed(lambda: list(sync.Shipment(st.export(state), sync.manifest_of(state))))
+        checked, _ = timed(lambda: list(sync.CheckedWeights(st.export(state), sync.manifest_of(state))))
         found["export"].append(bare)
         found["manifest"].append(checked - bare)
         trainer.push(engines["vLLM in process"], 200 + i)

@@ -118,7 +118,7 @@ def test_weights_of_every_kind_arrive_whole_and_stay(unharmed):
     for loaded in found:
         assert all(torch.equal(loaded[n], x * 2) and loaded[n].dtype == x.dtype for n, x in kept.items())
         kept = {n: x + 1 for n, x in kept.items()}
-    eng.load(rft.sync.Shipment(Frozen(sent.items())), version=4)
+    eng.load(rft.sync.CheckedWeights(Frozen(sent.items())), version=4)
     assert eng.score(0)[1] == {"base"}
 
 

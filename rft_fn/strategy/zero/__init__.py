@@ -1,1 +1,1 @@
-"""DeepSpeed ZeRO: stages 1 to 3 behind the same record as every strategy."""
+"""DeepSpeed ZeRO: stages 1 to 3 as one strategy."""

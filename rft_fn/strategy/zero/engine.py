@@ -48,7 +48,7 @@ def library() -> Any:
 
 
 class Root(nn.Module):
-    """A module whose output is a dict of tensors, for DeepSpeed's hooks."""
+    """A module with a dict of tensors as its output, for DeepSpeed's hooks."""
 
     inner: nn.Module
 
@@ -126,7 +126,7 @@ class Average(tree.Named):
 
 
 class ZeroModel:
-    """A model in training, whose gradients and optimizer DeepSpeed holds."""
+    """A model in training; DeepSpeed holds its gradients and optimizer."""
 
     def __init__(self, config: StrategyConfig, module: nn.Module, root: Root, tx: Transform):
         self.module = module
@@ -153,7 +153,7 @@ class ZeroModel:
             gather_with_root(root, module)
 
     def _states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """(this rank's flat weights, AdamW's state of them), group by group."""
+        """Yield (this rank's flat weights, AdamW's state of them), group by group."""
         for flat in self.stage.flat_weights():
             yield flat, self.adamw.state[flat]
 
@@ -246,7 +246,7 @@ class ZeroModel:
 
 @tree.struct
 class ZeroState:
-    """The optimizer state of a model whose moments DeepSpeed holds."""
+    """The optimizer state of a model with its moments in DeepSpeed."""
 
     count: int  # steps done
     model: ZeroModel = tree.static()
@@ -363,7 +363,7 @@ def _whole(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _adopt(like: TrainState, saved: TrainState) -> TrainState:
-    """Put a state that was saved into the model of `like`, which is donated."""
+    """Put a saved state into the model of `like`, which is donated."""
     model = model_of(like)
     adam = _part(saved.opt, optim.AdamState)
     held = {"m": adam.m, "v": adam.v}

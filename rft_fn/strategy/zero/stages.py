@@ -1,4 +1,6 @@
-"""Where each ZeRO stage of DeepSpeed keeps float32 weights, gradients and moments.
+"""Transforms in DeepSpeed's terms, and where its stages keep weights, gradients and moments.
+
+These are the only places that read the insides of DeepSpeed's optimizers: one class for each layout.
 
 One class for each layout: these are the only places that read the insides of DeepSpeed's optimizers.
 """
@@ -50,7 +52,7 @@ class Lowered(NamedTuple):
     decay: float | None  # of optim.ema
 
     def optimizer(self, params: Mapping[str, Tensor]) -> AveragingAdamW:
-        """An optimizer of these parameters, in two groups: with and without weight decay."""
+        """Make an optimizer of these parameters, in two groups: with and without weight decay."""
         spec = self.adamw
         decays = spec["mask"] or _is_matrix
         with_decay, without = [], []
@@ -81,7 +83,7 @@ def _schedule(lr: float | optim.Schedule) -> optim.Schedule:
 
 
 def _parts(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The transforms of nested chains, in order."""
+    """Yield the transforms of nested chains, in order."""
     if spec["name"] != "chain":
         yield spec
         return
@@ -98,7 +100,7 @@ def _require(part: Mapping[str, Any], want: str, place: str) -> None:
 
 
 def lower(spec: Mapping[str, Any]) -> Lowered:
-    """The spec of a transform as DeepSpeed's own step performs it.
+    """Lower the spec of a transform to what DeepSpeed's own step performs.
 
     It may be clip_by_global_norm any number of times (the smallest counts), one adamw, and an ema after it.
     ValueError with the name of any other transform, or of one out of place.
@@ -118,7 +120,7 @@ def lower(spec: Mapping[str, Any]) -> Lowered:
 
 
 def options(config: StrategyConfig, root: nn.Module, clip: float = 0.0) -> dict[str, Any]:
-    """DeepSpeed's own configuration.
+    """Return DeepSpeed's own configuration.
 
     `extra["deepspeed"]` of the config overrides it, its zero_optimization entry by entry.
     """
@@ -150,7 +152,7 @@ def options(config: StrategyConfig, root: nn.Module, clip: float = 0.0) -> dict[
 
 
 def gathered(p: Tensor) -> Tensor:
-    """A whole parameter, as the model computes with it. All ranks must call it."""
+    """Return a whole parameter, as the model computes with it. All ranks call it."""
     from deepspeed import zero
 
     if not hasattr(p, "ds_id"):  # only stage 3 shards it
@@ -173,22 +175,22 @@ class Stage(ABC):
 
     @abstractmethod
     def flat_weights(self) -> list[Tensor]:
-        """This rank's part of the float32 weights, one tensor per parameter group."""
+        """Return this rank's part of the float32 weights, one tensor per parameter group."""
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
-        """This rank's part of the gradients, after the last backward of a batch."""
+        """Return this rank's part of the gradients, after the last backward of a batch."""
 
     def clear(self) -> None:
         """Drop gradients that no step has used."""
         self.optimizer.zero_grad()
 
     def finite(self) -> bool:
-        """Whether this rank's part of the gradients has neither NaN nor inf."""
+        """Return whether this rank's part of the gradients has neither NaN nor inf."""
         return all(bool(torch.isfinite(x).all()) for x in self.gradients())
 
     def overflowed(self) -> bool:
-        """Whether DeepSpeed skipped the last step: finite gradients may have an infinite norm."""
+        """Return whether DeepSpeed skipped the last step: finite gradients may have an infinite norm."""
         return getattr(self.optimizer, "overflow", False)  # not in every version of BF16_Optimizer
 
     def link_moments(self) -> None:
@@ -197,11 +199,11 @@ class Stage(ABC):
         self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def steps_copy(self, p: Tensor) -> bool:
-        """Whether the optimizer steps a float32 copy of a trained parameter."""
+        """Return whether the optimizer steps a float32 copy of a trained parameter."""
         return p.dtype == torch.bfloat16
 
     def weight(self, p: Tensor) -> Tensor:
-        """A whole parameter, in float32 where it is stepped so. All ranks must call it."""
+        """Return a whole parameter, in float32 where it is stepped so. All ranks call it."""
         from deepspeed import utils
 
         if p.requires_grad and self.steps_copy(p):
@@ -209,7 +211,7 @@ class Stage(ABC):
         return gathered(p)
 
     def moment(self, p: Tensor, name: str) -> Tensor:
-        """A whole moment by AdamW's name, in float32. All ranks must call it."""
+        """Return a whole moment by AdamW's name, in float32. All ranks call it."""
         from deepspeed import utils
 
         return _required(utils.safe_get_full_optimizer_state(p, name))
@@ -276,7 +278,7 @@ class Stage3(Stage):
         self.optimizer.averaged_gradients = {}
 
     def link_moments(self) -> None:
-        """Nothing: at stage 3 DeepSpeed looks the moments up."""
+        """Do nothing: at stage 3 DeepSpeed looks the moments up."""
 
     def steps_copy(self, p: Tensor) -> bool:
         return True
@@ -292,7 +294,7 @@ class Stage3(Stage):
         utils.safe_set_local_optimizer_state(p, self._part(p, value), name)
 
     def _part(self, p: Any, x: Tensor) -> Tensor:
-        """This rank's part of a whole tensor."""
+        """Return this rank's part of a whole tensor."""
         size = p.ds_tensor.numel()
         padded = F.pad(x.flatten(), (0, size * dist.world() - x.numel()))
         start = size * dist.rank()
@@ -300,7 +302,7 @@ class Stage3(Stage):
 
 
 def stage_of(optimizer: Any, number: int) -> Stage:
-    """The layout of the optimizer that DeepSpeed made for a ZeRO stage."""
+    """Return the layout of the optimizer that DeepSpeed made for a ZeRO stage."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     if number == 3:

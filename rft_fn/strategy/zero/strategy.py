@@ -35,14 +35,14 @@ __all__ = ["ZeroBackend", "ZeroResidence", "deepspeed", "layout"]
 
 
 class ZeroResidence(Residence):
-    """Where the weights of one model are, of which stage 3 has the shards beside the parameters."""
+    """The place of one model's weights; at stage 3 the shards move with the parameters."""
 
     def __init__(self, root: nn.Module, module: nn.Module, *, trained: bool = False):
         super().__init__(root, module)
         self.trained = trained
 
     def move(self, where: Where) -> None:
-        """`Residence.move`; ValueError for a model in training: its optimizer shares the weights."""
+        """Move the weights; ValueError for a model in training: its optimizer shares them."""
         if self.trained:
             raise ValueError(
                 f"apply: expected one of st.bind with zero_stage, got that of {self.name}, whose weights are "
@@ -74,7 +74,7 @@ class ZeroApply:
 
     @property
     def device(self) -> torch.device:
-        """The device on which a frozen model reads its packs."""
+        """Return the device on which a frozen model reads its packs."""
         return next(self.run.parameters()).device
 
     def __call__(self, params: tree.Named, pack: Packed) -> TokenOut:
@@ -98,7 +98,7 @@ class ZeroGrads:
 
 
 def _size(shard_size: int | None, *sizes: int) -> int:
-    """The number of processes that a model's parameters are sharded over: `shard_size`, or all.
+    """Return the number of processes that a model is sharded over: `shard_size`, or all.
 
     ValueError unless it is one of `sizes`, or all.
     """
