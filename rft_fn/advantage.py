@@ -269,7 +269,7 @@ def whiten(adv: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     return centred * torch.rsqrt(var + eps)
 
 
-# ---------- advantages [B] of responses whose groups may differ in size
+# ---------- advantages [B] of responses in groups that may differ in size
 
 
 Reduce = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # as `segment.sum`

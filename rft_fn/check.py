@@ -45,7 +45,7 @@ def _fits(size: tuple[int, ...], dims: list[str], known: dict[str, Any]) -> bool
 def _written(dims: list[str], known: dict[str, Any]) -> str:
     """Write the expected sizes as text: "4, S" for "N S" if N is known to be 4."""
     sizes: list[Any] = [known.get(dim, dim) for dim in dims]
-    if sizes and isinstance(sizes[0], tuple):  # those that a leading ... stands for
+    if sizes and isinstance(sizes[0], tuple):  # the sizes of a leading ...
         sizes[:1] = sizes[0]
     return ", ".join(map(str, sizes))
 

@@ -64,7 +64,7 @@ def calibration(p: Tensor, label: Tensor, mask: Tensor, *, bins: int = 10) -> Ca
 def reliability(of: Calibration) -> list[tuple[float, float, float]]:
     """Return (predictions, mean probability, share that came true) of each bin that has some.
 
-    They are the points of a reliability diagram, whose diagonal is perfect calibration.
+    They are the points of a reliability diagram; its diagonal is perfect calibration.
     """
     count = of.count.clamp(min=1)
     rows = torch.stack([of.count, of.predicted / count, of.observed / count], -1).tolist()

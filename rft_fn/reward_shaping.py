@@ -40,7 +40,7 @@ def running_norm(
         (reward - mean) / (std + eps)
 
     Returns (normalised rewards, new moments). Moments are merged by Chan's method, so any cut of the
-    rewards gives the same state. With fewer than two rewards, or equal ones, the scale is left alone.
+    rewards gives the same state. With fewer than two rewards, or equal ones, the scale does not change.
     `centre=False` only divides. An empty batch changes nothing.
     """
     if reward.numel() == 0:

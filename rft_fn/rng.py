@@ -1,7 +1,7 @@
 """Randomness as data: keys and generators.
 
 A key is an integer that names what is drawn, never who draws it. `fold_in(seed, step, prompt, sample)`
-gives the same number on every rank, at every world size and in every resumed run, so nothing random has to
+gives the same number on every rank, at every world size and in every resumed run, so nothing random must
 live in the state.
 """
 

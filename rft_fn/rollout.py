@@ -49,7 +49,7 @@ def _row_numbers(rollout: Rollout, index: Sequence[int] | Tensor) -> list[int]:
 def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) -> Rollout:
     """Join the rows of all parts in order, padded to the longest, with groups renumbered.
 
-    The groups of a part continue those of the part before it, so that they point into the parts' prompts, one
+    The groups of a part continue from the part before it, so that they point into the parts' prompts, one
     list after the other. `prompts` is how many prompts each part has; by default one more than its largest
     group. ValueError for no parts, another number of counts, a count that is too small, and for parts that
     were drawn from different distributions: one model is trained on all of them.
@@ -120,7 +120,7 @@ class Owner:
 class Prefix(list[int]):
     """The tokens of a prompt that sees or hears and of a response to it, to be continued.
 
-    Token ids behind it (`prefix + ids`) give a longer one. What the policy sampled is text whatever it says,
+    More token ids (`prefix + ids`) give a longer one. What the policy sampled is text whatever it says,
     so an engine is told which tokens these are.
     """
 

@@ -83,7 +83,7 @@ def _backward(a: Tensor, b: Tensor) -> Tensor:
     if size < 2:
         return b
 
-    # padding of zeros at the end leaves the recurrence as it is
+    # padding of zeros at the end does not change the recurrence
     if size % 4:
         a = F.pad(a, (0, -size % 4))
         b = F.pad(b, (0, -size % 4))

@@ -168,7 +168,7 @@ def truncated_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0)
 def masked_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0) -> Tensor:
     """Weigh by masked importance sampling per token, [...].
 
-    Multiplies w by pi_old / pi_sampler, and drops tokens whose ratio exceeds the cap.
+    Multiplies w by pi_old / pi_sampler, and drops tokens with a ratio above the cap.
     """
     return icepop(w, old_logp, logp, low=0.0, high=cap)
 
@@ -176,7 +176,7 @@ def masked_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0) ->
 def icepop(w: Tensor, old_logp: Tensor, logp: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
     """Weigh by IcePop's band of ratios per token, [...].
 
-    Multiplies w by pi_old / pi_sampler, and drops tokens whose ratio is not in [low, high]. arXiv
+    Multiplies w by pi_old / pi_sampler, and drops tokens with a ratio outside [low, high]. arXiv
     2510.18855.
     """
     rho = _token_ratio(w, old_logp, logp)
@@ -203,7 +203,7 @@ def truncated_is_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *,
 def masked_is_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *, cap: float = 2.0) -> Tensor:
     """Weigh by masked importance sampling per response, [B, S].
 
-    Multiplies w by the ratio of the response, and drops responses whose ratio exceeds the cap.
+    Multiplies w by the ratio of the response, and drops responses with a ratio above the cap.
     """
     rho = _seq_ratio(w, old_logp, logp, mask)
     return torch.where(rho <= cap, w * rho, 0)

@@ -29,7 +29,7 @@ from rft_fn.ckpt.writing import Writer, Writing, agree, complete
 
 __all__ = ["latest", "restore", "save", "steps", "weights"]
 
-_OWN = uuid.uuid4().hex[:8]  # in the names of this process's temporary folders, which `rotate` leaves alone
+_OWN = uuid.uuid4().hex[:8]  # in the names of this process's temporary folders, which `rotate` does not touch
 
 
 def save(
@@ -97,7 +97,7 @@ def write(
     written; the next write, `Writer.finish` and the exit of the process wait for them.
 
     ValueError for a leaf that JSON cannot hold, or that is not the same on all ranks; OSError (a full disk)
-    on every rank. Neither leaves anything behind; with a writer the error comes from its next call.
+    on every rank. Nothing is left of it; with a writer the error comes from its next call.
     """
     return _write(path, named, {"step": step, "score": score}, writer)
 
@@ -111,7 +111,7 @@ def _write(path: str | Path, named: Mapping[str, Any], about: dict[str, Any], wr
     if writer is not None:
         writer.finish()
 
-    # a plan of who writes what, made by all ranks; an error leaves no folder behind
+    # a plan of who writes what, made by all ranks; after an error there is no folder
     tensors, plain = _split(named)
     tmp = _make(path)
     try:
@@ -136,7 +136,7 @@ def _split(named: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
     tensors = {n: x for n, x in named.items() if isinstance(x, Tensor)}
     plain = {n: x for n, x in named.items() if n not in tensors}
 
-    # what is written as JSON has to be JSON, on every rank
+    # what is written as JSON must be JSON, on every rank
     facts: dict[str, str] = {}
     error = None
     try:

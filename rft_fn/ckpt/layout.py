@@ -2,7 +2,7 @@
 
 The planners of torch.distributed.checkpoint know every placement of a DTensor, give each part that several
 processes hold to one of them, and map the parts of one number of processes onto those of another. The files
-are not theirs: safetensors and JSON, which nothing has to unpickle.
+are not theirs: safetensors and JSON, which need no unpickling.
 """
 
 import dataclasses

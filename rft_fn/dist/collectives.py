@@ -104,7 +104,7 @@ def _gather_media(x: Any) -> Media | None:
     count = len(tree.leaves(_without_media(x))[0])
     everyone = all_gather_object((count, numbers))
 
-    # rows stay where they are: other processes' owners are there by their numbers alone
+    # rows stay where they are: other processes' owners are there only by their numbers
     parts = [part for _, part in everyone]
     if x.media is not None:
         parts = [tree.map(lambda v: v.to(x.media.of.device), part) for part in parts]
@@ -190,7 +190,7 @@ def differences(named: dict[str, str]) -> list[str]:
     return lines
 
 
-# ---------- rows of media, on their way to the processes whose packs need them
+# ---------- rows of media, on their way to the processes that need them
 
 
 def fetch_media(media: Media | None, owners: Sequence[int]) -> Media | None:

@@ -182,7 +182,7 @@ def store_client(timeout: float) -> torch_dist.Store | None:
     if not isinstance(inner, torch_dist.TCPStore):
         return None
 
-    # a connection of its own: two threads must not share one
+    # two threads must not share a connection
     number = shared.add(f"rft/clients/{rank()}", 1)
     if rank() == 0:
         shared.set(f"rft/space/{number}", uuid.uuid4().hex)

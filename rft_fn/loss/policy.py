@@ -162,7 +162,7 @@ def gmpo(
 def cispo(logp: Tensor, old_logp: Tensor, adv: Tensor, *, low: Scalar = 1.0, high: Scalar = 4.0) -> Tensor:
     """Return CISPO's loss with clipped weights, [*].
 
-    A token whose weight is clipped keeps its gradient:
+    A token with a clipped weight keeps its gradient:
 
         -sg(clip(rho, 1 - low, 1 + high)) A logp
 

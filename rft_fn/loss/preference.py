@@ -1,6 +1,6 @@
 """Losses of reward models: scores of pairs, ranked lists, single responses and steps.
 
-Scores are raw numbers of any size, and none of these losses overflows. Those of pairs are one family: with
+Scores are raw numbers of any size, and none of these losses overflows. Losses of pairs are one family: with
 hard labels `bradley_terry`, `hps` and `log_exp` are the same number, which is also `plackett_luce` of two.
 """
 
@@ -33,9 +33,9 @@ def bradley_terry(
         h = chosen - rejected - margin,    e = label_smoothing
 
     `margin` is a number or [N]: by how much the better response has to win, such as a rating of how clear the
-    preference is (Llama 2, arXiv 2307.09288). e > 0 is for labels of which a share e is wrong: the least loss
-    is at h = log((1 - e) / e), not at infinity (as cDPO). Never overflows: at a difference of -1000 it is
-    1000. Bradley and Terry 1952, Biometrika 39. ValueError unless 0 <= e < 0.5.
+    preference is (Llama 2, arXiv 2307.09288). e > 0 is for labels with a share e of wrong ones: the least
+    loss is at h = log((1 - e) / e), not at infinity (as cDPO). Never overflows: at a difference of -1000 it
+    is 1000. Bradley and Terry 1952, Biometrika 39. ValueError unless 0 <= e < 0.5.
     """
     check.shapes(chosen=(chosen, "N"), rejected=(rejected, "N"))
     if isinstance(margin, Tensor) and margin.dim():
@@ -79,7 +79,7 @@ def log_exp(chosen: Tensor, rejected: Tensor) -> Tensor:
 
         log(1 + exp(rejected - chosen))
 
-    It is `bradley_terry` without a margin, by another formula. Written as it stands the exponential overflows
+    It is `bradley_terry` without a margin, by another formula. Written like this the exponential overflows
     in float32 at a difference of 89; this one never does.
     """
     check.shapes(chosen=(chosen, "N"), rejected=(rejected, "N"))
@@ -92,7 +92,7 @@ def plackett_luce(score: Tensor, rank: Tensor, unit: Tensor) -> Tensor:
 
         x_i = log(sum of exp(score_j) over the j of i's list with rank_j >= rank_i) - score_i
 
-    `rank` [N] is the place of each response, 0 for the best; any numbers of which lower is better do. `unit`
+    `rank` [N] is the place of each response, 0 for the best; any numbers do, lower is better. `unit`
     [N] is the list of each (`packing.unit_of`). The sum of x over a list is -log of the probability that
     responses are drawn in this order, each time among those that are left in proportion to exp(score): so
     `weight.unit_sum` makes the mean over lists, and `weight.unit_mean` divides by their lengths too. Two
@@ -121,7 +121,7 @@ def score_bce(score: Tensor, label: Tensor) -> Tensor:
         -y log sigmoid(score) - (1 - y) log sigmoid(-score)
 
     `label` y is bool or in [0, 1]: whether a response or a step is right, or how often it was (process
-    rewards: arXiv 2305.20050, 2312.08935). Scores stand at the ends of steps: see `packing.scored(ends=)`.
+    rewards: arXiv 2305.20050, 2312.08935). Scores are at the ends of steps: see `packing.scored(ends=)`.
     """
     check.shapes(score=(score, "..."), label=(label, "..."))
     y = label.to(score.dtype)

@@ -55,7 +55,7 @@ def dpo(
         h = log(pi / ref)(chosen) - log(pi / ref)(rejected),    e = label_smoothing
 
     The four arguments [N] are log-probs of whole responses, sums over tokens (`segment.sum`). e > 0 is
-    cDPO, for labels of which a share e is wrong. A pair must share a pack: `packing.shard(..., unit=2)`;
+    cDPO, for labels with a share e of wrong ones. A pair must share a pack: `packing.shard(..., unit=2)`;
     metrics count the pairs in `packing.real(b)`, which leaves out placeholders. arXiv 2305.18290.
     ValueError unless 0 <= e < 0.5.
     """

@@ -123,7 +123,7 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int | Sequence[int] = 1)
     each. With no rows, or no tokens: a `placeholder`, so that all ranks run equally many packs.
 
     Where the batch has media of a kind that none of the rows has, the pack borrows the row with the fewest
-    tokens that has some. Its tokens stand at the end, mask False and w 0, and it is not in `rows`. So the
+    tokens that has some. Its tokens are at the end, mask False and w 0, and it is not in `rows`. So the
     towers of a model run in every pack. ValueError for units that do not make up the rows, and for media
     that this process does not hold.
     """
@@ -135,7 +135,7 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int | Sequence[int] = 1)
     if empty:
         rows = ()
 
-    # a borrowed row stands for both sides of a pair
+    # a borrowed row is both sides of a pair
     borrowed = [row for row in rows_to_borrow(exp, rows) for _ in range(placeholder_size(unit))]
     if borrowed:
         lent = masked(_of_rows(exp, borrowed, placeholder_units(unit, len(borrowed))))
@@ -253,7 +253,7 @@ def stack(exp: Experience) -> Packed:
     """Pack each row by itself, and stack the packs.
 
     They are padded to one size, so that every field is [B, T], for `torch.func.vmap` over samples.
-    ValueError with media, whose rows have no common size.
+    ValueError with media: its rows have no common size.
     """
     if exp.media is not None:
         raise ValueError("media: expected None, got some: rows of media cannot be stacked")

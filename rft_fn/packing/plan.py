@@ -280,7 +280,7 @@ def _families(exp: Experience, sizes: Sequence[int], rows: Sequence[int]) -> tup
     known: dict[bytes | int, int] = {}
     families = []
     for i, (row, size) in enumerate(zip(exp.tokens[first].cpu(), prompts)):
-        prompt = row[:size].numpy().tobytes() or i  # without a prompt it is a family of its own
+        prompt = row[:size].numpy().tobytes() or i  # without a prompt it is its own family
         families.append(known.setdefault(prompt, len(known)))
     return families, [min(n, size) for n, size in zip(prompts, sizes)]
 
@@ -305,7 +305,7 @@ def shard(
     row (or unit) that is larger than the budget, units that do not make up the rows, or a `most` below one.
 
     With `share_prefixes` units of one prompt stay in one pack where they can, for models that compute tokens
-    that begin alike once: that may take a quarter more packs, each of fewer tokens to compute. Packs and
+    that begin alike once: that may take a quarter more packs, with fewer tokens to compute. Packs and
     ranks are then balanced by these.
 
     With media, packs and ranks are balanced by tokens + media_cost * numbers of media. The default, 1e-4, is

@@ -1,6 +1,6 @@
 """Units of rows that belong together, and rows that packs without media borrow.
 
-Where a batch has media, the towers run in every pack. Models whose parts are sharded run
+Where a batch has media, the towers run in every pack. Models with sharded parts run
 alike on all processes, so a tower that only some packs need would stop the others. What is borrowed has
 nothing to learn: its mask is False and its w 0, and it is in no row.
 """

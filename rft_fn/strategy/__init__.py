@@ -29,7 +29,7 @@ def get_strategy(config: StrategyConfig | None = None) -> Strategy:
     DeepSpeed with a zero_stage, FSDP2 with fsdp or where torchrun started several processes, else one
     process. Its `close` ends what it began: a process group that was there before stays. ValueError for
     an option that this backend cannot honour, and, on every rank, where ranks disagree on the config, the
-    command or the code; nothing is left behind by it.
+    command or the code; nothing is left of it then.
     """
     import torch
 

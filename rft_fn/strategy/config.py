@@ -238,7 +238,7 @@ def estimate(
 
     `memory.estimate` with the layout and options of a config; with sp_size each process has its part of a
     pack's tokens. `engine`: one samples with a copy of the first model, sequences of up to `length` tokens (0
-    leaves out its cache). `example` is a prompt with media, of which packs are full. With offload_models a
+    leaves out its cache). `example` is a prompt with media; packs are full of such. With offload_models a
     model is on the device only in the phases that use it, unless the device is a CPU.
     """
     packs = config.fast_linear and config.engine_type == "hf"

@@ -1,6 +1,6 @@
 """FSDP2: parameters, gradients and optimizer as DTensors over a mesh (replicate, shard, sequence).
 
-Only the placement of tensors differs from one process: gradients and updates are those of `step`, the same
+Only the placement of tensors differs from one process: gradients and updates are by `step`, the same
 functions on the same names. Gradients are summed over ranks, never averaged: the average is in `w`.
 """
 
@@ -132,7 +132,7 @@ def meshes(
     sharded over shard and sequence together. The names of the axes end in `name`. ValueError for sizes
     that do not divide the world.
     """
-    # every size has to divide the next larger one
+    # every size must divide the next larger one
     world = dist.world()
     sp = config.sp_size
     if world % sp:

@@ -74,7 +74,7 @@ def fork(state: TrainState) -> TrainState:
     """Copy a state, to train both with the same `apply`: parameters, optimizer and counts.
 
     Only for the local strategy, where apply is a function of the parameters it is given. ValueError for a
-    state whose apply takes only its own module's, which FSDP2 and ZeRO lay out.
+    state of FSDP2 or ZeRO, where apply takes only its own module's parameters.
     """
     from rft_fn.strategy.zero.engine import ZeroState
 

@@ -1,6 +1,6 @@
 """The canary: weights with noise show whether an engine samples from all that it was sent.
 
-At the size of a real update a weight that stayed behind hides in rounding: a dropped norm moves log-probs by
+At the size of a real update a weight that did not arrive hides in rounding: a dropped norm moves log-probs by
 3e-7 at a relative update of 1e-4, and two copies of one model differ by as much. Noise of 5 % makes it 1e-3.
 """
 
@@ -76,7 +76,7 @@ class Sides:
     """An engine, and the trainer as a plain copy of the model named `model`, on the host of rank 0.
 
     The copy takes each full tensor as it is sent, and scores by functional_call. This holds for every
-    strategy, also for FSDP2 and ZeRO, whose own modules take no other parameters.
+    strategy, also for FSDP2 and ZeRO, where a module takes no parameters but its own.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ def _line(name: str, probe: Probe, limit: float) -> str:
     which = "it" if name else "some weight"
     return (
         f"canary: {name + ': ' if name else ''}expected the engine to sample from the weights that it was "
-        f"sent, got log-probs that differ from the trainer's by {probe.noisy:.3g} nats per token with noise on "
-        f"the weights, {probe.floor:.3g} without (limit {limit:.3g}): {which} did not arrive, or is in a wrong place "
-        f"(key {probe.key})"
+        f"sent, got log-probs that differ from the trainer's by {probe.noisy:.3g} nats per token with noise "
+        f"on the weights, {probe.floor:.3g} without (limit {limit:.3g}): {which} did not arrive, or is in a "
+        f"wrong place (key {probe.key})"
     )

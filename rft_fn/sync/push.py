@@ -16,7 +16,7 @@ from rft_fn.types.engine import Delivered
 __all__ = ["CheckedWeights", "Expected", "ManifestError", "check_tensor", "manifest_of", "missing", "push"]
 
 
-# ---------- the manifest: which tensors a sync has to send, by the trainer's own module
+# ---------- the manifest: which tensors a sync must send, by the trainer's own module
 
 
 class ManifestError(ValueError):

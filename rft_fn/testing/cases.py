@@ -67,7 +67,7 @@ def _apply(params: Any, b: Packed) -> TokenOut:
     logp = (params["bigram"][b.tokens] + params["position"][b.pos]).log_softmax(-1)
     chosen = logp.gather(-1, b.target.unsqueeze(-1)).squeeze(-1)
     entropy = -(logp.exp() * logp).sum(-1)
-    # products and no `where`: a NaN in the gradient of a masked token has to reach the parameters and be seen
+    # products and no `where`: a NaN in the gradient of a masked token must reach the parameters and be seen
     return TokenOut(logp=chosen * b.mask, entropy=entropy * b.mask, value=params["value"][b.tokens] * b.mask)
 
 

@@ -152,9 +152,9 @@ def check_group_estimator(
         rows = range(len(reward))
 
         # groups do not see each other
-        alone = torch.cat([_advantages(estimator, r[None]) for r in reward])
+        single = torch.cat([_advantages(estimator, r[None]) for r in reward])
         names = [f"group {i} alone instead of among {len(reward)} groups" for i in rows]
-        _assert_rows(names, reward, want, alone, rtol)
+        _assert_rows(names, reward, want, single, rtol)
 
         # advantages move with their responses
         for order in _orders(group):

@@ -143,7 +143,7 @@ def check_importance_bias(
     The `importance_bias` of `correct(w, old_logp, logp, mask) -> w` must be at most `atol`; a larger one
     accepts a bias. The ratio of the whole sequence passes. The ratio of single tokens fails unless length
     = 1: it leaves out the prefix that q chose and the rest that the reward depends on. Truncating or
-    masking a ratio fails if a ratio exceeds the limit: with `gap` = 1 those of sequences of 3 span about
+    masking a ratio fails if a ratio exceeds the limit: with `gap` = 1 the ratios of sequences of 3 span about
     0.3 to 48.
     """
     b = importance_bias(correct, length=length, vocab=vocab, seed=seed, gap=gap)

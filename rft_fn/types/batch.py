@@ -88,7 +88,7 @@ class Experience:
     ref_logp: Tensor | None = None  # [B, S], of the KL anchor
     old_value: Tensor | None = None  # [B, S]
     ret: Tensor | None = None  # [B, S]
-    words: Tensor | None = None  # [B, S, K] i64, words at each token whose log-probs the model gives too
+    words: Tensor | None = None  # [B, S, K] i64, more words at each token, for their log-probs
     extra: dict[str, Tensor] | None = None  # name -> [B, S, ...], per-token data for a custom loss
     media: Media | None = None
     sampling: Sampling | None = tree.static(default=None)  # of the rollout
@@ -274,7 +274,7 @@ class TrainState:
     params: Any  # tree.Named of tensors
     opt: Any  # what tx.init made of them
     step: int  # updates done
-    skipped: int = 0  # latest updates in a row whose gradients were not finite
+    skipped: int = 0  # latest updates in a row without finite gradients
     tx: Transform = tree.static()
     module: Any = tree.static(default=None)  # the owner of the params: an export reads its frozen weights
     residence: Any = tree.static(default=None)  # a model.placing.Residence; None: always on the device

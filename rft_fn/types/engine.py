@@ -53,7 +53,7 @@ class Generate(Protocol):
 
         `prompts` are lists of token ids, objects with `.ids`, or texts where the engine has a tokenizer. A
         text is a question, encoded as `data` encodes one. No prompts give a rollout without rows: B = S = 0.
-        An object may have `.media`, the processor's tensors of what it shows, whose placeholders are expanded
+        An object may have `.media`, the processor's tensors of what it shows, with placeholders expanded
         among its ids, and `.sampled`, which of its tokens the policy has sampled: these are text whatever
         they say. The rollout has the media once a prompt. A sampled placeholder ends a response.
 
@@ -93,7 +93,7 @@ class Load(Protocol):
     def __call__(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
         """Take full tensors by the plain model's names; rollouts carry `version` from now on.
 
-        On several ranks `weights` (`Strategy.export`) puts tensors together, so every rank has to call it. An
+        On several ranks `weights` (`Strategy.export`) puts tensors together, so every rank must call it. An
         attribute `weights.frozen` names weights that are not sent because they never change. ValueError for a
         name or a shape that the model does not have, and for a weight that is neither sent nor frozen.
         """

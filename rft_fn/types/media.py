@@ -31,7 +31,7 @@ class Media:
     def of_prompts(parts: Sequence[Mapping[str, Tensor] | None], n: int = 1) -> "Media | None":
         """Make the media of prompts, each read by `n` consecutive sequences.
 
-        A part maps the processor's names to the tensors of one prompt, whose dim 0 counts rows. The result is
+        A part maps the processor's names to the tensors of one prompt; their dim 0 counts rows. The result is
         None if no prompt has media. ValueError for `n` below 1, or tensors of one name that differ in their
         number of dims.
         """
@@ -60,14 +60,14 @@ class Media:
             name: _joined(name, [m.tensors[name] for m in present if name in m.tensors]) for name in names
         }
 
-        # every owner has a count of every name, also those of batches without it
+        # every owner has a count of every name, also in batches without it
         rows = {}
         for name in names:
             rows[name] = torch.cat(
                 [m.rows.get(name, torch.zeros_like(m.held, dtype=torch.long)) for m in present]
             )
 
-        # owners are numbered on from those of the batch before
+        # owners are numbered on from the batch before
         of, start = [], 0
         for part, count in zip(parts, counts, strict=True):
             reads = present[0].of.new_full((count,), -1)

@@ -321,7 +321,7 @@ def _tensors(state: TrainState, *, values: bool) -> TrainState:
             out[name] = _spread(whole.to(dtype))
         return out
 
-    # float32 weights are masters beside narrow parameters, else the parameters themselves
+    # float32 weights are masters of narrow parameters, else the parameters themselves
     held = {name: every(partial(model.moment, name=name)) for name in model.moments}
     if model.config.use_mp_opt:
         held["master"] = every(model.weight)

@@ -25,7 +25,7 @@ __all__ = [
 # ---------- lowers a config and a Transform to DeepSpeed: its options, and one AdamW
 
 
-MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq", "average": "average"}  # our names -> those of AdamW's state
+MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq", "average": "average"}  # our names -> AdamW's
 
 
 class AveragingAdamW(torch.optim.AdamW):

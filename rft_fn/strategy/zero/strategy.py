@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO 1, 2 and 3 as a `Strategy`.
 
 `Strategy.grad` returns gradients that cannot be looked at, because DeepSpeed holds them, and
-`Strategy.update` is DeepSpeed's step: the weights are those of one process to rounding.
+`Strategy.update` is DeepSpeed's step: the weights equal one process's to rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,7 +92,7 @@ class ZeroApply:
 class ZeroGrads:
     """Gradients that DeepSpeed holds."""
 
-    turn: int  # of the model's `grad` calls: it has only those of the last
+    turn: int  # of the model's `grad` calls: it has only the last ones
     model: ZeroModel = tree.static()
     source: Any = tree.static(default=None)  # what they were computed from, until they are donated
 
