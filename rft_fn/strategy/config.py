@@ -1,28 +1,16 @@
-"""The options of a run's distribution, and the memory that a run with them takes.
-
-print(strategy.preflight(st, (module, tx), budget=8192))
-"""
+"""The options of a run's distribution, in one typed record: the only source of their defaults."""
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
-import torch
-from torch import nn
-
-from rft_fn import check, dist, memory
+from rft_fn import check, dist
 from rft_fn.check import AtLeast0, Count, Free, Range, Seed, Share, Whole
-from rft_fn.memory import Estimate, Example, Layout
-from rft_fn.memory.estimate import Model, Sampler
-from rft_fn.types import Strategy
 
-__all__ = ["StrategyConfig", "add_arguments", "estimate", "layout", "preflight", "remedy"]
-
-
-# ---------- the options of a run's distribution, in one typed record: the only source of their defaults
+__all__ = ["StrategyConfig", "add_arguments"]
 
 
 @dataclass(frozen=True)
@@ -202,133 +190,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--disable_engine_sleep", dest="enable_engine_sleep", action="store_false", help="the engine stays"
     )
     return parser
-
-
-# ---------- the memory of a run, estimated from its config, and a remedy
-
-
-def layout(config: StrategyConfig, world: int = 1) -> Layout:
-    """Return the layout of the backend that `world` processes have with this config."""
-    if config.zero_stage:
-        from rft_fn.strategy.zero import strategy as zero
-
-        return zero.layout(config, world)
-    if world > 1 or config.fsdp:
-        from rft_fn.strategy import fsdp2
-
-        return fsdp2.layout(config, world)
-    from rft_fn.strategy.local import layout as local_layout
-
-    return local_layout(config)
-
-
-def estimate(
-    config: StrategyConfig,
-    *models: Model,
-    budget: int,
-    world: int = 1,
-    kind: str = "cuda",
-    engine: bool = True,
-    length: int = 0,
-    example: Example | None = None,
-    rewards: Sequence[nn.Module] = (),
-    judges: Sequence[tuple[nn.Module, Sampler]] = (),
-) -> Estimate:
-    """Estimate the memory of one of `world` processes with these models and their optimizers.
-
-    `memory.estimate` with the layout and options of a config; with sp_size each process has its part of a
-    pack's tokens. `engine`: one samples with a copy of the first model, sequences of up to `length` tokens (0
-    leaves out its cache). `example` is a prompt with media; packs are full of such. With offload_models a
-    model is on the device only in the phases that use it, unless the device is a CPU.
-    """
-    packs = config.fast_linear and config.engine_type == "hf"
-    sampler = memory.Sampler(config.engine_batch, length, config.enable_engine_sleep, packs)
-    return memory.estimate(
-        layout(config, world),
-        *models,
-        budget=budget,
-        kind=kind,
-        fused=config.fused_linear_logprob,
-        chunk_size=config.chunk_size,
-        sampler=sampler if engine else None,
-        example=example,
-        rewards=rewards,
-        judges=judges,
-        placed=config.offload_models and kind != "cpu",
-    )
-
-
-def remedy(config: StrategyConfig, x: Estimate, *, world: int, checkpointed: bool) -> str:
-    """Suggest the first option to change where the peak is too high."""
-    # an engine and the trainer
-    if x.total == x.sampling and not x.awake:
-        return "lower engine_batch"
-    if x.awake and (x.total == x.sampling or not config.enable_engine_sleep):
-        return "set enable_engine_sleep"
-
-    # working memory is more than the state: the larger part of it
-    work = x.activations + x.head + x.backward
-    if x.total == x.training and work >= x.parameters + x.gradients + x.optimizer:
-        if x.head >= x.activations + x.backward and config.fused_linear_logprob:
-            return "lower chunk_size"
-        if x.head >= x.activations + x.backward:
-            return "set fused_linear_logprob"
-        if checkpointed:
-            return "lower budget, or raise sp_size"
-        return "set gradient_checkpointing"
-
-    # models that are not trained
-    others = x.frozen + x.rewards
-    if not x.placed and not config.zero_stage and others >= x.parameters - x.frozen + x.optimizer:
-        return "set offload_models"
-
-    # the state: shard more of it, then move it to the host
-    if config.shard_size and config.shard_size < world:
-        return "raise shard_size, or set it to 0"
-    if 0 < config.zero_stage < 3:
-        return "set zero_stage 3"
-    offloads = config.adam_offload or config.fsdp_cpu_offload
-    if x.optimizer >= x.parameters and not offloads:
-        return "take more processes, or set adam_offload"
-    return "take more processes, or set fsdp_cpu_offload"
-
-
-def preflight(
-    strategy: Strategy,
-    *models: Model,
-    budget: int,
-    engine: bool = True,
-    length: int = 0,
-    example: Example | None = None,
-    rewards: Sequence[nn.Module] = (),
-    judges: Sequence[tuple[nn.Module, Sampler]] = (),
-) -> str:
-    """Return the table of `estimate` for a strategy on this machine, to print before `init`.
-
-    It is "" on all ranks but the first.
-    """
-    if strategy.rank:
-        return ""  # only the first prints it
-    kind, config, world = strategy.device.type, strategy.config, strategy.world
-    x = estimate(
-        config,
-        *models,
-        budget=budget,
-        world=world,
-        kind=kind,
-        engine=engine,
-        length=length,
-        example=example,
-        rewards=rewards,
-        judges=judges,
-    )
-
-    # without a GPU the host is the device
-    available = host = memory.host_memory()
-    if kind == "cuda":
-        available = torch.cuda.get_device_properties(strategy.device).total_memory
-
-    checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in models[0][0].modules())
-    change = remedy(config, x, world=world, checkpointed=checkpointed)
-    head = f"memory of a process (1 of {world}, packs of {budget} tokens), estimated"
-    return f"{head}\n{memory.table(x, available=available, host=host, remedy=change)}"

@@ -1,4 +1,4 @@
-"""Weight sync: sends the trained weights from a strategy to an engine, one full tensor after the other.
+"""Weight sync: sends the trained weights from a strategy to an engine, one full tensor at a time.
 
 `push` works for every strategy and every engine. Three guards are on the way, because weights that did not
 arrive change nothing that a loss or a reward shows:

@@ -14,8 +14,7 @@ from rft_fn import memory, model, optim, tree
 from rft_fn.engine.hf.engine import _InProcess
 from rft_fn.memory.trace import nbytes
 from rft_fn.run import judges_here, load_rewards, options, reward_modules
-from rft_fn.strategy import StrategyConfig, estimate, get_strategy
-from rft_fn.strategy.config import layout, remedy
+from rft_fn.strategy import StrategyConfig, estimate, get_strategy, layout, remedy
 
 TOKENS = 64
 WIDE = {"hidden_size": 256, "intermediate_size": 640, "vocab_size": 1000}
