@@ -40,7 +40,7 @@ class Options:
 def log_prob(
     h: Tensor, w: Tensor, y: Tensor, scale: Tensor, bias: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """logp, entropy or None, and lse, each [T], by the engine of the options.
+    """Return logp, entropy or None, and lse, each [T], by the engine of the options.
 
     h [T, D], w [V, D], y [T], scale [T] = 1 / temperature.
     """
@@ -51,7 +51,7 @@ def log_prob(
 def compute(
     h: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, scale: Tensor, options: Options
 ) -> tuple[Tensor | None, ...]:
-    """The outputs of `log_prob`, and dlogp/dh [T, D] or None."""
+    """Return the outputs of `log_prob`, and dlogp/dh [T, D] or None."""
     live = _indices(y != options.ignore_index)
     with exact_matmul(h.device.type):
         problem = _problem(h, w, bias, scale, live, options)
@@ -77,7 +77,7 @@ def gradients(
     options: Options,
     need: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of h, w and bias, where they are needed.
+    """Return the gradients of h, w and bias, where they are needed.
 
     None where no row has one.
     """
@@ -167,14 +167,14 @@ class _LogProbBackward(torch.autograd.Function):
 def _problem(
     h: Tensor, w: Tensor, bias: Tensor | None, scale: Tensor, rows: Tensor | None, options: Options
 ) -> Problem:
-    """The problem of some rows, or of all without `rows`."""
+    """Return the problem of some rows, or of all without `rows`."""
     return Problem(
         _take(h, rows), w, bias, _take(scale, rows), options.softcap, options.workspace, options.shard
     )
 
 
 def _indices(mask: Tensor) -> Tensor | None:
-    """The indices where mask [T] holds; None if that is everywhere.
+    """Return the indices where mask [T] is True; None if that is everywhere.
 
     None on the meta device too, where it is unknown.
     """
@@ -187,7 +187,7 @@ def _indices(mask: Tensor) -> Tensor | None:
 
 
 def _take(x: Tensor, rows: Tensor | None) -> Tensor:
-    """The rows of x [T, ...] at these indices; all of them without any."""
+    """Take the rows of x [T, ...] at these indices; all of them without any."""
     if rows is None:
         return x
     return x.index_select(0, rows)
@@ -200,7 +200,7 @@ def _take_optional(x: Tensor | None, rows: Tensor | None) -> Tensor | None:
 
 
 def _spread(x: Tensor, rows: Tensor | None, tokens: int) -> Tensor:
-    """The inverse of `_take`; the other rows are 0."""
+    """Undo `_take`; the other rows are 0."""
     if rows is None:
         return x
     return x.new_zeros(tokens, *x.shape[1:]).index_copy_(0, rows, x)
@@ -213,7 +213,7 @@ def _spread_optional(x: Tensor | None, rows: Tensor | None, tokens: int) -> Tens
 
 
 def _loop(function: Callable, batch: int, in_dims: tuple, args: tuple) -> tuple:
-    """The vmap rule: one call for each example, because one matrix product fills the machine."""
+    """Vmap by one call for each example, because one matrix product fills the machine."""
 
     def selected(x: Any, dim: Any, i: int) -> Any:
         if isinstance(dim, int):

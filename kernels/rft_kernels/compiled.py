@@ -23,7 +23,7 @@ _UPSTREAM = "Tensor? g, Tensor? g_entropy, Tensor? g_lse"
 def log_prob(
     h: Tensor, w: Tensor, y: Tensor, scale: Tensor, bias: Tensor | None, options: autograd.Options
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """As `autograd.log_prob`."""
+    """Do as `autograd.log_prob`."""
     o = options
     flat = (o.softcap, o.ignore_index, o.entropy, o.unit_grad, o.workspace, o.engine)
     logp, entropy, lse, _ = _forward(h, w, bias, y, scale, *flat)
@@ -85,7 +85,7 @@ def _(h, w, bias, y, scale, logp, entropy, lse, unit_grad, g, g_entropy, g_lse, 
 
 
 def _gradient(grad: Tensor | None, like: Tensor | None, wanted: bool, h: Tensor) -> Tensor:
-    """The tensor that a graph was promised for a gradient.
+    """Return the tensor that a graph was promised for a gradient.
 
     Like its input, with 0 if no row had a gradient, or empty if none is wanted.
     """

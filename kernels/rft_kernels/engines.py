@@ -39,7 +39,7 @@ _NEED_TRITON = ("gemm", "triton")
 
 
 def load(name: str) -> Engine:
-    """The engine of a name in ENGINES."""
+    """Load the engine of a name in ENGINES."""
     return ENGINES[name]()
 
 
@@ -58,7 +58,7 @@ def check(name: str, h: Tensor, *, also: tuple[str, ...]) -> None:
 
 
 def pick(name: str, h: Tensor, w: Tensor) -> str:
-    """The engine that `name` stands for with h [T, D] and w [V, D].
+    """Pick the engine that `name` means with h [T, D] and w [V, D].
 
     Raises ValueError if it cannot run there.
     """
@@ -81,15 +81,15 @@ def pick(name: str, h: Tensor, w: Tensor) -> str:
 
 @torch.compiler.assume_constant_result  # it reads a file, which torch.compile cannot trace
 def automatic(device: int | None, width: int) -> str:
-    """The engine that auto.json names for a CUDA device and a width."""
+    """Return the engine that auto.json names for a CUDA device and a width."""
     major, minor = torch.cuda.get_device_capability(device)
     return choose(table(), f"sm_{major}{minor}", width)
 
 
 def choose(rules: dict[str, list], device: str, width: int) -> str:
-    """The engine of the first rule whose limit is not below the width.
+    """Choose the engine of the first rule with a limit not below the width.
 
-    Rules are those of the device, or of "default"; a limit of None holds for every width.
+    Rules are for the device, or for "default"; a limit of None holds for every width.
     """
     for limit, name in rules.get(device, rules["default"]):
         if limit is None or width <= limit:
@@ -99,13 +99,13 @@ def choose(rules: dict[str, list], device: str, width: int) -> str:
 
 @cache
 def table() -> dict[str, list]:
-    """auto.json: device -> [[largest D or null, engine], ...]."""
+    """Read auto.json: device -> [[largest D or null, engine], ...]."""
     content = json.loads(Path(__file__).with_name("auto.json").read_text())["engine"]
     return {device: entry["rules"] for device, entry in content.items()}
 
 
 def _interpreted(h: Tensor) -> bool:
-    """Whether h is on a CPU, and triton's interpreter is on."""
+    """Return whether h is on a CPU, and triton's interpreter is on."""
     if h.device.type != "cpu":
         return False
     from rft_kernels import row_kernels

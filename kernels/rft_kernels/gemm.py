@@ -1,4 +1,4 @@
-"""Engine "gemm", for CUDA: cuBLAS makes slices of the logits, Triton reads each of them once.
+"""Engine "gemm", for CUDA: cuBLAS makes slices of the logits, Triton reads every slice once.
 
 The slices are float32. Unlike in "streamed", h stays in its own type, for 16-bit tensor cores, and
 1 / temperature meets the logits inside the row kernels; the gradient of the logits is rounded once, to the
@@ -27,7 +27,7 @@ _FP16_RANGE = 2.0**15  # a row of gradients is scaled to this: 1 / V would be su
 
 
 class UnscaledHead(NamedTuple):
-    """A head whose temperature is applied after the matrix product.
+    """A head with its temperature applied after the matrix product.
 
     x = inner (h wᵀ + bias) are scaled logits; z = x, or outer tanh(x) under a softcap.
     """
@@ -78,7 +78,7 @@ class GradientTiles(Protocol):
 
 
 def unscaled_head(problem: Problem) -> UnscaledHead:
-    """The problem with everything contiguous, and h in the type of the matrix products."""
+    """Return the problem with everything contiguous, and h in the type of the matrix products."""
     inner = problem.scale
     outer = None
     if problem.softcap is not None:
@@ -92,7 +92,7 @@ def unscaled_head(problem: Problem) -> UnscaledHead:
 
 
 def forward(problem: Problem, y: Tensor, *, entropy: bool, unit_grad: bool) -> Outputs:
-    """As `interface.Forward`."""
+    """Do as `interface.Forward`."""
     head = unscaled_head(problem)
     y = local_labels(y, head.shard).contiguous()
     state = softmax.start(head.inner)
@@ -129,7 +129,7 @@ def forward(problem: Problem, y: Tensor, *, entropy: bool, unit_grad: bool) -> O
 
 
 def backward(problem: Problem, y: Tensor, cot: Cotangent, need: tuple[bool, bool, bool]) -> Gradients:
-    """As `interface.Backward`."""
+    """Do as `interface.Backward`."""
     return collect(unscaled_head(problem), y, cot, need, _gradient_tiles)
 
 
@@ -140,7 +140,7 @@ def collect(
     need: tuple[bool, bool, bool],
     gradient_tiles: GradientTiles,
 ) -> Gradients:
-    """The gradients of h, w and bias from those of the logits."""
+    """Compute the gradients of h, w and bias from the gradients of the logits."""
     y = local_labels(y, head.shard).contiguous()
     cot = cot.each(Tensor.contiguous)
 
@@ -176,7 +176,7 @@ def collect(
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
-    """out (+)= a b, where out may be of a wider type.
+    """Compute out (+)= a b, where out may be of a wider type.
 
     Sums are then stored in that type.
     """
@@ -193,7 +193,7 @@ def product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
 def _gradient_tiles(
     head: UnscaledHead, y: Tensor, cot: Cotangent, grad_scale: Tensor | None
 ) -> Iterator[GradientTile]:
-    """Each slice of the logits, made again and turned into its gradient."""
+    """Yield each slice of the logits, made again and turned into its gradient."""
     for tile in _tiles(head, narrow=True):
         row_kernels.differentiate(
             tile.x,
@@ -210,7 +210,7 @@ def _gradient_tiles(
 
 
 def _product_type(h: Tensor, w: Tensor, scale: Tensor) -> torch.dtype:
-    """Only a GPU multiplies 16-bit matrices into float32."""
+    """Return the type of products: only a GPU multiplies 16-bit matrices into float32."""
     if h.is_cuda and h.dtype == w.dtype:
         return h.dtype
     return scale.dtype
@@ -218,7 +218,7 @@ def _product_type(h: Tensor, w: Tensor, scale: Tensor) -> torch.dtype:
 
 # ---------------------------------------------------------------------------------------- scales for float16
 class SummedRows(NamedTuple):
-    """Rows whose gradients are summed over the tokens, which needs one scale for all of them.
+    """Rows with gradients that are summed over the tokens, which needs one scale for all of them.
 
     A scale relative to the largest that rounds to 0 in h belongs to 2^-24 of the sum.
     """
@@ -229,7 +229,7 @@ class SummedRows(NamedTuple):
 
 
 def _grad_scale(head: UnscaledHead, cot: Cotangent) -> Tensor:
-    """A power of two [R] that brings each row of gradients into the range of float16.
+    """Return a power of two [R] that brings each row of gradients into the range of float16.
 
     A gradient of a logit over it neither exceeds that range, nor is it tiny.
     """
@@ -245,7 +245,7 @@ def _grad_scale(head: UnscaledHead, cot: Cotangent) -> Tensor:
 
 
 def _summed_rows(head: UnscaledHead, grad_scale: Tensor | None) -> SummedRows:
-    """The rows of a head for sums over them."""
+    """Return the rows of a head for sums over them."""
     if grad_scale is None:
         return SummedRows(None, torch.ones_like(head.inner, dtype=head.h.dtype), head.h)
     largest = grad_scale.new_ones(())
@@ -257,7 +257,7 @@ def _summed_rows(head: UnscaledHead, grad_scale: Tensor | None) -> SummedRows:
 
 
 def _weight_grad(dw: Tensor, tile: GradientTile, summed: SummedRows) -> None:
-    """dw [C, D] (+)= dxᵀ h.
+    """Compute dw [C, D] (+)= dxᵀ h.
 
     One product into its slice; in float32 first if there are scales or blocks.
     """
@@ -277,7 +277,7 @@ def _weight_grad(dw: Tensor, tile: GradientTile, summed: SummedRows) -> None:
 
 
 def _bias_grad(dbias: Tensor, tile: GradientTile, summed: SummedRows) -> None:
-    """dbias [C] += the sum of dx over the rows."""
+    """Compute dbias [C] += the sum of dx over the rows."""
     total = dbias.new_empty(1, dbias.shape[0])
     product(summed.relative[tile.rows][None], tile.dx, out=total)
     if summed.largest is not None:
@@ -287,7 +287,7 @@ def _bias_grad(dbias: Tensor, tile: GradientTile, summed: SummedRows) -> None:
 
 # --------------------------------------------------------------------------------------- slices of the logits
 def _tiles(head: UnscaledHead, *, narrow: bool) -> Iterator[UnscaledTile]:
-    """Slices of the logits, one after another in one buffer.
+    """Yield slices of the logits, one after another in one buffer.
 
     narrow: with room for a copy in the type of the products.
     """
@@ -322,7 +322,7 @@ def _tiles(head: UnscaledHead, *, narrow: bool) -> Iterator[UnscaledTile]:
 
 
 def _breadth(head: UnscaledHead, narrow: bool) -> int:
-    """The number of columns of a tile that fits into the workspace.
+    """Return the number of columns of a tile that fits into the workspace.
 
     With its rounded copy, and with a converted slice of w.
     """

@@ -43,17 +43,17 @@ class Forward(Protocol):
     """Computes the outputs."""
 
     def __call__(self, problem: Problem, y: Tensor, *, entropy: bool, unit_grad: bool) -> Outputs:
-        """Outputs of a problem for labels y [R]; the entropy and dlogp/dh only if asked for."""
+        """Return the outputs of a problem for labels y [R]; entropy and dlogp/dh only if asked for."""
         ...
 
 
 class Backward(Protocol):
-    """Computes the gradients from the problem alone; the logits are made again."""
+    """Computes the gradients from nothing but the problem; the logits are made again."""
 
     def __call__(
         self, problem: Problem, y: Tensor, cot: Cotangent, need: tuple[bool, bool, bool]
     ) -> Gradients:
-        """Gradients of h, w and bias, those that `need` names in this order."""
+        """Return the gradients of h, w and bias that `need` names, in this order."""
         ...
 
 

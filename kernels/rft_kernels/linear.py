@@ -1,4 +1,4 @@
-"""A linear layer whose large products, forward and backward, are by the faster library of this CPU."""
+"""A linear layer with large products, forward and backward, by the faster library of this CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKED_FOR = 64  # rows; packs for others are as fast, and serve any number
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] weightᵀ [K, N] + bias [N], as [..., N].
+    """Return x [..., K] weightᵀ [K, N] + bias [N], as [..., N].
 
     It has derivatives of any order, in both directions, and works under torch.func's transforms. Where
     `products` knows that oneDNN is faster, large products of float32 are its own; all others are torch's
@@ -65,7 +65,7 @@ class Packed:
 
 
 def _has_both(x: Tensor, weight: Tensor) -> bool:
-    """Whether both libraries have the product of a layer.
+    """Return whether both libraries have the product of a layer.
 
     Subclasses of tensors have their own products, and autocast has its own types.
     """
@@ -78,7 +78,7 @@ def _has_both(x: Tensor, weight: Tensor) -> bool:
 
 
 def _pays(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN wins in a layer of a pack."""
+    """Return whether oneDNN wins in a layer of a pack."""
     rows = x.numel() // max(x.shape[-1], 1)
     return rows >= _ROWS and rows * weight.numel() >= products.large_layer()
 
@@ -144,5 +144,5 @@ class _Product(Function):
 
 
 def _dense(x: Tensor) -> bool:
-    """Whether a matrix has elements, and no gaps between them; for others oneDNN has only plain loops."""
+    """Return whether a matrix has elements without gaps; for others oneDNN has only plain loops."""
     return x.numel() > 0 and (x.is_contiguous() or x.T.is_contiguous())

@@ -41,7 +41,7 @@ def logits_logprob(
     inplace_backward: bool = False,
     engine: str = "auto",
 ) -> FromLogits:
-    """log softmax(z / temperature)[t, y[t]] as [T], and the entropy [T] if wanted.
+    """Return log softmax(z / temperature)[t, y[t]] as [T], and the entropy [T] if wanted.
 
     z [T, V], y [T].
 
@@ -204,7 +204,7 @@ class _Gradient(torch.autograd.Function):
 
 
 def _as_rows(batch: int, in_dims: tuple, args: tuple) -> list:
-    """Tensors of B examples of T rows each -> of B T rows.
+    """Reshape tensors of B examples of T rows each to B T rows.
 
     A tensor without a batch dimension is the same for all examples.
     """
@@ -233,7 +233,7 @@ def _differentiate_slices(z: Tensor, dz: Tensor, y: Tensor, cot: Cotangent, scal
 
 
 def _scaled_slices(z: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the rows of z, times their scale.
+    """Yield slices of the rows of z, times their scale.
 
     In the type of the scale, one after another in one buffer.
     """
@@ -246,7 +246,7 @@ def _scaled_slices(z: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 # ----------------------------------------------------------------------------------------- one Triton kernel
 def _absorb_fused(state: OnlineSoftmax, z: Tensor, y: Tensor, scale: Tensor, *, entropy: bool) -> None:
-    """As `_absorb_slices`."""
+    """Do as `_absorb_slices`."""
     from rft_kernels import row_kernels
 
     z = _dense_rows(z)
@@ -254,7 +254,7 @@ def _absorb_fused(state: OnlineSoftmax, z: Tensor, y: Tensor, scale: Tensor, *, 
 
 
 def _differentiate_fused(z: Tensor, dz: Tensor, y: Tensor, cot: Cotangent, scale: Tensor) -> None:
-    """As `_differentiate_slices`."""
+    """Do as `_differentiate_slices`."""
     from rft_kernels import row_kernels
 
     z = _dense_rows(z)
@@ -267,7 +267,7 @@ def _differentiate_fused(z: Tensor, dz: Tensor, y: Tensor, cot: Cotangent, scale
 
 
 def _dense_rows(z: Tensor) -> Tensor:
-    """z [T, V] with the columns of a row beside each other in memory."""
+    """Return z [T, V] with the columns of a row next to each other in memory."""
     if z.stride(1) == 1:
         return z
     return z.contiguous()

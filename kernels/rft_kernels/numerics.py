@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def accumulate_dtype(h: Tensor, w: Tensor) -> torch.dtype:
-    """The type that everything is computed and returned in."""
+    """Return the type that everything is computed and returned in."""
     if torch.float64 in (h.dtype, w.dtype):
         return torch.float64
     return torch.float32
 
 
 def row_temperatures(temperature: float | Tensor, h: Tensor, w: Tensor) -> Tensor:
-    """The temperature of each row: [T], in `accumulate_dtype`.
+    """Return the temperature of each row: [T], in `accumulate_dtype`.
 
     Raises ValueError for a number that is not positive, and for a tensor that is neither [] nor [T].
     """
@@ -34,7 +34,7 @@ def row_temperatures(temperature: float | Tensor, h: Tensor, w: Tensor) -> Tenso
 
 
 def exact_matmul(device_type: str) -> AbstractContextManager:
-    """A context without autocast.
+    """Return a context without autocast.
 
     Autocast rounds logits to 8 bits of mantissa, an error of 3e-2 in a log-probability.
     """

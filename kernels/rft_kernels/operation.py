@@ -39,7 +39,7 @@ def linear_logprob(
     workspace_mb: float | None = None,
     engine: str = "auto",
 ) -> LogProb:
-    """log softmax(z)[t, y[t]] as [T], without the logits z [T, V].
+    """Return log softmax(z)[t, y[t]] as [T], without the logits z [T, V].
 
     h [T, D], w [V, D], y [T] labels, bias [V]; z = cap(h wᵀ + bias) / temperature, where cap(x) is `softcap`
     tanh(x / softcap), or x without a softcap.
@@ -99,7 +99,7 @@ def linear_logprob(
 
 
 def default_workspace_mb(device_type: str) -> float:
-    """MB of logits at a time by default.
+    """Return the MB of logits at a time by default.
 
     A CPU's tile stays in its last-level cache, a GPU wants large products.
     """
@@ -127,7 +127,7 @@ def check_labels(y: Tensor, vocabulary: int, *, ignore_index: int = -100) -> Non
 def _wanted(
     logp: Tensor, found_entropy: Tensor | None, found_lse: Tensor, entropy: bool, lse: bool
 ) -> LogProb:
-    """The outputs that were asked for."""
+    """Return the outputs that were asked for."""
     out = LogProb(logp, None, None)
     if entropy:
         out = out._replace(entropy=found_entropy)
@@ -137,7 +137,7 @@ def _wanted(
 
 
 def _only_h_is_trained(h: Tensor, w: Tensor, bias: Tensor | None) -> bool:
-    """Whether autograd will ask for the gradient of h alone."""
+    """Return whether autograd will ask only for the gradient of h."""
     head_is_trained = w.requires_grad or (bias is not None and bias.requires_grad)
     return torch.is_grad_enabled() and h.requires_grad and not head_is_trained
 

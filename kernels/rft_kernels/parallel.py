@@ -1,4 +1,4 @@
-"""A head whose vocabulary is sharded over ranks, and what its shards exchange.
+"""A head with its vocabulary sharded over ranks, and what its shards exchange.
 
 Every rank holds all tokens and its own rows of w. What crosses ranks is [T] numbers in the forward and
 dh [T, D] in the backward, never logits.
@@ -21,18 +21,18 @@ class Shard(NamedTuple):
     group: Any  # the process group of all shards
 
     def sum(self, x: Tensor) -> Tensor:
-        """x, summed over the shards, in place."""
+        """Sum x over the shards, in place."""
         torch.distributed.all_reduce(x, group=self.group)
         return x
 
     def max(self, x: Tensor) -> Tensor:
-        """x, its largest over the shards, in place."""
+        """Take the largest x over the shards, in place."""
         torch.distributed.all_reduce(x, op=torch.distributed.ReduceOp.MAX, group=self.group)
         return x
 
 
 def local_labels(y: Tensor, shard: Shard | None) -> Tensor:
-    """Labels y [R] as rows of this rank's head.
+    """Return labels y [R] as rows of this rank's head.
 
     -1 for a row of another shard, -2 for a row of none: never a column that a tile could have.
     """
@@ -44,14 +44,14 @@ def local_labels(y: Tensor, shard: Shard | None) -> Tensor:
 
 
 def sum_over(shard: Shard | None, x: Tensor) -> Tensor:
-    """x, summed over the shards in place if there are any."""
+    """Sum x over the shards in place, if there are any."""
     if shard is None:
         return x
     return shard.sum(x)
 
 
 def split(w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Shard | None]:
-    """(local w, local bias, Shard) of a head whose w [V, D] may be a DTensor.
+    """Return (local w, local bias, Shard) of a head with w [V, D] that may be a DTensor.
 
     The Shard is None for a plain tensor.
 

@@ -41,7 +41,7 @@ _PACKING = {"AVX512": Packing(1 << 16, rows=1), "AVX2": Packing(1 << 19, rows=2)
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a [M, K] b [K, N] as [M, N]: in out, or in new memory."""
+    """Return a [M, K] b [K, N] as [M, N]: in out, or in new memory."""
     if not (by_onednn(a) and _suits(a, b)):
         return torch.mm(a, b, out=out)
     product = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
@@ -51,24 +51,24 @@ def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def add_mm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total [M, N] + a [M, K] b [K, N], in place of total."""
+    """Add a [M, K] b [K, N] to total [M, N], in place."""
     if by_onednn(a) and _suits(a, b):
         return total.add_(mm(a, b))
     return total.addmm_(a, b)
 
 
 def by_onednn(a: Tensor) -> bool:
-    """Whether large products of a are oneDNN's, which allocates each result."""
+    """Return whether large products of a are oneDNN's, which allocates each result."""
     return both_multiply(a) and mkl_is_half()
 
 
 def both_multiply(a: Tensor) -> bool:
-    """Whether both libraries have products of a: of its type, on its device."""
+    """Return whether both libraries have products of a: of its type, on its device."""
     return a.dtype == torch.float32 and a.device.type == "cpu"
 
 
 def sums_are_long(a: Tensor, b: Tensor) -> bool:
-    """Whether a bᵀ as a whole is large and oneDNN's.
+    """Return whether a bᵀ as a whole is large and oneDNN's.
 
     oneDNN adds up the products of an element one by one.
     """
@@ -76,7 +76,7 @@ def sums_are_long(a: Tensor, b: Tensor) -> bool:
 
 
 def _suits(a: Tensor, b: Tensor) -> bool:
-    """Whether a b is large, a product that oneDNN wins, and of matrices without gaps.
+    """Return whether a b is large, a product that oneDNN wins, and of matrices without gaps.
 
     For those with gaps oneDNN has only plain loops.
     """
@@ -86,7 +86,7 @@ def _suits(a: Tensor, b: Tensor) -> bool:
 
 
 def wins(a: Tensor) -> bool:
-    """Whether oneDNN is the faster one in a large product of a [M, K] and anything [K, N].
+    """Return whether oneDNN is the faster one in a large product of a [M, K] and anything [K, N].
 
     It always is, but for a Zen 4 where a has to be read by columns: MKL is faster there. So it is in the
     gradient of a weight, whose a is the transposed gradient of the outputs.
@@ -96,18 +96,18 @@ def wins(a: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result  # it reads a file, which torch.compile cannot trace
 def mkl_is_half() -> bool:
-    """Whether this processor has AVX-512, which MKL does not use because of who made it."""
+    """Return whether this processor has AVX-512 that MKL does not use because of its maker."""
     return _vectors() == "AVX512"
 
 
 def packing() -> Packing:
-    """What is worth packing on this processor; nothing has infinitely many elements."""
+    """Return what is worth packing on this processor; nothing has infinitely many elements."""
     return _PACKING.get(_vectors(), Packing(math.inf, rows=1))
 
 
 @cache
 def _vectors() -> str:
-    """The vectors that torch finds in a processor of AMD, where both libraries are there; "" elsewhere."""
+    """Return the vectors that torch sees in an AMD processor with both libraries; "" elsewhere."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return ""
     if _processor("vendor_id") != "AuthenticAMD":
@@ -117,7 +117,7 @@ def _vectors() -> str:
 
 @torch.compiler.assume_constant_result
 def large_layer() -> int:
-    """The multiplications from which on a layer of a pack is faster by oneDNN, its shape being new."""
+    """Return the multiplications from which on a layer of a pack of new shape is faster by oneDNN."""
     if is_zen4():
         return _LARGE_LAYER_ZEN4
     return _LARGE_LAYER_ELSEWHERE
@@ -125,7 +125,7 @@ def large_layer() -> int:
 
 @torch.compiler.assume_constant_result
 def is_zen4() -> bool:
-    """Whether this is a Zen 4, or of its family."""
+    """Return whether this is a Zen 4, or of its family."""
     return _family() == _ZEN4
 
 
@@ -135,7 +135,7 @@ def _family() -> int:
 
 
 def _processor(what: str) -> str | None:
-    """What Linux says of the first processor, such as its vendor_id; None where it does not."""
+    """Return what Linux says of the first processor, such as its vendor_id; None without it."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return None

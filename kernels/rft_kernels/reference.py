@@ -18,7 +18,7 @@ def log_prob(
     softcap: float | None,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logp, entropy and lse, each [T], from whole logits.
+    """Return logp, entropy and lse, each [T], from whole logits.
 
     h [T, D], w [V, D], y [T], scale [T] = 1 / temperature.
 
@@ -30,7 +30,7 @@ def log_prob(
 
 
 def outputs(z: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits z [T, V], y [T] -> logp, entropy, lse, each [T]."""
+    """Return logp, entropy and lse, each [T], of logits z [T, V] and labels y [T]."""
     last = z.shape[1] - 1
     log_p = z.log_softmax(1)
     p = log_p.exp()
@@ -48,7 +48,7 @@ def outputs(z: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Te
 
 
 def logits(h: Tensor, w: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
-    """cap(h wᵀ + bias) as [T, V], in float32 or float64."""
+    """Return cap(h wᵀ + bias) as [T, V], in float32 or float64."""
     dtype = accumulate_dtype(h, w)
     with exact_matmul(h.device.type):
         z = h.to(dtype) @ w.to(dtype).T

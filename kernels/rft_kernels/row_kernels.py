@@ -31,7 +31,7 @@ RESCALE = {1024: 4}
 
 @triton.jit
 def tanh(x):
-    """The interpreter has no libdevice; exp of a negative number cannot overflow."""
+    """Return tanh: the interpreter has no libdevice; exp of a negative number cannot overflow."""
     e = tl.exp(-2 * tl.abs(x))
     t = (1 - e) / (1 + e)
     return tl.where(x < 0, -t, t)
@@ -39,7 +39,7 @@ def tanh(x):
 
 @triton.jit
 def _scaled(x_ptr, bias_ptr, inner, at, mask, BIAS: tl.constexpr):
-    """inner (x + bias) at some columns of a row, in the type of inner."""
+    """Return inner (x + bias) at some columns of a row, in the type of inner."""
     z = tl.load(x_ptr + at, mask=mask, other=0.0).to(inner.dtype)
     if BIAS:
         z += tl.load(bias_ptr + at, mask=mask, other=0.0).to(inner.dtype)
@@ -48,7 +48,7 @@ def _scaled(x_ptr, bias_ptr, inner, at, mask, BIAS: tl.constexpr):
 
 @triton.jit
 def _logits(x_ptr, bias_ptr, inner, outer, at, mask, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """The logits at some columns of a row: outer tanh of `_scaled` under a softcap."""
+    """Return the logits at some columns of a row: outer tanh of `_scaled` under a softcap."""
     z = _scaled(x_ptr, bias_ptr, inner, at, mask, BIAS)
     if SOFTCAP:
         z = tanh(z) * outer
@@ -293,6 +293,6 @@ def launch(kernel: Any, programs: tuple[int, ...], device: torch.device, *args: 
 
 
 def _fixed(table: dict[int, int], columns: int) -> tuple[int, int]:
-    """The smallest block that holds a row, or the largest there is; and its warps."""
+    """Return the smallest block that holds a row, or the largest there is; and its warps."""
     block = min((b for b in table if b >= columns), default=max(table))
     return block, table[block]

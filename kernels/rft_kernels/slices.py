@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def cut(size: int, step: int) -> list[slice]:
-    """[0, size) in slices of at most `step`.
+    """Cut [0, size) into slices of at most `step`.
 
     One empty slice if size is 0: products over it are zeros.
     """
@@ -20,7 +20,7 @@ def cut(size: int, step: int) -> list[slice]:
 
 
 def part(x: Tensor | None, at: slice) -> Tensor | None:
-    """x[at], or None without x."""
+    """Return x[at], or None without x."""
     if x is None:
         return None
     return x[at]

@@ -84,7 +84,7 @@ class Cotangent(NamedTuple):
 
 
 def start(h: Tensor) -> OnlineSoftmax:
-    """The state before the first column, for R rows of the type of h [R, ...]."""
+    """Return the state before the first column, for R rows of the type of h [R, ...]."""
     zero = h.new_zeros(h.shape[0])
     # A finite floor instead of -inf: a tile that is -inf throughout then needs no guard against -inf - -inf.
     row_max = torch.full_like(zero, torch.finfo(h.dtype).min / 2)
@@ -122,7 +122,7 @@ def absorb(state: OnlineSoftmax, z: Tensor, column: Tensor, outer: Tensor | None
 
 
 def merge(state: OnlineSoftmax, y: Tensor, shard: Shard) -> OnlineSoftmax:
-    """The same over the whole vocabulary, from each shard's: two reductions of [..., R] numbers."""
+    """Merge the shards' states to that of the whole vocabulary: two reductions of [..., R] numbers."""
     row_max = shard.max(state.row_max.clone())
     drop = state.row_max - row_max
     rescale = torch.exp(drop)
@@ -134,7 +134,7 @@ def merge(state: OnlineSoftmax, y: Tensor, shard: Shard) -> OnlineSoftmax:
 
 
 def log_prob(state: OnlineSoftmax) -> tuple[Tensor, Tensor]:
-    """logp [R] = -log(1 + sum of the others / the target), and lse [R]."""
+    """Return logp [R] = -log(1 + sum of the others / the target), and lse [R]."""
     log_sum = state.row_sum.log()
     lse = torch.logaddexp(state.row_max + log_sum, state.target_logit)
     # Differences of logits first: what all logits have in common must not round them.
@@ -143,7 +143,7 @@ def log_prob(state: OnlineSoftmax) -> tuple[Tensor, Tensor]:
 
 
 def entropy_of(state: OnlineSoftmax, logp: Tensor) -> Tensor:
-    """-sum p log p [R], over the target and the others.
+    """Return -sum p log p [R], over the target and the others.
 
     The others have log p = (z - row_max) + (row_max - lse).
     """
@@ -155,7 +155,7 @@ def entropy_of(state: OnlineSoftmax, logp: Tensor) -> Tensor:
 def outputs(
     state: OnlineSoftmax, y: Tensor, shard: Shard | None, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """logp, entropy or None, lse, each [R], of the whole vocabulary; labels y [R] are local."""
+    """Return logp, entropy or None, lse, each [R], of the whole vocabulary; labels y [R] are local."""
     if shard is not None:
         state = merge(state, y, shard)
     logp, lse = log_prob(state)
@@ -167,7 +167,7 @@ def outputs(
 def unit_gradient(
     weight_sum: Tensor, w: Tensor, y: Tensor, row_max: Tensor, logp: Tensor, lse: Tensor
 ) -> Tensor:
-    """d logp / d(h wᵀ) w [R, D], in place of weight_sum.
+    """Compute d logp / d(h wᵀ) w [R, D], in place of weight_sum.
 
     weight_sum [R, D] is the sum of exp(z - row_max) w over all columns but the target's. Targets that are no
     row of w (they are another shard's) add nothing.
@@ -201,7 +201,7 @@ def differentiate(z: Tensor, column: Tensor, cot: Cotangent, outer: Tensor | Non
 
 
 def _locate(z: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-    """(the column of each row's target, whether it is one of z [R, C]), both [R, 1].
+    """Return (the column of each row's target, whether it is one of z [R, C]), both [R, 1].
 
     The column is clamped into z.
     """
@@ -211,7 +211,7 @@ def _locate(z: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """exp(x) in place of x, in base 2.
+    """Compute exp(x) in place of x, in base 2.
 
     torch's exp is MKL's, which took six times as long on an AMD EPYC.
     """

@@ -25,7 +25,7 @@ _COLUMNS = 64  # slices of the vocabulary are multiples of this
 
 
 class ScaledHead(NamedTuple):
-    """A head whose temperature is applied before the matrix product.
+    """A head with its temperature applied before the matrix product.
 
     x = h wᵀ + inner bias are scaled logits; z = x, or outer tanh(x) under a softcap.
     """
@@ -50,7 +50,7 @@ class ScaledTile(NamedTuple):
 
 
 def scaled_head(problem: Problem) -> ScaledHead:
-    """The head with the temperature (or the softcap) in h.
+    """Return the head with the temperature (or the softcap) in h.
 
     T D numbers are scaled instead of T V.
     """
@@ -64,7 +64,7 @@ def scaled_head(problem: Problem) -> ScaledHead:
 
 
 def forward(problem: Problem, y: Tensor, *, entropy: bool, unit_grad: bool) -> Outputs:
-    """As `interface.Forward`."""
+    """Do as `interface.Forward`."""
     head = scaled_head(problem)
     y = local_labels(y, problem.shard)
     state = softmax.start(head.h)
@@ -99,7 +99,7 @@ def forward(problem: Problem, y: Tensor, *, entropy: bool, unit_grad: bool) -> O
 
 
 def backward(problem: Problem, y: Tensor, cot: Cotangent, need: tuple[bool, bool, bool]) -> Gradients:
-    """As `interface.Backward`."""
+    """Do as `interface.Backward`."""
     head = scaled_head(problem)
     y = local_labels(y, problem.shard)
     need_h, need_w, need_bias = need
@@ -142,7 +142,7 @@ def _outputs(
     *,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """logp, entropy or None, lse, each [R].
+    """Return logp, entropy or None, lse, each [R].
 
     The target's logit and that of column `largest` [R] are refined, if it is given.
     """
@@ -170,7 +170,7 @@ def _update_largest(largest: Tensor, tile: ScaledTile, rescale: Tensor) -> None:
 
 
 def _refine(state: OnlineSoftmax, largest_logit: Tensor) -> OnlineSoftmax:
-    """state, with its largest logit replaced by largest_logit [R].
+    """Return state, with its largest logit replaced by largest_logit [R].
 
     It is the one that counts most. NaN leaves a row as it is.
 
@@ -184,7 +184,7 @@ def _refine(state: OnlineSoftmax, largest_logit: Tensor) -> OnlineSoftmax:
 
 
 def _select(head: ScaledHead, column: Tensor) -> Tensor:
-    """The scaled logits [R] of one column in each row, by vector products.
+    """Select the scaled logits [R] of one column in each row, by vector products.
 
     NaN if the column is no row of w.
     """
@@ -205,7 +205,7 @@ def _select(head: ScaledHead, column: Tensor) -> Tensor:
 
 
 def _weight_grad(dw: Tensor, tile: ScaledTile, h: Tensor) -> None:
-    """dw [C, D] (+)= dxᵀ h, over the blocks of tokens.
+    """Compute dw [C, D] (+)= dxᵀ h, over the blocks of tokens.
 
     In wide_dw first if dw is of a narrower type.
     """
@@ -221,7 +221,7 @@ def _weight_grad(dw: Tensor, tile: ScaledTile, h: Tensor) -> None:
 
 
 def _tiles(head: ScaledHead, *, copies: int) -> Iterator[ScaledTile]:
-    """Scaled logits, tile by tile.
+    """Yield scaled logits, tile by tile.
 
     The consumer may hold copies - 1 more tensors of a tile's size. It lets go of a tile before it asks for
     the next: where they are not all in one buffer, that frees it.
@@ -254,7 +254,7 @@ def _tiles(head: ScaledHead, *, copies: int) -> Iterator[ScaledTile]:
 
 
 def _logits(head: ScaledHead, rows: slice, cols: slice, w: Tensor, buffer: Tensor | None) -> Tensor:
-    """Scaled logits of a block of tokens over w, the slice cols of the head."""
+    """Return scaled logits of a block of tokens over w, the slice cols of the head."""
     h = head.h[rows]
     out = None
     if buffer is not None:
@@ -266,7 +266,7 @@ def _logits(head: ScaledHead, rows: slice, cols: slice, w: Tensor, buffer: Tenso
 
 
 def _tile_shape(head: ScaledHead, copies: int) -> tuple[int, int]:
-    """The numbers of rows and columns of a tile that fits into the workspace.
+    """Return the numbers of rows and columns of a tile that fits into the workspace.
 
     With its copies, and with converted slices of w.
     """

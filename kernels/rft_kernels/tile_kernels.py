@@ -37,21 +37,21 @@ SMALL = Config(16, 64, 32, 1, 4)  # of the interpreter, whose tiles cost the sam
 
 
 def forward_config(*, BIAS: bool, SOFTCAP: bool, ENTROPY: bool) -> Config:
-    """The tile of the forward kernel with these compile-time arguments."""
+    """Return the tile of the forward kernel with these compile-time arguments."""
     if BIAS or SOFTCAP:
         return NARROW
     return WIDE
 
 
 def constants(config: Config) -> dict[str, int | bool]:
-    """The compile-time arguments by which both kernels know their tile."""
+    """Return the compile-time arguments by which both kernels know their tile."""
     sizes = {"BM": config.tokens, "BN": config.columns, "BK": config.depth, "STAGES": config.stages}
     return sizes | {"UPCAST": INTERPRETED}
 
 
 @triton.jit
 def _quarters(z):
-    """z [M, N] -> its columns in four pieces of N / 4."""
+    """Split z [M, N] into four pieces of N / 4 columns."""
     left, right = _halves(z)
     a, b = _halves(left)
     c, d = _halves(right)
@@ -60,7 +60,7 @@ def _quarters(z):
 
 @triton.jit
 def _halves(z):
-    """z [M, N] -> its first and its last N / 2 columns."""
+    """Split z [M, N] into its first and its last N / 2 columns."""
     half: tl.constexpr = z.shape[1] // 2
     return tl.split(tl.permute(tl.reshape(z, (z.shape[0], 2, half)), (0, 2, 1)))
 
@@ -72,7 +72,7 @@ def _products(
     h_desc, w_desc, block, n, width, dtype: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Tile (block, n) [BM, BN] of h wᵀ; 0 beyond the last row or column."""
+    """Compute tile (block, n) [BM, BN] of h wᵀ; 0 beyond the last row or column."""
     z = tl.zeros([BM, BN], dtype)
     for k in tl.range(0, width, BK, num_stages=STAGES):
         h = h_desc.load([block * BM, k])
@@ -89,7 +89,7 @@ def _absorb(
     state, z, first, bias_ptr, inner, outer, target, vocabulary,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
 ):
-    """The running softmax of some rows, with a piece of their products z added.
+    """Add a piece of products z to the running softmax of some rows.
 
     The piece has the columns first, first + 1, ...
     """
@@ -128,7 +128,7 @@ def forward_kernel(
     SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """The running softmax of each split of the vocabulary, from h [R, D] and w [V, D].
+    """Compute the running softmax of each split of the vocabulary, from h [R, D] and w [V, D].
 
     row_max, row_sum, row_moment, target_logit, all [SPLITS, R].
     """
@@ -173,7 +173,7 @@ def _differentiate(
     z, first, bias_ptr, inner, outer, target, lse, p_factor, g_entropy, target_grad, grad_scale, columns,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SCALED: tl.constexpr,
 ):
-    """The gradient of a piece of logits, whose products are z.
+    """Compute the gradient of a piece of logits with products z.
 
     The piece has the columns first, first + 1, ...
     """
@@ -206,7 +206,7 @@ def backward_kernel(
     UPCAST: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """The gradient dx [R, C] of the logits of h [R, D] and a slice w [C, D].
+    """Compute the gradient dx [R, C] of the logits of h [R, D] and a slice w [C, D].
 
     The slice starts at row `first` of the head; dx is divided by grad_scale [R].
 

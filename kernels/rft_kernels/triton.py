@@ -28,7 +28,7 @@ from rft_kernels.softmax import Cotangent, OnlineSoftmax
 
 
 def forward(problem: Problem, y: Tensor, *, entropy: bool, unit_grad: bool) -> Outputs:
-    """As `interface.Forward`."""
+    """Do as `interface.Forward`."""
     head = unscaled_head(problem)
     if unit_grad or not _fits(head):
         return gemm.forward(problem, y, entropy=entropy, unit_grad=unit_grad)
@@ -38,7 +38,7 @@ def forward(problem: Problem, y: Tensor, *, entropy: bool, unit_grad: bool) -> O
 
 
 def backward(problem: Problem, y: Tensor, cot: Cotangent, need: tuple[bool, bool, bool]) -> Gradients:
-    """As `interface.Backward`."""
+    """Do as `interface.Backward`."""
     head = unscaled_head(problem)
     if not _fits(head):
         return gemm.backward(problem, y, cot, need)
@@ -48,7 +48,7 @@ def backward(problem: Problem, y: Tensor, cot: Cotangent, need: tuple[bool, bool
 def _gradient_tiles(
     head: UnscaledHead, y: Tensor, cot: Cotangent, grad_scale: Tensor | None
 ) -> Iterator[GradientTile]:
-    """The gradient of each slice of the logits, one after another in one buffer."""
+    """Yield the gradient of each slice of the logits, one after another in one buffer."""
     tokens, width = head.h.shape
     vocabulary = head.w.shape[0]
     config = kernels.WIDE
@@ -97,7 +97,7 @@ def _gradient_tiles(
 
 
 def _fits(head: UnscaledHead) -> bool:
-    """Whether the kernels take this head: without 16-bit tensor cores or aligned rows, `gemm` does it."""
+    """Return whether the kernels take this head; without tensor cores or aligned rows `gemm` does."""
     if head.h.dtype != head.w.dtype or not len(head.h) or not len(head.w):
         return False
     has_tensor_cores = INTERPRETED or head.h.element_size() == 2
@@ -105,7 +105,7 @@ def _fits(head: UnscaledHead) -> bool:
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether the hardware can copy blocks of x [R, D] by itself.
+    """Return whether the hardware can copy blocks of x [R, D] by itself.
 
     Its rows have to start at multiples of 16 bytes.
     """
@@ -114,7 +114,7 @@ def _aligned(x: Tensor) -> bool:
 
 
 def _partial(head: UnscaledHead, y: Tensor, *, entropy: bool) -> OnlineSoftmax:
-    """The running softmax of each split of the vocabulary: fields [SPLITS, R]."""
+    """Return the running softmax of each split of the vocabulary: fields [SPLITS, R]."""
     tokens, width = head.h.shape
     # A variant that would spill registers has a smaller tile.
     flags = {"BIAS": head.bias is not None, "SOFTCAP": head.outer is not None, "ENTROPY": entropy}
@@ -148,7 +148,7 @@ def _partial(head: UnscaledHead, y: Tensor, *, entropy: bool) -> OnlineSoftmax:
 
 
 def _programs(h: Tensor, blocks: int) -> int:
-    """As many as run at once: one per multiprocessor, SPLITS for a block of tokens."""
+    """Return as many programs as run at once: one per multiprocessor, SPLITS for a block of tokens."""
     cores = 2 * kernels.SPLITS
     if h.is_cuda:
         cores = torch.cuda.get_device_properties(h.device).multi_processor_count
@@ -156,7 +156,7 @@ def _programs(h: Tensor, blocks: int) -> int:
 
 
 def _merge(parts: OnlineSoftmax, *, entropy: bool) -> OnlineSoftmax:
-    """Fields [SPLITS, R] -> [R]: the sums relative to the largest logit of all."""
+    """Merge fields [SPLITS, R] -> [R]: the sums relative to the largest logit of all."""
     row_max = parts.row_max.amax(0)
     drop = parts.row_max - row_max
     rescale = drop.exp()
