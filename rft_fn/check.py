@@ -147,9 +147,7 @@ def shown_without_secrets(text: str) -> str:
     """Put *** in place of the secrets of the addresses in a text."""
 
     def hidden(word: re.Match[str]) -> str:
-        if _SECRET.search(unquote(word["name"])):
-            return f"{word['name']}=***"
-        return word[0]
+        return f"{word['name']}=***" if _SECRET.search(unquote(word["name"])) else word[0]
 
     text = re.sub("//[^/]*@", "//***@", text)
     return re.sub(r"(?<=[?&;])(?P<name>[^?&;=#]+)=[^&;,#'\"\s]*", hidden, text)

@@ -26,9 +26,7 @@ def take(rollout: Rollout, index: Sequence[int] | Tensor) -> Rollout:
     """
     rows = _row_numbers(rollout, index)
     at = torch.tensor(rows, dtype=torch.long)
-    media = None
-    if rollout.media is not None:
-        media = rollout.media.take(rows)
+    media = None if rollout.media is None else rollout.media.take(rows)
     plain = tree.replace(rollout, media=None)
     return tree.replace(tree.map(lambda x: x[at.to(x.device)], plain), media=media)
 
@@ -92,9 +90,7 @@ def _common_sampling(samplings: Sequence[Sampling | None]) -> Sampling | None:
 
 def _prompts(rollout: Rollout) -> int:
     """Return the fewest prompts that the groups of a rollout can point into."""
-    if not len(rollout.group):
-        return 0
-    return int(rollout.group.max()) + 1
+    return int(rollout.group.max()) + 1 if len(rollout.group) else 0
 
 
 def _padded(x: Tensor, size: int) -> Tensor:

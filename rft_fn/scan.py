@@ -43,9 +43,7 @@ def linear_scan(a: Tensor, b: Tensor, *, reverse: bool = True) -> Tensor:
     check.shapes(a=(a, "... S"), b=(b, "... S"))
     if b.shape[-1] < 2:
         return b
-    if reverse:
-        return _scan(a, b)
-    return _scan(a.flip(-1), b.flip(-1)).flip(-1)
+    return _scan(a, b) if reverse else _scan(a.flip(-1), b.flip(-1)).flip(-1)
 
 
 def _scan(a: Tensor, b: Tensor) -> Tensor:

@@ -25,9 +25,7 @@ def each(state: States) -> list[TrainState]:
     """Return the states, in their order."""
     if isinstance(state, TrainState):
         return [state]
-    if isinstance(state, Mapping):
-        return list(state.values())
-    return list(state)
+    return list(state.values()) if isinstance(state, Mapping) else list(state)
 
 
 def planner() -> Any:

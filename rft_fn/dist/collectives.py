@@ -27,23 +27,17 @@ _OPS = ("sum", "mean", "max", "min")
 
 def started() -> int:
     """Return the number of processes that torchrun started, or in the group; 1 without either."""
-    if torch_dist.is_initialized():
-        return world()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return world() if torch_dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
     """Return the number of this process among all of them."""
-    if torch_dist.is_initialized():
-        return torch_dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    return torch_dist.get_rank() if torch_dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def world() -> int:
     """Return the number of processes that work together."""
-    if torch_dist.is_initialized():
-        return torch_dist.get_world_size()
-    return 1
+    return torch_dist.get_world_size() if torch_dist.is_initialized() else 1
 
 
 def is_main() -> bool:

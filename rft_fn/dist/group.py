@@ -165,9 +165,7 @@ def _name_session(store: torch_dist.Store, end: float) -> str:
 
 def _read(store: torch_dist.Store, key: str) -> str:
     """Return the text under a key, "" where there is none."""
-    if not store.check([key]):
-        return ""
-    return store.get(key).decode()
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def store_client(timeout: float) -> torch_dist.Store | None:

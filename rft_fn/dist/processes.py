@@ -137,9 +137,7 @@ def describe(who: str, doing: Sequence[str], error: BaseException | None = None)
 
 def lost_line(error: BaseException) -> str:
     """Return the line about lost processes, for a LostProcess or an error that `is_lost`."""
-    if isinstance(error, LostProcess):
-        return str(error)
-    return describe("other processes", [], error)
+    return str(error) if isinstance(error, LostProcess) else describe("other processes", [], error)
 
 
 def abort(text: str) -> None:

@@ -75,9 +75,7 @@ def ppo_clip(
     if dual is not None and dual <= 1:
         raise ValueError(f"dual: expected > 1, got {dual}")
     loss = _clipped(ratio(logp, old_logp), adv, low, high)
-    if dual is None:
-        return loss
-    return torch.where(adv < 0, torch.minimum(loss, -dual * adv), loss)
+    return loss if dual is None else torch.where(adv < 0, torch.minimum(loss, -dual * adv), loss)
 
 
 def reinforce(logp: Tensor, adv: Tensor) -> Tensor:

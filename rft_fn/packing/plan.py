@@ -165,9 +165,7 @@ Batch = TypeVar("Batch", Experience, Rollout)
 def take(exp: Batch, index: Tensor) -> Batch:
     """Take the rows `index` [n] of an experience or a rollout."""
     rows = tree.map(lambda x: x[index], tree.replace(exp, media=None))
-    if exp.media is None:
-        return rows
-    return tree.replace(rows, media=exp.media.take(index.tolist()))
+    return rows if exp.media is None else tree.replace(rows, media=exp.media.take(index.tolist()))
 
 
 def _learns(exp: Experience, rows: Sequence[int]) -> Tensor:

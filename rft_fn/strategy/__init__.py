@@ -242,9 +242,9 @@ def preflight(
     )
 
     # without a GPU the host is the device
-    available = host = memory.host_memory()
-    if kind == "cuda":
-        available = torch.cuda.get_device_properties(strategy.device).total_memory
+    host = memory.host_memory()
+    device = strategy.device
+    available = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else host
 
     checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in models[0][0].modules())
     change = remedy(config, x, world=world, checkpointed=checkpointed)

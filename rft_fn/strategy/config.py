@@ -120,9 +120,7 @@ class StrategyConfig:
         """Return "deepspeed" with a zero_stage, "fsdp2" with fsdp or several processes, else "local"."""
         if self.zero_stage:
             return "deepspeed"
-        if self.fsdp or dist.started() > 1:
-            return "fsdp2"
-        return "local"
+        return "fsdp2" if self.fsdp or dist.started() > 1 else "local"
 
     @staticmethod
     def from_args(args: "argparse.Namespace | Mapping[str, Any]") -> "StrategyConfig":

@@ -97,22 +97,18 @@ def fork(state: TrainState) -> TrainState:
 
 def layout(config: StrategyConfig) -> memory.Layout:
     """Return the memory layout of one process, which holds every model whole."""
-    kept = frozen = computed = None
-    if config.use_mp_opt:
-        kept = frozen = computed = torch.bfloat16
-    if config.bf16:
-        # frozen parameters are narrow for good, the others are cast in each forward
-        kept = torch.float32
-        frozen = computed = torch.bfloat16
+    # with bf16 frozen parameters are narrow for good, the others are cast in each forward
+    narrow = torch.bfloat16 if config.bf16 or config.use_mp_opt else None
+    kept = torch.float32 if config.bf16 else narrow
 
     def wrap_optimizer(tx: Transform, params: Mapping[str, Tensor]) -> Transform:
         return step.optimizer(tx, config, params)
 
     return memory.Layout(
         kept=kept,
-        frozen=frozen,
+        frozen=narrow,
         stepped=kept,
-        computed=computed,
+        computed=narrow,
         wrap_optimizer=wrap_optimizer,
         sum_dtype=precision.wide,
         cast_copy=config.bf16,

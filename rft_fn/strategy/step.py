@@ -151,9 +151,7 @@ def cast(module: nn.Module, config: StrategyConfig) -> nn.Module:
     """Cast a module: to bfloat16 with use_mp_opt, to float32 with bf16, else not."""
     if config.use_mp_opt:
         return module.to(torch.bfloat16)
-    if config.bf16:
-        return module.float()
-    return module
+    return module.float() if config.bf16 else module
 
 
 def wrap_for_training(

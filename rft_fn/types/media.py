@@ -39,9 +39,7 @@ class Media:
             raise ValueError(f"n: expected >= 1 sequences per prompt, got {n}")
         owners = [_of_one(part) for part in parts]
         whole = Media.concat(owners, [1] * len(parts))
-        if whole is None:
-            return None
-        return tree.replace(whole, of=whole.of.repeat_interleave(n))
+        return None if whole is None else tree.replace(whole, of=whole.of.repeat_interleave(n))
 
     @staticmethod
     def concat(parts: Sequence["Media | None"], counts: Sequence[int]) -> "Media | None":
@@ -61,11 +59,8 @@ class Media:
         }
 
         # every owner has a count of every name, also in batches without it
-        rows = {}
-        for name in names:
-            rows[name] = torch.cat(
-                [m.rows.get(name, torch.zeros_like(m.held, dtype=torch.long)) for m in present]
-            )
+        none = [torch.zeros_like(m.held, dtype=torch.long) for m in present]
+        rows = {name: torch.cat([m.rows.get(name, x) for m, x in zip(present, none)]) for name in names}
 
         # owners are numbered on from the batch before
         of, start = [], 0
@@ -83,11 +78,9 @@ class Media:
         """Return the media of the sequences `index`, in that order, without owners that none reads."""
         of = self.of[torch.tensor(list(index), dtype=torch.long, device=self.of.device)]
         owners, numbers = of[of >= 0].unique(return_inverse=True)
-        kept = tree.replace(self, of=of)
-        if len(owners) < len(self.held):
-            of = of.masked_scatter(of >= 0, numbers)
-            kept = tree.replace(self.owned(owners.tolist()), of=of)
-        return kept
+        if len(owners) == len(self.held):
+            return tree.replace(self, of=of)
+        return tree.replace(self.owned(owners.tolist()), of=of.masked_scatter(of >= 0, numbers))
 
     def owned(self, owners: Sequence[int]) -> "Media":
         """Return the media of some owners, in that order, each read by one sequence."""

@@ -195,9 +195,7 @@ class ZeroModel:
         for group in self.adamw.param_groups:
             group["lr"] = float(self.lowered.schedule(count))
         self.deepspeed_engine.step()
-        if self.stage.overflowed():
-            return math.inf
-        return float(self.deepspeed_engine.get_global_grad_norm())
+        return math.inf if self.stage.overflowed() else float(self.deepspeed_engine.get_global_grad_norm())
 
     def place(self, *, host: bool) -> None:
         """Move the moments to the host, or to the device of the float32 weights.

@@ -77,9 +77,7 @@ def _is_matrix(name: str, p: Tensor) -> bool:
 
 
 def _schedule(lr: float | optim.Schedule) -> optim.Schedule:
-    if callable(lr):
-        return lr
-    return optim.constant(lr)
+    return lr if callable(lr) else optim.constant(lr)
 
 
 def _parts(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -308,6 +306,4 @@ def stage_of(optimizer: Any, number: int) -> Stage:
     if number == 3:
         return Stage3(optimizer)
     # bfloat16 at stage 1 without offload, where gradients are summed in float32
-    if isinstance(optimizer, BF16_Optimizer):
-        return Stage1Bfloat16(optimizer)
-    return Stage1And2(optimizer)
+    return Stage1Bfloat16(optimizer) if isinstance(optimizer, BF16_Optimizer) else Stage1And2(optimizer)
