@@ -24,16 +24,19 @@ from rft_fn.loss.policy import (
     sapo,
     seq_ratio,
 )
-from rft_fn.loss.preference import (
+from rft_fn.loss.targets import (
     bradley_terry,
     centering,
+    dpo,
     hps,
+    ipo,
     log_exp,
+    nll,
     plackett_luce,
     score_bce,
     score_mse,
+    value_clip,
 )
-from rft_fn.loss.supervised import dpo, ipo, nll, value_clip
 
 __all__ = [
     "bradley_terry", "centering", "cispo", "cpgd", "dpo", "dppo_kl", "dppo_tv", "entropy_bonus", "gmpo",
