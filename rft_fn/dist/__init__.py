@@ -16,23 +16,7 @@ from rft_fn.dist.group import settle
 from rft_fn.dist.processes import LOST, Heartbeat, LostProcess, Processes, abort, begin, is_lost, lost_line
 
 __all__ = [
-    "LOST",
-    "Heartbeat",
-    "LostProcess",
-    "Processes",
-    "abort",
-    "all_gather_object",
-    "all_reduce",
-    "barrier",
-    "begin",
-    "differences",
-    "fetch_media",
-    "gather",
-    "is_lost",
-    "is_main",
-    "lost_line",
-    "rank",
-    "settle",
-    "started",
-    "world",
-]
+    "LOST", "Heartbeat", "LostProcess", "Processes", "abort", "all_gather_object", "all_reduce", "barrier",
+    "begin", "differences", "fetch_media", "gather", "is_lost", "is_main", "lost_line", "rank", "settle",
+    "started", "world",
+]  # fmt: skip
