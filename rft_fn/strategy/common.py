@@ -33,9 +33,7 @@ from rft_fn.types import (
 )
 from rft_fn.types.media import MEDIA_COST
 
-__all__ = [
-    "Backend", "Packer", "all_true", "require_own_apply", "residence_of", "watched",
-]  # fmt: skip
+__all__ = ["Backend", "Packer", "all_true", "residence_of", "watched"]
 
 
 # ---------- the weights of models on the device in some phases of a run, on the host in others
@@ -49,7 +47,7 @@ def residence_of(apply: Apply) -> Residence:
     return residence
 
 
-def require_own_apply(state: TrainState, apply: Apply) -> None:
+def _require_own_apply(state: TrainState, apply: Apply) -> None:
     """Raise ValueError for an apply that `init` did not give with this state or the one it forks."""
     residence = getattr(apply, "residence", None)
     own = residence is not None and residence is state.residence
@@ -310,7 +308,7 @@ class Backend(ABC):
         # not before: what the loading of models frees would fall into pieces, and be held for nothing
         if self.config.keep_memory and self.device.type == "cpu":
             disable_malloc_trim()
-        require_own_apply(state, apply)
+        _require_own_apply(state, apply)
         for pack in packs:
             require_same_sampling(apply, pack.sampling)
         grads, metrics = self._grad(state, apply, loss_fn, packs)
