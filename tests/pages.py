@@ -1,7 +1,9 @@
 """The pages of the documentation, in parts: prose, blocks of code, headings, command lines."""
 
+import importlib.util
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,3 +86,14 @@ def commands(text):
         for one in re.split(r"(?<=\s)(?:&&|\||>+|&)(?=\s)", rest + " "):
             if COMMAND.match(one.strip() + " "):
                 yield shlex.split(one, comments=True)
+
+
+def as_module(path):
+    """A script as a module, which finds what lies beside it."""
+    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
+    made = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(made)
+    sys.path[:] = before
+    return made

@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 from cases import each
+from pages import as_module
 from torch.func import grad
 
 import rft_fn as rft
@@ -79,10 +80,7 @@ def test_an_example_is_short_and_names_its_paper(path):
 @pytest.fixture(scope="module")
 def bench():
     """tests/bench/examples.py, which makes table and pictures."""
-    spec = importlib.util.spec_from_file_location("bench_examples", ROOT / "tests/bench/examples.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return as_module(ROOT / "tests/bench/examples.py")
 
 
 def test_the_table_is_made_of_the_scripts_and_of_their_results(bench):

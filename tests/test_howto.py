@@ -1,6 +1,5 @@
 """docs/howto and the drawings of docs/ideas.md: nothing is left out, nothing is stale."""
 
-import importlib.util
 import os
 import re
 import sys
@@ -8,19 +7,12 @@ import sys
 import forks
 import pytest
 from cases import each
+from pages import as_module
 from test_house import ROOT
 
 pytestmark = pytest.mark.docs
 
 HOWTO = ROOT / "docs" / "howto"
-
-
-def drawings():
-    """The script of the drawings, as a module."""
-    spec = importlib.util.spec_from_file_location("ideas", ROOT / "tests" / "bench" / "ideas.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_index_has_every_page():
@@ -30,7 +22,7 @@ def test_the_index_has_every_page():
 
 
 def test_the_drawings_are_those_of_their_script(tmp_path, monkeypatch):
-    ideas = drawings()
+    ideas = as_module(ROOT / "tests" / "bench" / "ideas.py")
     monkeypatch.setattr(ideas, "FOLDER", tmp_path)
     ideas.main()
     committed = ROOT / "docs" / "pictures"

@@ -1,11 +1,10 @@
 """docs/results: tables are what their scripts make of the files, and intervals are their definition."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from pages import as_module
 
 from bench import record
 
@@ -18,18 +17,8 @@ FOLDER = ROOT / "docs" / "results"
 BENCH = ROOT / "tests" / "bench"
 
 
-def module(path):
-    """A script as a module, which finds what lies beside it."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(path.parent), *sys.path])
-        spec.loader.exec_module(module)
-    return module
-
-
 def curriculum():
-    return module(FOLDER / "curriculum" / "table.py")
+    return as_module(FOLDER / "curriculum" / "table.py")
 
 
 def between(script):
@@ -38,18 +27,18 @@ def between(script):
 
 
 def test_the_tables_of_benches_are_what_their_scripts_make_of_the_files():
-    engines, play = module(BENCH / "engines_table.py"), module(BENCH / "self_play.py")
+    engines, play = as_module(BENCH / "engines_table.py"), as_module(BENCH / "self_play.py")
     assert between(engines) == engines.tables(json.loads((FOLDER / "engines.json").read_text()))
     assert between(play) == play.table(json.loads((FOLDER / "kuhn_poker.json").read_text()))
     performance = (ROOT / "docs" / "performance.md").read_text()
-    gradients, step = module(BENCH / "gradients.py"), module(BENCH / "step" / "report.py")
+    gradients, step = as_module(BENCH / "gradients.py"), as_module(BENCH / "step" / "report.py")
     assert gradients.table(json.loads(gradients.RESULTS.read_text())["turns"]) in performance
     made = step.text(json.loads((FOLDER / "step" / "step.json").read_text()))
     assert f"<!-- step:begin -->\n\n{made}\n\n<!-- step:end -->" in performance
 
 
 def test_the_tables_of_growth_are_what_its_script_makes_of_the_file():
-    show, comm = module(BENCH / "growth" / "show.py"), module(BENCH / "growth" / "comm.py")
+    show, comm = as_module(BENCH / "growth" / "show.py"), as_module(BENCH / "growth" / "comm.py")
     found = json.loads((FOLDER / "growth" / "growth.json").read_text())
     page = (ROOT / "docs" / "scaling.md").read_text()
     for mark, made in show.tables(found).items():

@@ -10,6 +10,7 @@ import torch
 import transformers
 from cases import each
 from families import AT, FAR, far, small
+from family_checks import word
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,15 +53,6 @@ def batching_of(lm):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return probe.find_batching(lm, 0)
-
-
-def word(way):
-    """The words of the table of models."""
-    if way.padded:
-        return ""
-    if way.rows is None:
-        return "no cache"
-    return "by row" if way.single else "by length"
 
 
 @each("kind", [*PADDED, *ROWS])

@@ -1,14 +1,13 @@
 """docs/scaling.md: its commands, as a shell and the script read them, and its tables."""
 
-import importlib.util
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tyro
+from pages import as_module
 
 from rft_fn.strategy import StrategyConfig
 
@@ -28,10 +27,7 @@ def commands():
 
 @pytest.fixture(scope="module")
 def grpo():
-    spec = importlib.util.spec_from_file_location("grpo_script", ROOT / "train_scripts" / "grpo.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return as_module(ROOT / "train_scripts" / "grpo.py")
 
 
 def test_every_command_is_for_the_model_that_it_names(grpo):
@@ -47,9 +43,7 @@ def test_every_command_is_for_the_model_that_it_names(grpo):
 @pytest.fixture(scope="module")
 def bench():
     """tests/bench/memory.py, the data that it made, and the page that it wrote them into."""
-    spec = importlib.util.spec_from_file_location("bench_memory", ROOT / "tests" / "bench" / "memory.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+    made = as_module(ROOT / "tests" / "bench" / "memory.py")
     return made, json.loads(made.RESULTS.read_text()), made.DOCS.read_text()
 
 

@@ -130,7 +130,7 @@ def sampler(kind):
     lm = small(kind, torch.float32)
     eng, worst = sampled(lm, PROMPTS, 64)
     _check_greedy(eng)
-    return Measured(worst, _way(find_batching(lm, 0)))
+    return Measured(worst, word(find_batching(lm, 0)))
 
 
 def sampled(lm, prompts, budget):
@@ -157,7 +157,8 @@ def _check_greedy(eng):
             raise AssertionError(f"greedy in a batch {got[len(prompt) :]}, alone {want[len(prompt) :]}")
 
 
-def _way(way):
+def word(way):
+    """How a family is batched, in the words of the table."""
     if way.padded:
         return ""
     if way.rows is None:

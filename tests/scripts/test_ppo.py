@@ -1,9 +1,7 @@
 """PPO as a user runs it: it learns, resumes to the bit, freezes, and each of its options does its part."""
 
-import importlib.util
 import json
 import signal
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from cases import each
 from safetensors.torch import load_file
+from test_house import load_script
 from test_scripts import rows, run, start
 from test_symptoms import check_written
 
@@ -18,7 +17,6 @@ import rft_fn as rft
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
-SCRIPT = Path(__file__).resolve().parents[2] / "train_scripts" / "ppo.py"
 SMALL = {"prompts": 4, "group": 4, "minibatches": 2, "eval_prompts": 4, "eval_every": 100, "save_every": 100}
 FULL = ["--prompts", "8", "--group", "2", "--steps", "6", "--minibatches", "2", "--epochs", "2"]
 FULL += ["--save-every", "2", "--eval-every", "3", "--eval-prompts", "8", "--freeze-actor-steps", "1"]
@@ -30,11 +28,7 @@ FULL += ["--overlong", "2", "--entropy", "0.01", "--save-critic"]
 @cache
 def script():
     """The script as a module: its runs in this process take no start."""
-    spec = importlib.util.spec_from_file_location("script_ppo_tested", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("ppo")
 
 
 def small(folder, **options):

@@ -1,6 +1,5 @@
 """Optimizers of one's own, and `optim.partition`, on sharded parameters: the steps of one process."""
 
-import importlib.util
 import tempfile
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import ranks
 import tiny
 import torch
+from pages import as_module
 from torch.distributed.tensor import DTensor
 
 from rft_fn import optim, tree
@@ -21,10 +21,7 @@ F64 = torch.float64
 
 def examples():
     """The module of docs/examples with Lion and Muon."""
-    spec = importlib.util.spec_from_file_location("example_optimizers", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return as_module(FILE)
 
 
 def label(name, p):
