@@ -24,8 +24,8 @@ def found(world, kind):
     return ranks.run(world, "conformance:on_ranks", names, list(conformance.CASES))
 
 
+@pytest.mark.parametrize("backend", conformance.BACKENDS)
 @each("case", conformance.CASES)
-@each("backend", conformance.BACKENDS)
 def test_same_as_one_process(backend, case):
     world, _, dtype = conformance.BACKENDS[backend]
     want = expected(case, dtype)

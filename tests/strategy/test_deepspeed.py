@@ -345,20 +345,28 @@ def expected(name):
     return attempt(name, 0)
 
 
+# one process does what is not the same for every world size; two do everything
+CASES = {1: ["grpo", "files", "resumed", "handed_over", "broken"], 2: [*SHARED, *OWN]}
+
+
 @cache
 def found(world):
-    """One process does what is not the same for every world size; two do everything."""
-    names = [*SHARED, *OWN] if world > 1 else ["grpo", "files", "resumed", "handed_over", "broken"]
-    return ranks.run(world, "test_deepspeed:on_ranks", (1, 2, 3), names)
-
-
-CASES = [(1, n) for n in ("grpo", "files", "resumed", "handed_over", "broken")]
-CASES += [(2, n) for n in (*SHARED, *OWN)]
+    return ranks.run(world, "test_deepspeed:on_ranks", (1, 2, 3), CASES[world])
 
 
 @each("stage", (1, 2, 3))
-@each("world, name", CASES)
-def test_same_as_one_process(world, name, stage):
+@each("name", CASES[1])
+def test_one_process_of_zero_is_one_without(name, stage):
+    check_same(1, name, stage)
+
+
+@each("stage", (1, 2, 3))
+@each("name", CASES[2])
+def test_two_processes_are_as_one(name, stage):
+    check_same(2, name, stage)
+
+
+def check_same(world, name, stage):
     want = {} if name in ONLY_ZERO else expected(name)
     assert "error" not in want, want["error"]
     for out in found(world):
