@@ -9,8 +9,8 @@ import threading
 import time
 
 import forks
-import plain_runs
 import pytest
+import script_runs
 import torch
 from hypothesis import settings
 
@@ -63,7 +63,7 @@ def forked_children(monkeypatch):
 def leave_out_parts():
     """`usefixtures("plain_runs")`: scripts of a module draw no curves, forecast no memory, have no canary."""
     with pytest.MonkeyPatch.context() as patch:
-        yield plain_runs.leave_out(patch.setattr)
+        yield script_runs.leave_out(patch.setattr)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 import forks
 import pytest
 from fake_server import FakeServer, serving
-from test_scripts import ROOT, rows, start
+from script_runs import ROOT, rows, start
 
 from rft_fn import model
 

@@ -203,7 +203,8 @@ def test_bad_input(folder, monkeypatch):
 
 @pytest.mark.skipif(not INSTALLED["int8"], reason="no torchao")
 def test_a_run_over_it_samples_from_what_it_trains_and_is_exported_as_it_left(tmp_path):
-    from test_scripts import rows, script
+    from script_runs import rows
+    from test_house import load_script as script
 
     grpo, out = script("grpo"), tmp_path / "r"
     small = {"prompts": 4, "group": 4, "steps": 3, "eval_prompts": 4, "warmup": 0, "lr": 5e-3, "kl": 0.01}
@@ -222,7 +223,7 @@ def test_a_run_over_it_samples_from_what_it_trains_and_is_exported_as_it_left(tm
 @pytest.mark.skipif(not INSTALLED["int8"], reason="no torchao")
 @pytest.mark.parametrize("name", ["grpo", "ppo", "sft"])
 def test_a_run_that_cannot_train_over_it_ends_before_a_model_is_loaded(tmp_path, monkeypatch, name):
-    from test_scripts import script
+    from test_house import load_script as script
 
     main, Config = script(name).main, script(name).Config
     monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("loaded"))

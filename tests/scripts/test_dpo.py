@@ -4,18 +4,15 @@ import json
 import math
 import os
 import signal
-import sys
 from importlib.util import find_spec
 
 import chats
-import forks
 import pytest
 import torch
 from cases import each
 from mistakes import check_one_line
-from ranks import free_port
+from script_runs import rows, run, start
 from test_house import load_script
-from test_scripts import ROOT, rows, run, start
 
 import rft_fn as rft
 from rft_fn import packing
@@ -141,14 +138,7 @@ TWO = {"fsdp2": [], "zero1": ["--zero-stage", 1]}  # more backends: the case `pa
 @pytest.mark.parametrize("kind", TWO)
 def test_two_processes_log_what_one_logs(tmp_path, alone, kind):
     """Every number, to rounding, whatever the packs."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
-    script = [ROOT / "train_scripts" / "dpo.py", *FLAGS, "--budget", 60, *TWO[kind]]
-    command = [*torchrun, "--master-port", free_port(), *script, "--out", tmp_path / "run"]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = forks.run([str(x) for x in command], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run("dpo", *FLAGS, "--budget", 60, *TWO[kind], "--out", tmp_path / "run", world=2, whole=True)
     both = rows(tmp_path / "run")
     one = rows(alone)
     assert len(both) == len(one)

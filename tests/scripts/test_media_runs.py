@@ -1,16 +1,11 @@
 """Each script with a model that sees or hears: what it learns from, freezes, refuses and finds at fault."""
 
-import json
-import os
-import sys
-
-import forks
 import pytest
+import script_runs
 import torch
 from cases import each
-from ranks import free_port
+from script_runs import rows
 from test_house import load_script as script
-from test_scripts import ROOT
 
 import rft_fn as rft
 from rft_fn.strategy import StrategyConfig, get_fake_strategy
@@ -35,11 +30,7 @@ def run(name, folder, **options):
     """Run a script in this process; its rows of metrics."""
     module = script(name)
     module.main(module.Config(**options, out=str(folder)))
-    return rows(folder / "metrics.jsonl")
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return rows(folder)
 
 
 def weights(model):
@@ -144,20 +135,11 @@ def test_a_prompt_that_leaves_no_room_for_its_response_stops_before_a_model_is_l
 def test_two_processes_of_fsdp2_learn_what_one_does(model, task, tmp_path):
     """The same losses, and weights that moved alike."""
     flags = ["--model", model, "--data", task, "--steps", 2, "--batch", 8, "--warmup", 0, "--lr-end", 1]
-    sft = [str(ROOT / "train_scripts" / "sft.py"), *map(str, flags)]
-    port = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    several = ["torch.distributed.run", "--nproc-per-node", "2", *port]
-    runs = {"one": [], "two": ["-m", *several]}
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    for name, before in runs.items():
-        more = ["--out", str(tmp_path / name)]
-        if before:
-            more.append("--fsdp")
-        done = forks.run([sys.executable, *before, *sft, *more], env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-    one, two = (rows(tmp_path / name / "metrics.jsonl") for name in runs)
+    script_runs.run("sft", *flags, "--out", tmp_path / "one", whole=True)
+    script_runs.run("sft", *flags, "--fsdp", "--out", tmp_path / "two", world=2, whole=True)
+    one, two = (rows(tmp_path / name) for name in ("one", "two"))
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-5)
-    start, a, b = (weights(name) for name in (model, *(tmp_path / run / "model" for run in runs)))
+    start, a, b = (weights(name) for name in (model, *(tmp_path / run / "model" for run in ("one", "two"))))
     assert a.keys() == b.keys()
     for name, x in a.items():
         moved = (x - start[name]).norm()

@@ -4,6 +4,7 @@ import json
 
 import headless
 import pytest
+from script_runs import rows
 from test_house import load_script as script
 
 from rft_fn.tools.page.build import write_page
@@ -20,10 +21,6 @@ def grpo(folder, model, task, steps):
     grpo.main(grpo.Config(model=model, data=(task,), steps=steps, out=str(folder), **small))
 
 
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.fixture(scope="module", params=CASES, ids=["vl", "audio"])
 def trained(request, tmp_path_factory):
     """(folder of a run of 4 steps, model, task)."""
@@ -35,15 +32,15 @@ def trained(request, tmp_path_factory):
 
 def test_a_warmed_up_model_knows_more_than_chance_and_has_more_to_learn(trained):
     folder, _, task = trained
-    metrics = rows(folder / "metrics.jsonl")
+    metrics = rows(folder)
     assert 0.25 < metrics[0]["eval/mean"] < 0.95
     assert all(row["policy/logp_gap"] < 1e-5 for row in metrics)
     assert (folder / "samples.png").stat().st_size > 0
-    names = [name for row in rows(folder / "trajectories.jsonl") for name in row["media"]]
+    names = [name for row in rows(folder, "trajectories.jsonl") for name in row["media"]]
     assert names and all(name.startswith(f"{task}-1-") for name in names)
 
     # what was seen or heard lies beside the tokens of the first response to each prompt
-    recorded = rows(folder / "tokens.jsonl")
+    recorded = rows(folder, "tokens.jsonl")
     assert [row["sample"] for row in recorded if "media" in row] == [0, 0]
     for row in recorded[::4]:
         ((kind, name, uri),) = row["media"]
@@ -53,7 +50,7 @@ def test_a_warmed_up_model_knows_more_than_chance_and_has_more_to_learn(trained)
 @pytest.mark.skipif(headless.BROWSER is None, reason="needs chromium")
 def test_the_page_of_a_run_shows_the_image_and_plays_the_sound(trained, tmp_path):
     folder, _, task = trained
-    ((_, name, uri),) = rows(folder / "tokens.jsonl")[0]["media"]
+    ((_, name, uri),) = rows(folder, "tokens.jsonl")[0]["media"]
     page = write_page([folder], tmp_path / "page.html")
     with headless.Browser(tmp_path / "browser") as browser:
         browser.open(page)
@@ -87,5 +84,5 @@ def test_sft_lowers_the_loss_of_the_second_level(model, task, tmp_path):
     sft.main(
         sft.Config(model=model, data=(task,), steps=8, batch=16, lr=3e-3, warmup=0, out=str(tmp_path / "sft"))
     )
-    losses = [row["loss"] for row in rows(tmp_path / "sft" / "metrics.jsonl")]
+    losses = [row["loss"] for row in rows(tmp_path / "sft")]
     assert losses[-1] < 0.7 * losses[0]

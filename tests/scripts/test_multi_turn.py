@@ -1,53 +1,29 @@
 """The script that learns in environments: it resumes to the bit and shows whole conversations."""
 
 import json
-import os
 import signal
-import sys
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 
-import forks
 import headless
 import pytest
-import ranks
+import script_runs
 from cases import each
+from script_runs import rows
 from test_symptoms import check_written
 
 from rft_fn.tools.page.build import write_page
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = ["--prompts", "3", "--group", "4", "--max-new", "3", "--max-turns", "3", "--max-tokens", "40"]
 REWARDED = ["--seed", "3"]  # somebody guesses right in the first step
 SMALL += ["--eval-prompts", "3", "--eval-every", "2", "--save-every", "2"]
 
 
-def run(out, *options, code=0, world=1, killed_after=None):
-    """The script, to its end, or killed behind the row of a step: what it wrote to stderr."""
-    launch = [sys.executable]
-    if killed_after is not None:
-        launch += [
-            str(ROOT / "tests/scripts/interrupted.py"),
-            str(int(signal.SIGKILL)),
-            str(killed_after),
-            "0",
-        ]
-    if world > 1:
-        launch += ["-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-        launch += ["--master-port", str(ranks.free_port())]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CI": "true"}
-    env |= forks.PLAIN | {"OMP_NUM_THREADS": "1"}
-    command = [*launch, str(ROOT / "train_scripts/multi_turn.py"), "--out", str(out), *SMALL, *options]
-    done = forks.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == code, done.stderr[-2000:]
-    return done.stderr
-
-
-def rows(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+def run(out, *options, **more):
+    """The script, to its end: what it wrote to stderr, where it fails."""
+    return script_runs.run("multi_turn", "--out", out, *SMALL, *options, env={"CI": "true"}, **more)
 
 
 def test_a_run_resumes_to_the_bit_and_shows_whole_conversations(tmp_path):
@@ -90,7 +66,7 @@ def test_a_killed_run_ends_as_the_one_that_nobody_killed(tmp_path):
     """Killed between checkpoints, by the signal that nothing can catch: its rows are the same to the byte."""
     how = ["--steps", "4", *REWARDED]
     run(tmp_path / "whole", *how)
-    run(tmp_path / "cut", *how, code=-signal.SIGKILL, killed_after=2)
+    run(tmp_path / "cut", *how, code=-signal.SIGKILL, interrupted=(signal.SIGKILL, 2, 0))
     run(tmp_path / "cut", *how)
     assert any(row["reward/mean"] > 0 for row in rows(tmp_path / "whole"))
     for name in ("metrics", "trajectories", "distributions", "tokens"):

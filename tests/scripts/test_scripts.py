@@ -10,17 +10,14 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import chats
-import forks
 import pytest
 import torch
 from cases import each
 from safetensors.torch import load_file
+from script_runs import ROOT, rows, run, start
 from test_house import load_script as script
 from test_symptoms import check_written
 
@@ -29,7 +26,6 @@ from rft_fn import algorithm, parsing
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "--prompts",
     "4",
@@ -44,31 +40,6 @@ SMALL = [
     "--eval-prompts",
     "8",
 ]
-
-
-def start(script, *args, interrupted=(), whole=False, **options):
-    """The process of a script; `interrupted` is (signal, step, seconds), see interrupted.py. Only a whole run
-    draws curves, forecasts its memory and has a canary."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": forks.PATH}
-    if not whole:
-        env |= forks.PLAIN
-    command = [sys.executable, str(ROOT / "train_scripts" / f"{script}.py"), *map(str, args)]
-    if interrupted:
-        signal_, step, seconds = interrupted
-        between = [Path(__file__).with_name("interrupted.py"), int(signal_), step, seconds]
-        command[1:1] = map(str, between)
-    return forks.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-
-def run(script, *args, code=0, whole=False):
-    process = start(script, *args, whole=whole)
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == code, out + err
-    return out if code == 0 else err
-
-
-def rows(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,14 @@
 """`--ahead`: a run is a function of its seed and of the versions, whatever ends it or its engine."""
 
 import functools
-import json
 import os
 import signal
 import threading
 
 import pytest
 import torch
+from script_runs import rows, start
 from test_house import load_script
-from test_scripts import start
 
 import rft_fn as rft
 from rft_fn.engine import process
@@ -31,10 +30,6 @@ def main(folder, ahead, **more):
     threads = torch.get_num_threads()
     script.main(script.Config(out=str(folder), ahead=ahead, **few | more))
     torch.set_num_threads(threads)
-
-
-def rows(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

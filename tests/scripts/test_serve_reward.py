@@ -1,22 +1,19 @@
 """serve_reward.py as a process: GRPO against it while it is killed and restarted, and the ways it ends."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
-import forks
 import httpx2
 import judges
 import pytest
+import script_runs
 import torch
 from cases import each
+from script_runs import rows
 from transformers import AutoModelForSequenceClassification
 
 from rft_fn.model import load_reward, load_tokenizer, save_reward
@@ -25,7 +22,6 @@ from rft_fn.strategy import get_strategy
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 SECRET = "s3cret-t0ken"
 HEADERS = {"Authorization": f"Bearer {SECRET}"}
 
@@ -36,17 +32,8 @@ def free_port():
         return free.getsockname()[1]
 
 
-def environment():
-    """That of this process as it is now, so that a script can be a fork; without proxies, with the token."""
-    env = {name: x for name, x in os.environ.items() if not name.lower().endswith("_proxy")}
-    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    return env | {"OMP_NUM_THREADS": "1", "RFT_REWARD_TOKEN": SECRET}
-
-
-def start(script, *args, **how):
-    command = [sys.executable, str(ROOT / "train_scripts" / f"{script}.py"), *map(str, args)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return forks.Popen(command, env=environment(), **streams, **how)
+def start(script, *args, **options):
+    return script_runs.start(script, *args, whole=True, env={"RFT_REWARD_TOKEN": SECRET}, **options)
 
 
 def serve(port, *args, **how):
@@ -151,7 +138,7 @@ def test_grpo_over_http_with_the_server_killed_and_restarted_is_the_run_without_
     same = {"model": 2}.get(kind, 10)
     assert len(there) == 10 and there[:same] == pytest.approx(here[:same], rel=1e-5)
     if kind == "model":
-        found = rows(tmp_path / "remote" / "trajectories.jsonl")
+        found = rows(tmp_path / "remote", "trajectories.jsonl")
         assert [row["step"] for row in found] == [step for step in range(10) for _ in range(4)]
         want = scores_of(tmp_path / "rm", found)
         assert len(set(want)) > 20 and [row["reward"] for row in found] == pytest.approx(
@@ -165,13 +152,9 @@ def test_grpo_over_http_with_the_server_killed_and_restarted_is_the_run_without_
     assert "RFT_REWARD" not in (tmp_path / "remote" / "config.json").read_text()
 
 
-def rows(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def rewards_of(folder):
     """The mean reward of each step."""
-    return [row["reward/mean"] for row in rows(folder / "metrics.jsonl")]
+    return [row["reward/mean"] for row in rows(folder)]
 
 
 def scores_of(folder, found):

@@ -1,6 +1,5 @@
 """The scripts under torchrun: the same run on two processes as on one, and one that outlives a kill."""
 
-import json
 import os
 import signal
 import subprocess
@@ -8,50 +7,17 @@ import sys
 import time
 from pathlib import Path
 
-import forks
 import pytest
 import ranks
 import tiny
 import torch
-from ranks import free_port
+from script_runs import rows, run, start
+
+from rft_fn import model
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--prompts", "8", "--group", "4", "--eval-every", "100", "--eval-prompts", "8"]
-
-
-def environment(whole=False):
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    more = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    if not whole:
-        more |= forks.PLAIN
-    return own | more
-
-
-def command(world, *args, restarts=0):
-    script = [str(ROOT / "train_scripts" / "grpo.py"), *SMALL, *map(str, args)]
-    if world == 1:
-        return [sys.executable, *script]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    return [*torchrun, "--max-restarts", str(restarts), "--master-port", str(free_port()), *script]
-
-
-def run(world, *args, whole=False):
-    done = forks.run(
-        command(world, *args),
-        env=environment(whole),
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(folder):
@@ -63,15 +29,15 @@ def weights(folder):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone") / "run"
-    run(1, "--steps", 10, "--out", folder)
+    run("grpo", *SMALL, "--steps", 10, "--out", folder)
     return rows(folder)
 
 
 @pytest.mark.parametrize("options", [[], ["--strategy.sp-size", "2"]], ids=["fsdp2", "sp"])
 def test_two_processes_log_what_one_logs(tmp_path, alone, options):
     """Rewards are equal at every step, the rest to rounding, and the engines pass their canary."""
-    done = run(2, "--steps", 10, "--out", tmp_path / "run", *options, whole=True)
-    assert "canary: engine and trainer differ" in done.stdout
+    done = run("grpo", *SMALL, "--steps", 10, "--out", tmp_path / "run", *options, world=2, whole=True)
+    assert "canary: engine and trainer differ" in done
     both = rows(tmp_path / "run")
     assert [r["reward/mean"] for r in both] == [r["reward/mean"] for r in alone] and len(both) == 10
     assert [r["eval/mean"] for r in both if "eval/mean" in r] == [
@@ -130,13 +96,9 @@ def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path):
     """Rank 1 is killed in the middle; the restarted run ends with the metrics and weights of a whole one."""
     (tmp_path / "even.py").write_text(EVEN)
     args = ("--steps", 14, "--save-every", 3, "--reward", f"{tmp_path}/even.py:even")
-    run(2, *args, "--out", tmp_path / "whole")
-    process = forks.Popen(
-        command(2, *args, "--out", tmp_path / "run", restarts=1),
-        env=environment(),
-        stdout=(tmp_path / "log").open("w"),
-        stderr=subprocess.STDOUT,
-    )
+    run("grpo", *SMALL, *args, "--out", tmp_path / "whole", world=2)
+    log = {"stdout": (tmp_path / "log").open("w"), "stderr": subprocess.STDOUT}
+    process = start("grpo", *SMALL, *args, "--out", tmp_path / "run", world=2, restarts=1, **log)
     try:
         end = time.monotonic() + 600
         while not (tmp_path / "run/metrics.jsonl").exists() or len(rows(tmp_path / "run")) < 5:
@@ -155,33 +117,27 @@ def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path):
 
 def test_a_first_start_leaves_a_whole_model_in_the_cache(tmp_path):
     """Both processes find the cache empty; one of them builds, and a later process can load what it left."""
-    env = environment() | {"RFT_FN_CACHE": str(tmp_path / "cache")}
-    args = command(2, "--steps", 1, "--out", tmp_path / "run")
-    done = forks.run(args, env=env, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr[-3000:]
+    env = {"RFT_FN_CACHE": str(tmp_path / "cache")}
+    run("grpo", *SMALL, "--steps", 1, "--out", tmp_path / "run", world=2, env=env)
     (built,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-    code = f"from rft_fn import model; model.load({str(built)!r}); model.load_tokenizer({str(built)!r})"
-    forks.run([sys.executable, "-c", code], env=env, check=True, timeout=600)
+    model.load(str(built))
+    model.load_tokenizer(str(built))
 
 
 def test_a_mistake_is_one_line_from_rank_0(tmp_path):
     options = ["--out", tmp_path / "run", "--strategy.sp-size", 3]
-    done = forks.run(command(2, *options), env=environment(), capture_output=True, text=True, timeout=600)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    assert done.returncode != 0 and lines == ["error: sp_size: expected a divisor of the 2 processes, got 3"]
+    err = run("grpo", *SMALL, *options, world=2, code=1)
+    lines = [line for line in err.splitlines() if line.startswith("error")]
+    assert lines == ["error: sp_size: expected a divisor of the 2 processes, got 3"]
     assert not (tmp_path / "run").exists()
 
 
 def test_a_signal_to_torchrun_stops_all_ranks_after_one_step(tmp_path):
     """The step at which they stop is the same, its checkpoint is whole, and the run ends as a whole one."""
     args = ("--steps", 12, "--save-every", 100)
-    run(2, *args, "--out", tmp_path / "whole")
-    process = forks.Popen(
-        command(2, *args, "--out", tmp_path / "run"),
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=(tmp_path / "log").open("w"),
-    )
+    run("grpo", *SMALL, *args, "--out", tmp_path / "whole", world=2)
+    log = {"stdout": subprocess.DEVNULL, "stderr": (tmp_path / "log").open("w")}
+    process = start("grpo", *SMALL, *args, "--out", tmp_path / "run", world=2, **log)
     try:
         end = time.monotonic() + 600
         while not (tmp_path / "run/metrics.jsonl").exists() or len(rows(tmp_path / "run")) < 3:
@@ -195,7 +151,7 @@ def test_a_signal_to_torchrun_stops_all_ranks_after_one_step(tmp_path):
     text = (tmp_path / "log").read_text()
     assert f"stopped by SIGTERM after step {done}" in text and 3 <= done < 12, text
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == [f"step_{done:08d}"]
-    run(2, *args, "--out", tmp_path / "run")
+    run("grpo", *SMALL, *args, "--out", tmp_path / "run", world=2)
     assert (tmp_path / "run/metrics.jsonl").read_text() == (tmp_path / "whole/metrics.jsonl").read_text()
 
 
@@ -206,17 +162,11 @@ def test_a_folder_in_use_is_one_line_on_every_rank(tmp_path):
     folder.mkdir()
     claim.acquire(folder)
     try:
-        done = forks.run(
-            command(2, "--out", folder),
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        err = run("grpo", *SMALL, "--out", folder, world=2, code=1)
     finally:
         claim.release(folder)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    assert done.returncode != 0 and f"in use by process {os.getpid()} on " in lines[0]
+    lines = [line for line in err.splitlines() if line.startswith("error")]
+    assert f"in use by process {os.getpid()} on " in lines[0]
     assert all(line.partition(": ")[2] == lines[0].partition(": ")[2] for line in lines)
 
 

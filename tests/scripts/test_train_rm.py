@@ -9,14 +9,14 @@ from functools import cache
 
 import forks
 import numpy as np
-import plain_runs
 import pytest
 import ranks
+import script_runs
 import torch
 from cases import each
 from mistakes import check_one_line
 from PIL import Image
-from ranks import free_port
+from script_runs import rows
 from test_house import load_script
 from test_scripts import ROOT, rows
 
@@ -321,7 +321,7 @@ def on_two_ranks(rank, folder, ports):
         how = rft.strategy.StrategyConfig(**TWO[kind][1])
         train_rm.main(train_rm.Config(**{**SMALL, **options}, strategy=how, out=str(folder / name)))
 
-    plain_runs.leave_out()
+    script_runs.leave_out()
     for kind in TWO:
         go(kind)
     for steps in (2, 4):
@@ -332,7 +332,7 @@ def on_two_ranks(rank, folder, ports):
 def two(tmp_path_factory):
     """The folder of those runs."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    ranks.run(2, "test_train_rm:on_two_ranks", folder, [free_port() for _ in range(len(TWO) + 2)])
+    ranks.run(2, "test_train_rm:on_two_ranks", folder, [ranks.free_port() for _ in range(len(TWO) + 2)])
     return folder
 
 

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 from inprocess import needs_vllm
+from script_runs import rows, start
 from serving import Server
-from test_scripts import rows, start
 
 import rft_fn as rft
 from rft_fn import engine, model, rng
