@@ -1,5 +1,8 @@
-"""Each script with a model that sees or hears: what it learns from, freezes, refuses and finds at fault."""
+"""Each script with a model that sees or hears: it learns, resumes, freezes, refuses and finds faults."""
 
+import json
+
+import headless
 import pytest
 import script_runs
 import torch
@@ -8,12 +11,14 @@ from script_runs import rows
 from test_house import load_script as script
 
 import rft_fn as rft
+from rft_fn.run.page import write_page
 from rft_fn.strategy import StrategyConfig, get_fake_strategy
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
 CASES = [("tiny-vl", "count_squares"), ("tiny-audio", "tone")]
 IDS = ["vl", "audio"]
+KINDS = {"count_squares": "image", "tone": "audio"}
 TOWERS = {"tiny-vl": "visual", "tiny-audio": "audio_tower"}
 GRPO = {
     "steps": 2,
@@ -47,6 +52,75 @@ def tower(model, found):
     """The parameters of what sees or hears, by their names below it."""
     part = TOWERS[model]
     return {name.split(part)[1]: x for name, x in found.items() if part in name}
+
+
+def grpo(folder, model, task, steps):
+    small = {"prompts": 4, "group": 4, "eval_every": 2, "eval_prompts": 64, "save_every": 2, "lr_end": 1.0}
+    run("grpo", folder, model=model, data=(task,), steps=steps, **small)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=IDS)
+def learned(request, tmp_path_factory):
+    """(folder of a run of 4 steps, model, task)."""
+    model, task = request.param
+    folder = tmp_path_factory.mktemp("runs") / task
+    grpo(folder, model, task, 4)
+    return folder, model, task
+
+
+def test_a_warmed_up_model_knows_more_than_chance_and_has_more_to_learn(learned):
+    folder, _, task = learned
+    metrics = rows(folder)
+    assert 0.25 < metrics[0]["eval/mean"] < 0.95
+    assert all(row["policy/logp_gap"] < 1e-5 for row in metrics)
+    assert (folder / "samples.png").stat().st_size > 0
+    names = [name for row in rows(folder, "trajectories.jsonl") for name in row["media"]]
+    assert names and all(name.startswith(f"{task}-1-") for name in names)
+
+    # what was seen or heard lies beside the tokens of the first response to each prompt
+    recorded = rows(folder, "tokens.jsonl")
+    assert [row["sample"] for row in recorded if "media" in row] == [0, 0]
+    for row in recorded[::4]:
+        ((kind, name, uri),) = row["media"]
+        assert kind == KINDS[task] and name.startswith(f"{task}-1-") and uri.startswith(f"data:{kind}/")
+
+
+@pytest.mark.skipif(headless.BROWSER is None, reason="needs chromium")
+def test_the_page_of_a_run_shows_the_image_and_plays_the_sound(learned, tmp_path):
+    folder, _, task = learned
+    ((_, name, uri),) = rows(folder, "tokens.jsonl")[0]["media"]
+    page = write_page([folder], tmp_path / "page.html")
+    with headless.Browser(tmp_path / "browser") as browser:
+        browser.open(page)
+        figure = "document.querySelector('#responses .media figure')"
+        assert browser.value(f"{figure}.textContent") == name
+        assert browser.value(f"{figure}.firstChild.src") == uri
+        read = {"image": "naturalWidth >= 8", "audio": "duration > 0.05"}[KINDS[task]]
+        browser.until(f"{figure}.firstChild.{read}")
+        assert not browser.errors
+
+
+def test_a_run_that_sees_or_hears_resumes_to_the_bit(learned, tmp_path):
+    folder, model, task = learned
+    grpo(tmp_path / "again", model, task, 2)
+    grpo(tmp_path / "again", model, task, 4)
+    for name in ("metrics.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+def test_evaluate_reads_the_processor_of_a_run(learned, tmp_path):
+    folder, _, task = learned
+    evaluate = script("evaluate")
+    out = tmp_path / "eval.json"
+    evaluate.main(evaluate.Config(model=str(folder), data=(task,), count=64, out=str(out)))
+    assert json.loads(out.read_text())["result"]["pass@1"] > 0.25
+
+
+@pytest.mark.parametrize(("model", "task"), [("tiny-vl", "count_squares:2"), ("tiny-audio", "tone:2")])
+def test_sft_lowers_the_loss_of_the_second_level(model, task, tmp_path):
+    found = run("sft", tmp_path / "sft", model=model, data=(task,), steps=8, batch=16, lr=3e-3, warmup=0)
+    losses = [row["loss"] for row in found]
+    assert losses[-1] < 0.7 * losses[0]
 
 
 @pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
