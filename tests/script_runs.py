@@ -11,10 +11,10 @@ from pathlib import Path
 import forks
 from ranks import free_port
 
-__all__ = ["ROOT", "leave_out", "rows", "run", "start"]
+__all__ = ["ROOT", "alone", "leave_out", "rows", "run", "start"]
 
 ROOT = Path(__file__).resolve().parents[1]
-SILENT = ("plot.curve", "plot.length_histogram", "plot.phases", "plot.reliability", "print_preflight")
+SILENT = ("curve", "length_histogram", "phases", "reliability")
 
 
 def start(script, *args, world=1, restarts=0, interrupted=(), whole=False, **options):
@@ -46,6 +46,13 @@ def run(script, *args, code=0, **options):
     return out if code == 0 else err
 
 
+def alone(code, *args):
+    """Run code in another process, which can import what the tests of this one can."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return forks.run(command, capture_output=True, text=True, timeout=600, env=env)
+
+
 def rows(folder, name="metrics.jsonl"):
     """The lines of a file that a run wrote."""
     return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
@@ -70,7 +77,8 @@ def leave_out(put=setattr):
 
     Gives (owner, name, function) of each part, to put it back.
     """
-    instead = {f"run.{path}": nothing for path in SILENT} | {"sync.canary": only_sent}
+    instead = {f"tools.plot.{name}": nothing for name in SILENT}
+    instead |= {"run.print_preflight": nothing, "sync.canary": only_sent}
     parts = []
     for path, function in instead.items():
         module, _, name = path.rpartition(".")

@@ -2,19 +2,17 @@
 
 import asyncio
 import dataclasses
-import os
 import signal
 import socket
-import sys
 import threading
 import time
 
-import forks
 import pytest
 import ranks
 import tiny
 import torch
 from cases import each
+from script_runs import alone
 
 import rft_fn as rft
 from rft_fn import collect, data, dist, reward
@@ -338,14 +336,6 @@ def stubborn(completions):
 
 test_judging.judged_by(get_fake_strategy(), stubborn, timeout=0.2)
 """
-
-
-def alone(code):
-    """Run the code in another process, which can import what these tests can."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return forks.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env, check=False
-    )
 
 
 def test_a_reward_that_cannot_be_interrupted_ends_the_process_with_a_line():

@@ -1,13 +1,12 @@
 """An engine in this process that hangs: interrupted where it can be, else the process ends and says so."""
 
 import os
-import sys
 import time
 
-import forks
 import pytest
 import tiny
 import torch
+from script_runs import alone
 from test_house import load_script
 
 import rft_fn as rft
@@ -100,13 +99,6 @@ def test_a_run_whose_engine_hangs_in_python_has_the_same_rows(hanging, tmp_path)
         script.main(script.Config(out=str(tmp_path / name), strategy=timeout, **few))
     for file in ("metrics.jsonl", "trajectories.jsonl"):
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "hung" / file).read_bytes()
-
-
-def alone(code, *args):
-    """Run the code in another process, which can import what these tests can."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", code, *map(str, args)]
-    return forks.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
 
 
 HANGS = """

@@ -13,6 +13,7 @@ import pytest
 import script_runs
 import torch
 from cases import each
+from ranks import free_port
 from script_runs import rows
 from transformers import AutoModelForSequenceClassification
 
@@ -24,12 +25,6 @@ pytestmark = pytest.mark.slow
 
 SECRET = "s3cret-t0ken"
 HEADERS = {"Authorization": f"Bearer {SECRET}"}
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def start(script, *args, **options):

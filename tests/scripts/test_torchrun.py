@@ -1,5 +1,6 @@
 """The scripts under torchrun: the same run on two processes as on one, and one that outlives a kill."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import ranks
 import tiny
 import torch
-from script_runs import rows, run, start
+from script_runs import ROOT, rows, run, start
 
 from rft_fn import model
 
@@ -76,7 +77,7 @@ def test_a_reward_file_and_chat_data_of_trl_as_they_are(tmp_path, chat_data):
     rewards = [f"{file}:sorted_digits_reward", f"{file}:token_length_reward=0.125"]
     args = ["--data", chat_data, "--messages", "prompt", "--reward", *rewards, "--steps", 3]
     for world in (1, 2):
-        run(world, *args, "--out", tmp_path / str(world))
+        run("grpo", *SMALL, *args, "--out", tmp_path / str(world), world=world)
     one, two = rows(tmp_path / "1"), rows(tmp_path / "2")
     names = ("reward/mean", "reward/sorted_digits_reward", "reward/token_length_reward")
     for name in names:

@@ -4,10 +4,8 @@ import itertools
 import json
 import math
 import os
-import sys
 from functools import cache
 
-import forks
 import numpy as np
 import pytest
 import ranks
@@ -18,7 +16,6 @@ from mistakes import check_one_line
 from PIL import Image
 from script_runs import rows
 from test_house import load_script
-from test_scripts import ROOT, rows
 
 import rft_fn as rft
 
@@ -369,16 +366,9 @@ def test_two_processes_in_two_parts_are_in_one(two):
 
 
 def test_torchrun_logs_what_one_process_logs(tmp_path, alone):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
     flags = [x for name, value in SMALL.items() for x in (f"--{name}", value)]
     flags += ["--budget", 60, "--lr-end", 1, "--centering", 0.01, "--out", tmp_path / "run"]
-    script = [ROOT / "train_scripts" / "train_rm.py", *flags]
-    command = [*torchrun, "--master-port", free_port(), *script]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = forks.run([str(x) for x in command], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    script_runs.run("train_rm", *flags, world=2)
     check_close(alone("pairs"), tmp_path / "run")
 
 
