@@ -39,30 +39,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PATH = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])  # PYTHONPATH of a process that may be a fork
 # What a server imports; none starts a thread then.
 LIBRARIES = (
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.distributed.run",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.processing_auto",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.llama.modeling_llama",
-    "transformers.generation.utils",
-    "transformers.integrations.accelerate",
-    "peft",
-    "tyro._backends._tyro_backend",
-    "typeguard",
-    "rich.progress",
-    "safetensors.torch",
-    "matplotlib.pyplot",
-    "plotext",
-    "hypothesis",
-    "pytest",
-    "rft_fn",
-    "rft_fn.strategy.fsdp2",
-    "rft_kernels",
-    "script_runs",
-)
+    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.run",
+    "transformers.models.auto.modeling_auto", "transformers.models.auto.processing_auto",
+    "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama",
+    "transformers.generation.utils", "transformers.integrations.accelerate", "peft",
+    "tyro._backends._tyro_backend", "typeguard", "rich.progress", "safetensors.torch", "matplotlib.pyplot",
+    "plotext", "hypothesis", "pytest", "rft_fn", "rft_fn.strategy.fsdp2", "rft_kernels", "script_runs",
+)  # fmt: skip
 # transformers imports the first to save a model, wherever it is installed; an engine of ZeRO imports the
 # second at its start, and with it torch's inductor
 OPTIONAL = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
@@ -72,7 +55,7 @@ LATE = ("PYTHONPATH", "PYTHONFAULTHANDLER", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 PLAIN = {"RFT_FN_TEST_PLAIN": "1"}  # for scripts whose pictures, forecasts and canaries no test looks at
 # the environment of a server that starts
 SERVER = {"RFT_FN_TEST_SERVER": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{PATH}:{ROOT / 'tests'}"}
-TURNS = itertools.count()
+STARTS, TURNS = threading.Lock(), itertools.count()
 ADDRESSES = []  # of the servers, in a fork
 
 
@@ -144,12 +127,13 @@ class Popen(subprocess.Popen):
             },
         )
         # multiprocessing would import a script once more in its forks, and wait for them at its end
-        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
-        forkserver.connect_to_new_process = two[next(TURNS) % 2].connect_to_new_process
-        try:
-            self.process.start()
-        finally:
-            sys.modules["__main__"] = main
+        with STARTS:
+            main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+            forkserver.connect_to_new_process = two[next(TURNS) % 2].connect_to_new_process
+            try:
+                self.process.start()
+            finally:
+                sys.modules["__main__"] = main
         multiprocessing.process._children.discard(self.process)
         self.pid, self._child_created = self.process.pid, True
         self._close_pipe_fds(
@@ -173,20 +157,10 @@ class Popen(subprocess.Popen):
         return (0, 0) if code is None else (self.pid, code << 8 if code >= 0 else -code)
 
 
-def run(command, *, capture_output=False, timeout=None, check=False, **options):
+def run(command, **options):
     """As subprocess.run."""
-    if capture_output:
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Popen(command, **options) as process:
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except BaseException:
-            process.kill()
-            raise
-    done = subprocess.CompletedProcess(command, process.returncode, out, err)
-    if check:
-        done.check_returncode()
-    return done
+    with mock.patch.object(subprocess, "Popen", Popen):
+        return subprocess.run(command, **options)
 
 
 # ---------- in a server and in its forks
