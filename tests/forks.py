@@ -39,13 +39,30 @@ ROOT = Path(__file__).resolve().parents[1]
 PATH = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])  # PYTHONPATH of a process that may be a fork
 # What a server imports; none starts a thread then.
 LIBRARIES = (
-    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.run",
-    "transformers.models.auto.modeling_auto", "transformers.models.auto.processing_auto",
-    "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama",
-    "transformers.generation.utils", "transformers.integrations.accelerate", "peft",
-    "tyro._backends._tyro_backend", "typeguard", "rich.progress", "safetensors.torch", "matplotlib.pyplot",
-    "plotext", "hypothesis", "pytest", "rft_fn", "rft_fn.strategy.fsdp2", "rft_kernels", "script_runs",
-)  # fmt: skip
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.run",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.processing_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation.utils",
+    "transformers.integrations.accelerate",
+    "peft",
+    "tyro._backends._tyro_backend",
+    "typeguard",
+    "rich.progress",
+    "safetensors.torch",
+    "matplotlib.pyplot",
+    "plotext",
+    "hypothesis",
+    "pytest",
+    "rft_fn",
+    "rft_fn.strategy.fsdp2",
+    "rft_kernels",
+    "script_runs",
+)
 # transformers imports the first to save a model, wherever it is installed; an engine of ZeRO imports the
 # second at its start, and with it torch's inductor
 OPTIONAL = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")

@@ -292,9 +292,13 @@ def test_shares_are_the_mean_of_what_each_one_won(played):
 def test_consistency_is_the_share_of_pairs_with_one_winner_in_both_orders():
     both = [verdicts.Match(0, 1), verdicts.Match(1, 0), verdicts.Match(0, 2), verdicts.Match(2, 0)]
     for played, share in (
-        ([1, 0, 1, 0], 1), ([1, 1, 1, 0], 0.5), ([0.5, 0.5, 1, 1], 0.5), ([0.5, 1, 0, 0], 0),
-        ([1, NAN, 1, 0], 1), ([1, NAN, NAN, 0], None),
-    ):  # fmt: skip
+        ([1, 0, 1, 0], 1),
+        ([1, 1, 1, 0], 0.5),
+        ([0.5, 0.5, 1, 1], 0.5),
+        ([0.5, 1, 0, 0], 0),
+        ([1, NAN, 1, 0], 1),
+        ([1, NAN, NAN, 0], None),
+    ):
         assert verdicts.consistent(torch.tensor(played).double(), both) == share
 
 

@@ -309,9 +309,14 @@ OPTIONS = {
 def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path):
     grpo, found = script("grpo"), {}
     small = {
-        "prompts": 4, "group": 4, "eval_prompts": 4, "steps": 1, "warmup": 0, "lr": 2e-3,
+        "prompts": 4,
+        "group": 4,
+        "eval_prompts": 4,
+        "steps": 1,
+        "warmup": 0,
+        "lr": 2e-3,
         "algorithm": "dr_grpo",
-    }  # fmt: skip
+    }
     for name, change in {"none": {}, "again": {}, **OPTIONS}.items():
         grpo.main(grpo.Config(**{**small, **change}, out=str(tmp_path / name)))
         found[name] = (tmp_path / name / "model/model.safetensors").read_bytes()
