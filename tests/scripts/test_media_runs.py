@@ -7,12 +7,12 @@ import pytest
 import script_runs
 import torch
 from cases import each
-from rft_fn.run.page import write_page
 from script_runs import rows
 from test_house import load_script as script
 
 import rft_fn as rft
 from rft_fn.strategy import StrategyConfig, get_fake_strategy
+from rft_fn.tools.page.build import write_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 

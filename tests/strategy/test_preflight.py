@@ -10,8 +10,7 @@ from cases import each
 import rft_fn as rft
 from rft_fn import memory, optim
 from rft_fn.environment import tiny_models
-from rft_fn.strategy import StrategyConfig, estimate, remedy
-from rft_fn.strategy.config import layout
+from rft_fn.strategy import StrategyConfig, estimate, layout, remedy
 
 
 def of(**options):
