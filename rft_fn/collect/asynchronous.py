@@ -330,10 +330,7 @@ class AsyncSampler:
             newest.load(calls.engine())
 
     def generate(self, prompts: Sequence[Any], keys: Sequence[int], *, n: int, sampling: Sampling) -> Rollout:
-        """Return the rollout that was begun with these keys, or sample one.
-
-        All ranks call it; see `gather_and_generate`.
-        """
+        """Return the rollout that was begun with these keys, or sample one. All ranks call it."""
         name = name_of(keys, n, sampling)
         if name in self._done:
             rollout = with_media(self.strategy, self._done.pop(name), prompts)

@@ -331,9 +331,7 @@ def check_reward(
     def work() -> dict[str, Scored] | None:
         for joint in (joints or {}).values():
             joint.values()
-        if strategy.rank:
-            return None
-        return check(score, rows, joints=joints)
+        return None if strategy.rank else check(score, rows, joints=joints)
 
     return _together(strategy, score, work, timeout)[0] or {}
 

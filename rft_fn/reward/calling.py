@@ -51,10 +51,7 @@ class EventLoop:
         return future
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine, and return its result.
-
-        If it fails, or the calling thread is interrupted, everything else that it has started is cancelled.
-        """
+        """Run the coroutine, and return its result; on failure or interruption cancel all others."""
         try:
             return self.start(coroutine).result()
         except BaseException:
@@ -202,9 +199,7 @@ class Call:
         """Return the result of the function, an awaitable if it is async."""
         given: dict[str, Any] = {}
         for name, values in self._batch.items():
-            given[name] = values
-            if isinstance(values, list):
-                given[name] = [values[row] for row in self._rows]
+            given[name] = [values[row] for row in self._rows] if isinstance(values, list) else values
         given |= {"log_metric": self.log.metric, "log_extra": self.log.further}
         for column in required(self.fn):
             if column not in given:
@@ -291,10 +286,7 @@ async def _awaited(name: str, result: Awaitable[object]) -> object:
 
 @contextmanager
 def noted(name: str) -> Iterator[None]:
-    """Add a note with the reward's name to any error.
-
-    A call of sys.exit becomes ValueError: a reward must not end the run without its name.
-    """
+    """Add a note with the reward's name to any error; sys.exit becomes ValueError with the name."""
     try:
         yield
     except SystemExit as error:

@@ -39,10 +39,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RowWeights:
-    """The weight of a reward by the value of a column, as text: 1 is "1".
-
-    It does not apply to rows with another value.
-    """
+    """The weight of a reward by the value of a column, as text; other rows are not scored."""
 
     column: str
     of: Mapping[str, float]
@@ -61,10 +58,7 @@ Weight = float | RowWeights
 
 
 def weights_of(name: str, weight: Weight, columns: Columns, count: int) -> Tensor:
-    """Return the weight [B] of the part `name` for each row, NaN where it does not apply.
-
-    ValueError for a column that is not there.
-    """
+    """Return the weight [B] of part `name`, NaN where it does not apply. ValueError without its column."""
     if not isinstance(weight, RowWeights):
         return torch.full((count,), float(weight))
     if weight.column not in columns:
@@ -199,10 +193,7 @@ class Weighted:
         trainer_state: TrainerState | None = None,
         known: Known | None = None,
     ) -> Scored:
-        """Return the rewards of a batch, as `Score` does.
-
-        `known` gives the values of the joint rewards, which need all ranks.
-        """
+        """Return the rewards of a batch, as `Score` does; `known` gives the values of the joint rewards."""
         # the arguments that every reward may name
         _check_batch(prompts, completions, columns)
         given: dict[str, Sequence[Any] | None] = {
@@ -384,9 +375,7 @@ def _further(read: Mapping[str, Result]) -> tuple[dict[str, Tensor], dict[str, l
 
 def _readable(x: Any) -> Any:
     """Return a plain value, or its text: what any process and JSON can take."""
-    if x is None or isinstance(x, (str, int, float)):
-        return x
-    return str(x)
+    return x if x is None or isinstance(x, (str, int, float)) else str(x)
 
 
 # ---------- parts of a reward on one scale, before they are weighted

@@ -80,10 +80,7 @@ def token_in(variable: str) -> str:
 
 
 def masked(text: str, token: str) -> str:
-    """Return a text with *** in place of the token, also as JSON or an address would hold it.
-
-    A beginning of the token is masked too, for a text that was cut in the middle of it.
-    """
+    """Return a text with *** for the token or its beginning, also as JSON or an address would hold it."""
     for form in {token, json.dumps(token)[1:-1], quote(token, safe="")} - {""}:
         for size in range(len(form), min(len(form), _PART) - 1, -1):
             text = text.replace(form[:size], "***")
@@ -193,10 +190,7 @@ class Answer(NamedTuple):
 
 
 async def pool(connections: int) -> AsyncGenerator["httpx2.AsyncClient", None]:
-    """Yield one client with its connections.
-
-    They are closed with the event loop that it runs in, which closes its generators.
-    """
+    """Yield one client with its connections, which close with the event loop that it runs in."""
     import httpx2
 
     limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
@@ -208,10 +202,7 @@ async def pool(connections: int) -> AsyncGenerator["httpx2.AsyncClient", None]:
 async def once(
     address: str, body: bytes | None, token: str, max_bytes: int, trusted: ssl.SSLContext
 ) -> Answer:
-    """Return the answer on a new connection, past any proxy of the environment.
-
-    As `exchange`; a connection that is used once cannot have been closed before.
-    """
+    """Return the answer on a new connection, past any proxy of the environment; as `exchange`."""
     import httpx2
 
     async with httpx2.AsyncClient(

@@ -44,10 +44,7 @@ ForeignFn = Callable[..., Any]
 
 
 def required_columns(fn: ForeignFn, paths: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the columns of the parameters that a function cannot do without.
-
-    `paths` is parameter -> column.
-    """
+    """Return the columns of the parameters (parameter -> column) that a function cannot do without."""
     return tuple(paths[name] for name in required(fn) if name in paths)
 
 
@@ -106,10 +103,7 @@ def missing(path: str, name: str, columns: Columns) -> str:
 
 
 def whole_texts(prompts: Sequence[Any], completions: Sequence[Any], prompt_texts: Any) -> list[str]:
-    """Return prompt and response as one text each.
-
-    The prompt as the model read it where `prompt_texts` is known.
-    """
+    """Return prompt and response as one text each; the prompt as the model read it, if that is known."""
     asked = prompt_texts or [text(x) for x in prompts]
     return [p + text(c) for p, c in zip(asked, completions, strict=True)]
 
@@ -267,17 +261,12 @@ def _compute_score(fn: ForeignFn, answer: str, solutions: Callable[[Any, Any, An
 
 
 def _name_of_response(fn: ForeignFn) -> str:
-    """Return the parameter of a compute_score that takes the response.
-
-    It is the first one if it has none of verl's names.
-    """
+    """Return the parameter of a compute_score that takes the response: by verl's names, else the first."""
     names = [p.name for p in parameters(fn)]
     for usual in ("solution_strs", "solution_str"):
         if usual in names:
             return usual
-    if takes_all(fn) or not names:
-        return "solution_str"
-    return names[0]
+    return "solution_str" if takes_all(fn) or not names else names[0]
 
 
 async def _gather(results: Sequence[Awaitable[Any]]) -> list[Any]:

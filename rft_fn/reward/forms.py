@@ -125,10 +125,7 @@ class Form:
         return self.quote(fill(place, values, source))
 
     def question(self, values: Mapping[str, Any]) -> str:
-        """Return the text of a whole question: the prompt of an example to train a judge on.
-
-        `values` are the contents of the places, by name.
-        """
+        """Return the text of a whole question, with the contents of its places: to train a judge on."""
         return "".join(
             piece.text + (self.filled(piece.place, values, "question") if piece.place else "")
             for piece in self.pieces
@@ -173,9 +170,7 @@ def json_rating(
 ) -> Form:
     """Ask for a number from `low` to `high` under a key of a JSON object; the options of `rating`."""
     parse = JsonNumber(low, high, key)
-    example = parse.write(0.5)
-    if reasoning:
-        example = example.replace("{", '{"reasoning": "...", ')
+    example = parse.write(0.5).replace("{", '{"reasoning": "...", ' if reasoning else "{")
     shown = [("question", "prompt"), *_referred(reference), ("response", "response")]
     lines = [f'"{name}": {{{place}}}' for name, place in shown]
     how = f"Rate the response with a number from {low:g} to {high:g}, higher is better. "
@@ -262,10 +257,7 @@ class Asker:
         self._fixed = self._cut(self._rendered(self._text(self._mark)))
 
     def prompt(self, values: Mapping[str, Any], index: int, media: Sequence[Medium] = ()) -> Prompt:
-        """Return the question with these values of its places, after the media.
-
-        ValueError, with the row `index`, as of `Form.filled`.
-        """
+        """Return the question after the media. ValueError, with the row `index`, as of `Form.filled`."""
         fixed = self._fixed
         tensors = None
         if media:

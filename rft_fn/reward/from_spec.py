@@ -145,10 +145,7 @@ def _check_given_names(specs: Sequence[Spec], known_as: Sequence[Names], names: 
 
 
 def _names(spec: Spec, fn: Any) -> Names:
-    """Return the names of a reward.
-
-    A function that a factory made has the name that it was given there.
-    """
+    """Return the names of a reward; a function that a factory made has the name that it was given."""
     own = getattr(fn, "__name__", _NAMELESS)
     if spec.target and own != _NAMELESS:
         return Names(own, spec.long)

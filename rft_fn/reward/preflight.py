@@ -128,10 +128,7 @@ def _question(row: Any) -> _Question:
 
 
 def _tries(rows: Sequence[Mapping[str, Any]], answer: str, read: Sequence[str]) -> dict[str, list[str]]:
-    """Return the completions by name, one per row in each list.
-
-    `read` are the columns that the score reads.
-    """
+    """Return the completions by name, one per row in each list; the score reads the columns `read`."""
     tries = {"empty": [""] * len(rows), "garbage": [_garbage(i) for i in range(len(rows))]}
 
     # the reference answers: the first path at which every row has one
@@ -186,9 +183,7 @@ Run = Callable[[Score], dict[str, Scored]]
 
 def _other(asked: Sequence[_Question]) -> tuple[str, str, Adapter]:
     """Return (the form of the data, the other form, the adapter to the other)."""
-    if asked[0].in_messages:
-        return "messages", "text", texts
-    return "text", "messages", messages
+    return ("messages", "text", texts) if asked[0].in_messages else ("text", "messages", messages)
 
 
 def _run_or_explain(score: Score, run: Run, asked: Sequence[_Question]) -> dict[str, Scored]:

@@ -262,10 +262,7 @@ def _check(limits: Limits, batch: int, form: str, label: str | None) -> None:
 
 
 def cuts(groups: Sequence[Any], size: int) -> list[slice]:
-    """Return slices of about `size` rows, at most that where groups allow it.
-
-    Consecutive rows with the same group, a number or a prompt, stay in one slice.
-    """
+    """Return slices of about `size` rows, in which consecutive rows of one group stay together."""
     slices: list[slice] = []
     start = 0
     end = 0

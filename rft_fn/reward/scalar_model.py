@@ -91,10 +91,7 @@ class Reading:
     def _rendered(
         self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any
     ) -> tuple[list[tuple[list[int], Any]], list[list[int]]]:
-        """Return ((ids, tensors of media or None), the positions that are scored) of each row.
-
-        The model's tokenizer makes the ids.
-        """
+        """Return (ids by the model's tokenizer with media or None, the scored positions) of each row."""
         owners = rollout.group.tolist()
         asked = {i: self._prompt(prompts[i]) for i in dict.fromkeys(owners)}
         rows = []

@@ -102,10 +102,7 @@ class Joint:
 
 
 def responses(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """Return the texts of the B responses: the tokens in mask, without special tokens.
-
-    The prompt is never a part of them.
-    """
+    """Return the texts of the B responses: the tokens in mask, without prompt and special tokens."""
     ids = _response_ids(rollout, range(len(rollout.tokens)))
     if not ids:
         return []  # no list of responses would be read as one response without tokens
@@ -348,10 +345,7 @@ def judge_rows(
 
 
 def concat(parts: Sequence[Judged]) -> Judged:
-    """Join the groups of all parts, in order.
-
-    A metric that a part does not have is NaN there, a text None.
-    """
+    """Join the groups of all parts, in order; a missing metric is NaN, a missing text None."""
     # every metric and every text has an entry for each part
     texts: list[str] = []
     metrics: dict[str, list[Tensor]] = {name: [] for name in _keys([x.metrics for x in parts])}

@@ -49,10 +49,7 @@ GIVEN = (
 
 
 class RewardFn(Protocol):
-    """Scores completions; users write it.
-
-    It may be a plain or async function, a model, a judge or a remote service.
-    """
+    """Scores completions; users write it: a plain or async function, a model, a judge or a service."""
 
     def __call__(self, *args: Any, **given: Any) -> Any:
         """Return one value for each of the B completions of a batch.
@@ -161,9 +158,7 @@ def trainer_state(step: int, total: int, *, prompts: int = 1, size: int | None =
 
 def text(x: str | Messages) -> str:
     """Return the text of a prompt or a completion; of messages, one line each."""
-    if isinstance(x, str):
-        return x
-    return "\n".join(_content(message) for message in x)
+    return x if isinstance(x, str) else "\n".join(_content(message) for message in x)
 
 
 def _content(message: Mapping[str, Any]) -> str:
@@ -176,9 +171,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 def as_messages(x: str | Messages, role: str) -> list[Any]:
     """Return a prompt or a completion as messages; a text is one message."""
-    if isinstance(x, str):
-        return [{"role": role, "content": x}]
-    return list(x)
+    return [{"role": role, "content": x}] if isinstance(x, str) else list(x)
 
 
 # ---------- the arguments of a function
@@ -247,10 +240,7 @@ def is_joint(fn: object) -> bool:
 
 
 def columns_of(fn: RewardFn | JointReward) -> tuple[str, ...]:
-    """Return the columns that a reward cannot do without.
-
-    Its attribute `columns` names them; without one, they are a function's parameters that have no default.
-    """
+    """Return a reward's attribute `columns`, or else a function's parameters without a default."""
     named = getattr(fn, "columns", None)
     if named is None:
         named = () if is_joint(fn) else required(fn)

@@ -156,10 +156,7 @@ class Names(NamedTuple):
 
 
 def distinct(names: Sequence[Names]) -> list[str]:
-    """Return one name for each, different from all others.
-
-    The short one if no other has it, else the long one, numbered if need be.
-    """
+    """Return one name for each, all different: short, or long where two share it, or numbered."""
     short = [name.short for name in names]
     chosen: list[str] = []
     for name in names:

@@ -248,10 +248,7 @@ def single(count: int) -> list[Match]:
 
 
 def versus(count: int, *, both_orders: bool) -> list[Match]:
-    """Return each completion against its reference: count questions, or 2 count in both orders.
-
-    In one order only, the completion is A.
-    """
+    """Return each completion against its reference, as A; with `both_orders` as B too."""
     second = [Match(None, i) for i in range(count)] if both_orders else []
     return single(count) + second
 
@@ -296,10 +293,7 @@ def shares(verdict: Tensor, matches: Sequence[Match], count: int) -> Tensor:
 
 
 def consistent(verdict: Tensor, matches: Sequence[Match]) -> float | None:
-    """Return the share of pairs that have the same winner, or a tie, in both orders.
-
-    None where no pair has a verdict in both.
-    """
+    """Return the share of pairs with the same winner, or a tie, in both orders; None for no such pair."""
     known = {match: share for match, share in zip(matches, verdict.tolist(), strict=True) if share == share}
     same = []
     for match, share in known.items():

@@ -57,9 +57,7 @@ def extract_tag(text: str, tag: str) -> str | None:
         return None
     opening = f"<{tag}>"
     start = text.rfind(opening, 0, end)
-    if start < 0:
-        return None
-    return text[start + len(opening) : end].strip()
+    return text[start + len(opening) : end].strip() if start >= 0 else None
 
 
 _FRAC = re.compile(r"(?<![0-9])\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
@@ -78,9 +76,7 @@ def extract_number(text: str) -> str | None:
     plain = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
     plain = _FRAC.sub(r"\1/\2", plain)
     matches = [match[0] for match in _NUMBER.finditer(plain)]
-    if not matches:
-        return None
-    return re.sub(r"[,$\\]", "", matches[-1])
+    return re.sub(r"[,$\\]", "", matches[-1]) if matches else None
 
 
 def _value(number: str | None) -> Fraction | None:

@@ -138,10 +138,7 @@ def media_out(media: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[dict[s
 
 
 def media_in(files: Any, of: Any, count: int) -> list[list[dict[str, Any]]]:
-    """Return the records of each of `count` completions; see `media_out`.
-
-    ValueError for files that are none, and for numbers of others.
-    """
+    """Return the records of `count` completions; see `media_out`. ValueError for anything else."""
     if not isinstance(files, list):
         raise ValueError(f"files: expected a list, got {type(files).__name__}")
     read = [_record(file, i) for i, file in enumerate(files)]
@@ -324,10 +321,7 @@ def answer(scored: Scored) -> bytes:
 
 
 def logs_of(scored: Scored, logs: Mapping[str, L]) -> dict[str, L]:
-    """Return what the parts have logged, without the name of the part where it is the only one.
-
-    The client puts the name of its reward before everything.
-    """
+    """Return what the parts have logged, without the name of the part where it is the only one."""
     if len(scored.parts) != 1:
         return dict(logs)
     prefix = f"{next(iter(scored.parts))}/"
