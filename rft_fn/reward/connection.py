@@ -261,7 +261,8 @@ async def _read(response: "httpx2.Response", max_bytes: int, token: str) -> byte
         arrived += len(part)
         if unzip is not None:
             try:
-                part = unzip.decompress(part, max_bytes - size + 1)
+                # what follows the end would be collected, again for each part
+                part = b"" if unzip.eof else unzip.decompress(part, max_bytes - size + 1)
             except zlib.error as error:
                 raise ValueError(f"expected a gzip answer, got {error}") from None
         size += len(part)
