@@ -278,7 +278,15 @@ def get_environment(spec: str) -> Environment:
     """
     source, _, name = spec.partition(":")
     if source.endswith(".py"):
-        return _of_file(spec, source, name)
+        environment = getattr(find_module(source, spec, kind="environment"), name or "environment", None)
+        if inspect.isfunction(environment):
+            environment = environment()
+        if not isinstance(environment, Environment):
+            raise ValueError(
+                f"environment {spec!r}: expected an Environment, or a function that makes one, got "
+                f"{type(environment).__name__}"
+            )
+        return environment
     if source not in ENVIRONMENTS:
         raise ValueError(
             f"environment: expected one of {', '.join(ENVIRONMENTS)}, or FILE.py:NAME, got {spec!r}"
@@ -287,19 +295,6 @@ def get_environment(spec: str) -> Environment:
     if not (level.isascii() and level.isdigit()) or int(level) < 1:
         raise ValueError(f"environment: expected a level above 0 behind the colon, got {spec!r}")
     return ENVIRONMENTS[source](int(level))
-
-
-def _of_file(spec: str, source: str, name: str) -> Environment:
-    """Return the environment that a file defines."""
-    environment = getattr(find_module(source, spec, kind="environment"), name or "environment", None)
-    if inspect.isfunction(environment):
-        environment = environment()
-    if not isinstance(environment, Environment):
-        raise ValueError(
-            f"environment {spec!r}: expected an Environment, or a function that makes one, got "
-            f"{type(environment).__name__}"
-        )
-    return environment
 
 
 def prompts(env: Environment, tokenizer: Any, *, seed: int = 0, **options: Any) -> Dataset[Prompt]:
@@ -352,9 +347,7 @@ def lessons(env: Environment, renderer: Renderer, seed: int, index: int) -> list
 
 def _each(env: Environment, observed: Any) -> list[list[Turn]]:
     """Return the messages that each seat observes."""
-    if env.seats == 1:
-        return [as_messages(observed)]
-    return [as_messages(x) for x in observed]
+    return [as_messages(x) for x in ([observed] if env.seats == 1 else observed)]
 
 
 def _awaited(result: Any) -> Any:

@@ -7,6 +7,7 @@ import json
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
@@ -90,13 +91,11 @@ def _value(name: str, x: Any, schema: Mapping[str, Any]) -> Any:
             raise ValueError(f"{name}: expected {kind}, got {x!r:.80}") from None
     if x is None and schema.get("nullable"):
         return None
-    right = kind is None or any(
-        known == kind and isinstance(x, python) and not (isinstance(x, bool) and kind != "boolean")
-        for python, known in _KINDS.items()
-    )
-    if kind == "number" and isinstance(x, int) and not isinstance(x, bool):
-        right = True
-    if not right:
+    types_of_kind = [python for python, known in _KINDS.items() if known == kind]
+    if kind == "number":
+        types_of_kind.append(int)
+    right = isinstance(x, tuple(types_of_kind)) and (kind == "boolean" or not isinstance(x, bool))
+    if kind is not None and not right:
         raise ValueError(f"{name}: expected {kind}, got {x!r:.80}")
     if "enum" in schema and x not in schema["enum"]:
         raise ValueError(f"{name}: expected one of {schema['enum']}, got {x!r:.80}")
@@ -167,13 +166,13 @@ async def _within(tool: Callable[..., Any], arguments: Mapping[str, Any], second
 
     # a thread for each call, since one that hangs is never given back; the clock starts with the thread
     async with _GATES.setdefault(loop, asyncio.Semaphore(_AT_A_TIME)):
-        work = _Work(loop, tool, arguments)
-        work.thread.start()
-        done, _ = await asyncio.wait([work.future], timeout=seconds)
+        future, thread = _in_thread(loop, tool, arguments)
+        done, _ = await asyncio.wait([future], timeout=seconds)
         if not done:
-            work.interrupt()
+            future.cancel()
+            _interrupt(thread)
             raise _TimeUp
-        return work.future.result()
+        return future.result()
 
 
 async def _awaited(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
@@ -200,46 +199,35 @@ def _interrupt(thread: threading.Thread) -> None:
         )
 
 
-class _Work:
-    """A call in a thread, with a future of its result."""
+def _in_thread(
+    loop: asyncio.AbstractEventLoop, tool: Callable[..., Any], arguments: Mapping[str, Any]
+) -> tuple[asyncio.Future[str], threading.Thread]:
+    """Call a plain tool in a thread. Return (a future of its result as text, the thread)."""
+    future: asyncio.Future[str] = loop.create_future()
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, tool: Callable[..., Any], arguments: Mapping[str, Any]
-    ):
-        self.loop = loop
-        self.tool = tool
-        self.arguments = arguments
-        self.future: asyncio.Future[Any] = loop.create_future()
-        self.thread = threading.Thread(target=self._run, daemon=True, name="rft_fn tool")
+    def settle(result: str, error: str) -> None:
+        if future.done():  # nobody waits any more
+            return
+        if error:
+            future.set_exception(RuntimeError(error))
+        else:
+            future.set_result(result)
 
-    def _run(self) -> None:
+    def tell(result: str, error: str) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    def run() -> None:
         try:
-            self._tell(_as_text(self.tool(**self.arguments)), "")
+            tell(_as_text(tool(**arguments)), "")
         except _Interrupted:
             return
         except BaseException as error:  # SystemExit too: a tool does not end the run
-            self._tell("", f"{type(error).__name__}: {error_text(error)}")
+            tell("", f"{type(error).__name__}: {error_text(error)}")
 
-    def _tell(self, result: str, error: str) -> None:
-        """Give the future its result, unless nobody waits any more."""
-
-        def tell() -> None:
-            if self.future.done():
-                return
-            if error:
-                self.future.set_exception(RuntimeError(error))
-            else:
-                self.future.set_result(result)
-
-        try:
-            self.loop.call_soon_threadsafe(tell)
-        except RuntimeError:  # the loop is closed
-            return
-
-    def interrupt(self) -> None:
-        """Let the thread take no more time."""
-        self.future.cancel()
-        _interrupt(self.thread)
+    thread = threading.Thread(target=run, daemon=True, name="rft_fn tool")
+    thread.start()
+    return future, thread
 
 
 # ---------- in an environment
