@@ -187,7 +187,7 @@ class Chat:
         return usual
 
     def behind_response(self, turns: Sequence[Turn], *, ask: bool) -> str:
-        """Return what the template writes after a response and with these turns. ValueError if it fails."""
+        """Return the template's text after a response that these turns follow. ValueError if it fails."""
         text = self._rendered([*_EXCHANGE, *turns], None, ask, tokenize=False)
         count = text.count(_MARK)
         if count != 1:

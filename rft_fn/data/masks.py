@@ -33,13 +33,13 @@ def shared_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 @lru_cache(8)
 def special_tokens(tokenizer: Any) -> frozenset[int]:
-    """Return the special tokens, those that were added later among them."""
+    """Return the special tokens, with those that were added later."""
     added = tokenizer.added_tokens_decoder
     return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
 
 def runs(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Return [start, end) of each run of ones."""
+    """Yield [start, end) of each run of ones."""
     at = 0
     for one, group in groupby(mask):
         size = len(list(group))

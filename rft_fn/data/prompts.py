@@ -60,7 +60,7 @@ def from_rows(
     workers: int = 0,
     name: str = "rows",
 ) -> Dataset[Prompt]:
-    """Return a data set of rows.
+    """Make the data set of the prompts of rows.
 
     `template` makes the question of a row's columns of text. With `messages` the prompt is the conversation
     in these columns, one after the other, by the tokenizer's chat template, which gets `chat_template_kwargs`
@@ -111,7 +111,7 @@ def from_rows(
 
 
 def from_task(task: str, tokenizer: Any, *, level: int = 1, seed: int = 0, **options: Any) -> Dataset[Prompt]:
-    """Return a built-in task as an endless data set.
+    """Make an endless data set of prompts of a built-in task.
 
     The options are options of `from_rows`. The template "{short}" is the terse form of a question. ValueError
     for a task, a level or a column that does not exist, and, when it is drawn, for a row that cannot be used

@@ -145,7 +145,7 @@ def reads(template: str) -> frozenset[str]:
 
 
 def _uses(node: Any) -> Iterator[tuple[str, str]]:
-    """Return (name, "load" or "store") of each variable below a node, in order of execution."""
+    """Yield (name, "load" or "store") of each variable below a node, in order of execution."""
     from jinja2 import nodes
 
     parts = list(node.iter_child_nodes())

@@ -138,7 +138,7 @@ def load(
     kind: Kind = PROMPTS,
     **options: Any,
 ) -> Dataset:
-    """Return the data set of one text or of several, each NAME[:PART][@SPLIT][=SHARE].
+    """Load the data set of one text or of several, each NAME[:PART][@SPLIT][=SHARE].
 
     "addition" or "addition:2" (a built-in task at a level), a file, files by a pattern, a folder, a hub name;
     `sources` has the rules. Several are drawn by their shares, see `mix`. `split` is that of sources which
@@ -211,7 +211,7 @@ def held_out(count: int, share: float) -> tuple[array, array]:
 
 
 def mix(datasets: Sequence[Dataset[ItemT]], shares: Sequence[Fraction]) -> Dataset[ItemT]:
-    """Return the data sets as one, drawn by their shares; a single one unchanged.
+    """Mix data sets to one, drawn by their shares; a single one is unchanged.
 
     Each part is passed over in its own order. A row has the name of its part in
     the column `source`, unless it has such a column; the parts need not have the same columns otherwise.

@@ -37,7 +37,7 @@ def gymnasium(
     invalid: float = 0.0,
     name: str = "gymnasium",
 ) -> Environment:
-    """Return an environment of Gymnasium's API (0.26 or later), a new object of `make()` for each episode.
+    """Make an environment of Gymnasium's API (0.26 or later), with a new `make()` for each episode.
 
     `action` makes an action of a response, `observation` a text of what is observed. A response that `action`
     refuses by ValueError, and an action that is not in the object's `action_space`, is told to the policy,
@@ -90,7 +90,7 @@ def gymnasium(
 
 
 def verifiers(env: Any, *, name: str = "verifiers") -> Environment:
-    """Return a `MultiTurnEnv` of verifiers 0.1 to 0.3.1 (`verifiers.legacy` there), or a subclass of it.
+    """Make an environment of a `MultiTurnEnv` of verifiers 0.1 to 0.3.1 (there `verifiers.legacy`).
 
     A row has the columns of its data set: prompt (text or messages), answer, info, task. Of the object only
     `setup_state`, `env_response`, `is_completed`, `system_prompt` and `rubric` are used, in the signatures of

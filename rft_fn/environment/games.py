@@ -127,11 +127,11 @@ class _State(NamedTuple):
 
 
 def guess_number(level: int = 1) -> Environment:
-    """Return a number below 10**level, in as many tries as halving needs: 4 at level 1, 7 at level 2.
+    """Make an environment that asks for a number below 10**level.
 
-    The reward is 1 on the turn that hits the number, else 0. A player who halves what is left always wins;
-    one who draws different numbers at random wins with probability tries / 10**level. Anything but one number
-    is a lost try.
+    There are as many tries as halving needs: 4 at level 1, 7 at level 2. The reward is 1 on the turn that
+    hits the number, else 0. A player who halves what is left always wins; one who draws different numbers at
+    random wins with probability tries / 10**level. Anything but one number is a lost try.
     """
     size = 10**level
 
@@ -201,7 +201,7 @@ class Hand(NamedTuple):
 
 
 def kuhn_poker(level: int = 1) -> Environment:
-    """Return Kuhn poker with two seats, both played by the policy; `level` makes no difference.
+    """Make Kuhn poker with two seats, both played by the policy; `level` makes no difference.
 
     Three cards, jack, queen and king; each player pays one chip and gets a card. The first passes or bets a
     chip, then the second; who passes against a bet gives up the pot, and a bet against a pass can still be
@@ -298,7 +298,7 @@ def get_environment(spec: str) -> Environment:
 
 
 def prompts(env: Environment, tokenizer: Any, *, seed: int = 0, **options: Any) -> Dataset[Prompt]:
-    """Return the rows of an environment as an endless data set.
+    """Make of the rows of an environment an endless data set.
 
     The options are options of `data.from_rows`; the template "{short}" is the terse form of a question.
     ValueError for an environment without rows.
