@@ -157,7 +157,7 @@ def test_the_question_changes_the_rows_in_front_and_no_other():
     odd = asked.pack.seq % 2 == 1  # the rows behind
     changed = asked.pack.tokens != asked.other.tokens
     assert changed[~odd].float().mean() > 0.5 and not changed[odd].any()
-    assert asked.alone.tokens.tolist() == asked.pack.tokens[asked.pack.seq == 1].tolist()
+    assert asked.single.tokens.tolist() == asked.pack.tokens[asked.pack.seq == 1].tolist()
 
 
 @each("dtype", [torch.float32, torch.bfloat16, torch.float16])
