@@ -28,7 +28,8 @@ HEADERS = {"Authorization": f"Bearer {SECRET}"}
 
 
 def start(script, *args, **options):
-    return script_runs.start(script, *args, whole=True, env={"RFT_REWARD_TOKEN": SECRET}, **options)
+    env = {"RFT_REWARD_TOKEN": SECRET, "NO_PROXY": "*"}
+    return script_runs.start(script, *args, whole=True, env=env, **options)
 
 
 def serve(port, *args, **how):
