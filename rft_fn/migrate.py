@@ -2,8 +2,7 @@
 
 import sys
 
-from rft_fn.tools.other_libraries.migrate import main, translate
-from rft_fn.tools.other_libraries.reading import read
+from rft_fn.tools.other_libraries.migrate import main, read, translate
 
 __all__ = ["main", "read", "translate"]
 

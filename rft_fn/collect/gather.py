@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rft_fn import dist, sync, tree
 from rft_fn.engine import config_of, get_engine, requests
-from rft_fn.engine.time_limit import time_limit
+from rft_fn.engine.lifetime import time_limit
 from rft_fn.reward import Judged, Score, Scored, TrainerState, check, concat, judge, judge_rows
 from rft_fn.reward.combine import joint_names
 from rft_fn.reward.preflight import made_up

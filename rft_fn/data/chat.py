@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from rft_fn.data.masks import Lesson, cut, runs, shared_prefix, span, special_tokens
 from rft_fn.data.medium import for_template, media_of_turns, placed
 from rft_fn.data.messages import Conversation, Turn, text_of
 from rft_fn.data.processing import Encoded, Processing
 from rft_fn.data.table import Row
-from rft_fn.data.templates import MARK, dated, reads
+from rft_fn.data.templates import MARK, Lesson, cut, dated, reads, runs, shared_prefix, span, special_tokens
 
 __all__ = ["LOSS_ON", "Chat", "learned_turns"]
 

@@ -12,12 +12,11 @@ from typing import Any
 
 from rft_fn.data import tasks
 from rft_fn.data.dataset import Dataset
-from rft_fn.data.masks import Lesson, span
 from rft_fn.data.messages import Turn, turns_of
 from rft_fn.data.recipe import make_dataset
 from rft_fn.data.responses import Reading, cells_of, labels_at, number, prompt_of_text, reading
 from rft_fn.data.table import Endless, Row, Table
-from rft_fn.data.templates import fill, is_empty
+from rft_fn.data.templates import Lesson, fill, is_empty, span
 from rft_fn.data.wrong_answers import right_or_wrong, task_rows, wrong_answer
 
 __all__ = [

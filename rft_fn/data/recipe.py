@@ -14,7 +14,6 @@ import torch
 
 from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset, ItemT
-from rft_fn.data.masks import Lesson
 from rft_fn.data.medium import digest
 from rft_fn.data.messages import unread
 from rft_fn.data.table import (
@@ -29,7 +28,7 @@ from rft_fn.data.table import (
     place_of,
     row_at,
 )
-from rft_fn.data.templates import fix_day, fixed_day
+from rft_fn.data.templates import Lesson, fix_day, fixed_day
 
 __all__ = ["Recipe", "make_dataset"]
 

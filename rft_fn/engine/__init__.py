@@ -19,11 +19,10 @@ from rft_fn.engine import openai, sglang, vllm
 from rft_fn.engine.hf import build as build_hf
 from rft_fn.engine.hf import check_config as check_hf
 from rft_fn.engine.hf import hf
-from rft_fn.engine.lifetime import EngineConfig, EngineDead, config_of, dead_after_failure
+from rft_fn.engine.lifetime import EngineConfig, EngineDead, config_of, dead_after_failure, limited
 from rft_fn.engine.pool import check_servers, refuse_media
 from rft_fn.engine.process import own_process
 from rft_fn.engine.requests import BadRequest
-from rft_fn.engine.time_limit import limited
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Engine
 

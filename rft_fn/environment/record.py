@@ -5,9 +5,9 @@ from typing import Any, NamedTuple, Protocol
 
 from rft_fn.check import writable
 from rft_fn.data.chat import Chat
-from rft_fn.data.masks import special_tokens
 from rft_fn.data.messages import Turn, opened
 from rft_fn.data.responses import prompt_ids
+from rft_fn.data.templates import special_tokens
 
 __all__ = ["Environment", "Observation", "Renderer", "Reset", "Row", "Step", "Stepped", "as_messages"]
 

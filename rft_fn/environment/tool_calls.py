@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from rft_fn import check
-from rft_fn.data.masks import shared_prefix
+from rft_fn.data.templates import shared_prefix
 
 __all__ = ["Call", "ParseCalls", "call_parser", "tagged_calls"]
 

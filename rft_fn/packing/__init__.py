@@ -20,8 +20,17 @@ from rft_fn.packing.packs import (
     unpack,
 )
 from rft_fn.packing.plan import assign, cut, left_out, minibatch_units, minibatches, shard, take, waste
-from rft_fn.packing.rows import conversations, scored, supervised
-from rft_fn.packing.units import count_filled, counts, members_of, owners, unit_of, units_of
+from rft_fn.packing.units import (
+    conversations,
+    count_filled,
+    counts,
+    members_of,
+    owners,
+    scored,
+    supervised,
+    unit_of,
+    units_of,
+)
 
 __all__ = [
     "conversations", "minibatch_units", "minibatches", "pack", "real", "reset_position_ids", "scored",

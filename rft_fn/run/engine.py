@@ -18,7 +18,7 @@ from rft_fn import collect, data, dist, optim, strategy, sync
 from rft_fn import engine as engine_lib
 from rft_fn.check import printable
 from rft_fn.collect import asynchronous
-from rft_fn.engine import BadRequest, EngineDead, time_limit
+from rft_fn.engine import BadRequest, EngineDead, lifetime
 from rft_fn.run import options
 from rft_fn.run.folder import Run
 from rft_fn.run.setup import with_weights
@@ -231,7 +231,7 @@ def saved_if_lost(run: Run) -> Iterator[None]:
     An engine that hangs in native code ends the process; one process alone saves before that too.
     """
     try:
-        with time_limit.saving(partial(_save_alone, run)):
+        with lifetime.saving(partial(_save_alone, run)):
             yield
     except EngineDead as error:
         raise EngineDead(f"{error}{_saved(run)}") from None

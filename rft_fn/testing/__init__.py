@@ -22,14 +22,18 @@ from rft_fn.testing.estimator import (
     check_group_estimator,
     check_kl_gradient,
 )
-from rft_fn.testing.importance import check_importance_bias, importance_bias
 from rft_fn.testing.invariance import (
     check_packing_invariance,
     check_padding_invariance,
     check_partition_invariance,
     check_permutation_invariance,
 )
-from rft_fn.testing.policy import check_finite, check_on_policy_identity
+from rft_fn.testing.policy import (
+    check_finite,
+    check_importance_bias,
+    check_on_policy_identity,
+    importance_bias,
+)
 from rft_fn.types import LossFn, WeightFn
 from rft_fn.weight import token_mean
 

@@ -1,6 +1,7 @@
-"""Checks of policy losses: the gradient on-policy, and finite values at any log-ratio."""
+"""Checks of policy losses: the gradient on-policy, importance ratios, and finite values at any log-ratio."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,13 @@ from rft_fn.testing.cases import (
 from rft_fn.types import Apply, Experience, LossFn, Packed, TokenOut, WeightFn
 from rft_fn.weight import token_mean
 
-__all__ = ["check_finite", "check_on_policy_identity"]
+__all__ = [
+    "ImportanceBias", "check_finite", "check_importance_bias", "check_on_policy_identity",
+    "importance_bias",
+]  # fmt: skip
+
+
+# ---------- checks of policy losses: the gradient on-policy, and finite values at any log-ratio
 
 
 def check_on_policy_identity(
@@ -133,3 +140,151 @@ def check_finite(
         top = flat(got.grads).abs().max()
         if got.total != 0 or top != 0:
             raise AssertionError(f"{name}: expected loss and gradient 0, got {got.total:.2g} and {top:.2g}")
+
+
+# ---------- the exact bias of importance corrections, by enumeration of all sequences of a tiny vocabulary
+
+
+# (w, the trainer's log-probs, the sampler's, mask) -> new w, all [B, S]
+Correction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class ImportanceBias(NamedTuple):
+    """The effect of a correction on the policy gradient."""
+
+    bias: float  # |E[estimate] - gradient| / |gradient|
+    cosine: float  # between E[estimate] and the gradient
+    norm_ratio: float  # |E[estimate]| / |gradient|
+    variance: float  # trace of one sample's covariance, relative to an on-policy sample
+
+
+class _World(NamedTuple):
+    """All sequences x [B, S], under two policies, each with a reward."""
+
+    theta: Tensor  # [prefixes, V] the trainer's logits after each prefix
+    old_logp: Tensor  # [B, S] log p(x_t | x_<t), differentiable in theta
+    logp: Tensor  # [B, S] log q(x_t | x_<t)
+    reward: Tensor  # [B]
+    size: Tensor  # [B, S] |grad log p(x_t | x_<t)|^2
+
+
+def _world(length: int, vocab: int, seed: int, gap: float) -> _World:
+    if length < 1 or vocab < 2:
+        raise ValueError(f"length, vocab: expected >= 1 and >= 2, got {length} and {vocab}")
+
+    # sequences are numbers in base `vocab`, and so are prefixes, counted after all shorter ones
+    number = torch.arange(vocab**length)[:, None]
+    place = vocab ** torch.arange(length).flip(0)
+    tokens = number // place % vocab
+    shorter = (vocab ** torch.arange(length) - 1) // (vocab - 1)
+    prefix = shorter + number // (place * vocab)
+
+    # a tabular policy: logits for each prefix
+    table = (int(prefix.max()) + 1, vocab)
+    theta = normal(seed, "trainer", *table).requires_grad_()
+    sampler = (theta.detach() + gap * normal(seed, "sampler", *table)).log_softmax(-1)
+    trainer = theta.log_softmax(-1)
+
+    p = trainer.detach().exp()
+    size = 1 - 2 * p + p.square().sum(-1, keepdim=True)  # |onehot(a) - p|^2 for each a
+    reward = normal(seed, "reward of the sequence", vocab**length)
+    return _World(theta, trainer[prefix, tokens], sampler[prefix, tokens], reward, size[prefix, tokens])
+
+
+def _corrected(correct: Correction, world: _World) -> Tensor:
+    """Return the corrected weights [B, S] of w = 1.
+
+    AssertionError if they depend on which rows share the batch, because this one is an enumeration and no
+    sample of q.
+    """
+    old_logp = world.old_logp.detach()
+    mask = torch.ones_like(world.logp, dtype=torch.bool)
+    one = torch.ones_like(old_logp)
+    w = correct(one, old_logp, world.logp, mask)
+    if w.shape != mask.shape:
+        raise AssertionError(f"correct: expected w [B, S] = {list(mask.shape)}, got {list(w.shape)}")
+
+    # half of the rows tell whether the others matter
+    half = correct(one[::2], old_logp[::2], world.logp[::2], mask[::2])
+    if not torch.allclose(half, w[::2], rtol=1e-9, atol=1e-12, equal_nan=True):
+        change = (half - w[::2]).abs().max()
+        raise AssertionError(
+            f"correct: with every other sequence left out the weights of the others changed by {change:.2g}; "
+            "an enumeration has the bias only of functions of one row at a time"
+        )
+    return w.detach()
+
+
+def _estimate(world: _World, chance: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (mean [P], variance []) of one sample's gradient estimate.
+
+    The variance is the trace of the covariance. The estimate is sum_t w_t R grad log p(x_t | x_<t), for x
+    drawn with probability `chance` [B].
+    """
+    term = w * world.reward[:, None]
+    total = (chance[:, None] * term * world.old_logp).sum()
+    (mean,) = torch.autograd.grad(total, world.theta, retain_graph=True)
+    # no two positions share parameters, so squares add up
+    square = (chance * (term.square() * world.size).sum(-1)).sum()
+    return mean.flatten(), square - mean.square().sum()
+
+
+def importance_bias(
+    correct: Correction, *, length: int = 3, vocab: int = 3, seed: int = 0, gap: float = 1.0
+) -> ImportanceBias:
+    """Compute the exact bias and variance of a correction for samples of another policy.
+
+    A sampler q and a trainer p, tabular and autoregressive, are enumerated over all vocab^length sequences,
+    with a random reward R for each. The gradient is that of E_p[R] in the logits of p; the estimate of
+    one x ~ q is
+
+        sum_t w_t R(x) grad log p(x_t | x_<t),    w = correct(w=1, old_logp=log p, logp=log q, mask)
+
+    all [B, S] with mask True. `gap` [nats] is the deviation of the sampler's logits from the trainer's; at
+    0 every correction is unbiased. A function of other arguments fits in by a lambda: `lambda w, old_logp,
+    logp, mask: weight.truncated_is(w, old_logp, logp)`. ValueError for length < 1 or vocab < 2,
+    AssertionError for weights of another shape, or that depend on the other rows (normalised over the
+    batch).
+    """
+    world = _world(length, vocab, seed, gap)
+    p = world.old_logp.sum(-1).exp()
+    q = world.logp.sum(-1).exp()
+    (gradient,) = torch.autograd.grad((p * world.reward).sum(), world.theta, retain_graph=True)
+    want = gradient.flatten()
+
+    w = _corrected(correct, world)
+    mean, variance = _estimate(world, q, w)
+    _, on_policy = _estimate(world, p.detach(), torch.ones_like(w))
+    return ImportanceBias(
+        bias=float((mean - want).norm() / want.norm()),
+        cosine=float(torch.nn.functional.cosine_similarity(mean, want, dim=0)),
+        norm_ratio=float(mean.norm() / want.norm()),
+        variance=float(variance / on_policy),
+    )
+
+
+def check_importance_bias(
+    correct: Correction,
+    *,
+    length: int = 3,
+    vocab: int = 3,
+    seed: int = 0,
+    gap: float = 1.0,
+    atol: float = 1e-12,
+) -> None:
+    """Check that a correction keeps the expected policy gradient, to `atol`.
+
+    The `importance_bias` of `correct(w, old_logp, logp, mask) -> w` must be at most `atol`; a larger one
+    accepts a bias. The ratio of the whole sequence passes. The ratio of single tokens fails unless length
+    = 1: it leaves out the prefix that q chose and the rest that the reward depends on. Truncating or
+    masking a ratio fails if a ratio exceeds the limit: with `gap` = 1 the ratios of sequences of 3 span about
+    0.3 to 48.
+    """
+    b = importance_bias(correct, length=length, vocab=vocab, seed=seed, gap=gap)
+    if not b.bias <= atol:
+        raise AssertionError(
+            f"samples of a policy with other logits (by {gap:g}): over all {vocab**length} sequences of "
+            f"{length} the expected gradient has a bias of {b.bias:.2g} of its norm (cosine {b.cosine:.4f}, "
+            f"norm ratio {b.norm_ratio:.4f}; allowed {atol:g}); its variance is {b.variance:.2g} times that "
+            "of on-policy samples"
+        )

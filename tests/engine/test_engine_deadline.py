@@ -11,7 +11,7 @@ from test_house import load_script
 
 import rft_fn as rft
 from rft_fn import engine
-from rft_fn.engine import time_limit
+from rft_fn.engine import lifetime
 from rft_fn.engine.hf import sampler
 from rft_fn.engine.requests import BadRequest
 
@@ -61,11 +61,11 @@ def test_loads_and_scores_have_the_limit_too():
         time.sleep(600)
 
     record = engine.hf(tiny.llama(), tiny.tokenizer())
-    eng = time_limit.limited(record, 0.5)
+    eng = lifetime.limited(record, 0.5)
     with pytest.raises(TimeoutError, match=r"^engine hf, load: expected"):
         eng.load(slow(), version=1)
     assert not eng.status()["alive"]
-    stuck = time_limit.limited(record._replace(score=lambda *_, **__: time.sleep(600)), 0.2)
+    stuck = lifetime.limited(record._replace(score=lambda *_, **__: time.sleep(600)), 0.2)
     with pytest.raises(TimeoutError, match=r"^engine hf, score: expected a result within 0.2 s"):
         stuck.score(None)
 
@@ -77,7 +77,7 @@ def test_on_several_processes_a_load_has_no_limit_but_theirs():
         time.sleep(0.4)
         yield from tiny.llama().named_parameters()
 
-    eng = time_limit.limited(engine.hf(tiny.llama(), tiny.tokenizer()), 0.2, several=True)
+    eng = lifetime.limited(engine.hf(tiny.llama(), tiny.tokenizer()), 0.2, several=True)
     assert eng.load(late(), version=1).version == 1
 
 
@@ -103,18 +103,18 @@ def test_a_run_whose_engine_hangs_in_python_has_the_same_rows(hanging, tmp_path)
 
 HANGS = """
 import sys, faulty, test_engine_deadline, threading
-from rft_fn.engine import time_limit
+from rft_fn.engine import lifetime
 
-time_limit.GRACE = 0.3
+lifetime.GRACE = 0.3
 
 def stuck(*args, **how):
     faulty.hang(keeps_the_lock=sys.argv[1] == "lock")
 
 def call():
-    with time_limit.saving(lambda: "; all is saved"):
+    with lifetime.saving(lambda: "; all is saved"):
         eng.generate([[3]], [1], sampling=test_engine_deadline.SAMPLING)
 
-eng = time_limit.limited(test_engine_deadline.made()._replace(generate=stuck), 1.0)
+eng = lifetime.limited(test_engine_deadline.made()._replace(generate=stuck), 1.0)
 if sys.argv[1] == "thread":
     thread = threading.Thread(target=call)
     thread.start()
@@ -141,11 +141,11 @@ RUN = """
 import sys, faulty
 from test_house import load_script
 import rft_fn as rft
-from rft_fn.engine import time_limit
+from rft_fn.engine import lifetime
 from rft_fn.engine.hf import sampler
 
-time_limit.GRACE = 0.3
-limit, responses, calls = time_limit.time_limit, sampler.Sampler.responses, []
+lifetime.GRACE = 0.3
+limit, responses, calls = lifetime.time_limit, sampler.Sampler.responses, []
 
 def short(seconds, name, **how):
     # for the call that hangs alone, so that a slow machine does not end another one
@@ -153,7 +153,7 @@ def short(seconds, name, **how):
         seconds = 1.0
     return limit(seconds, name, **how)
 
-time_limit.time_limit = short
+lifetime.time_limit = short
 
 def stuck(self, *args):
     calls.append(0)
@@ -191,6 +191,6 @@ def test_a_save_that_fails_is_shown_and_the_process_ends():
 
 
 def test_the_line_of_a_reward_is_its_own():
-    limit = time_limit.time_limit(0.1, lambda: "reward")
+    limit = lifetime.time_limit(0.1, lambda: "reward")
     with pytest.raises(TimeoutError, match="the limit for a batch, got none; make it faster"), limit:
         time.sleep(600)
