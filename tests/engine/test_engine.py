@@ -304,7 +304,7 @@ def test_a_text_is_found_across_tokens_without_text_of_their_own():
         def decode(self, tokens, **_):
             return "".join(self.names[t] for t in tokens)
 
-    stop = engine.stop.Stop(Words(), frozenset([9]), ("abba", "xax", 7))
+    stop = engine.requests.Stop(Words(), frozenset([9]), ("abba", "xax", 7))
     assert stop.ends([9]) and stop.ends([3, 7]) and not stop.ends([1])
     assert stop.ends([1] + [0] * 200 + [2]) and stop.ends([0] * 50 + [3, 4, 3])
     assert not stop.ends([1, 3, 2] + [0] * 30)
