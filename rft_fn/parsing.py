@@ -19,9 +19,7 @@ _HELP = "--help lists the options"
 def _parts(config: type) -> Iterator[tuple[str, list[str]]]:
     """(name of an option, its own options if it is a dataclass) for each option of a config."""
     for name, hint in get_type_hints(config).items():
-        inner = []
-        if dataclasses.is_dataclass(hint):
-            inner = [f.name for f in dataclasses.fields(hint)]
+        inner = [f.name for f in dataclasses.fields(hint)] if dataclasses.is_dataclass(hint) else []
         yield name, inner
 
 
@@ -55,9 +53,7 @@ def qualify(args: Sequence[str], config: type) -> list[str]:
             no = "no-"
             name = "enable-engine-sleep"
         found = found_in.get(name.replace("-", "_"), [])
-        part = ""
-        if len(found) == 1:
-            part = found[0]
+        part = found[0] if len(found) == 1 else ""
         return f"--{part}{no}{name}"
 
     return [_OPTION.sub(whole, arg) for arg in args]
@@ -115,9 +111,7 @@ def _line(sections: list[list[str]]) -> str:
 
     # anything else, as an unknown option: the parser's line with the options that look like it
     like = [line.split()[0] for part in sections[1:] for line in part if line.startswith("--")]
-    remedy = _HELP
-    if like:
-        remedy = f"did you mean {' or '.join(dict.fromkeys(like))}?"
+    remedy = f"did you mean {' or '.join(dict.fromkeys(like))}?" if like else _HELP
     return f"{error[:1].lower()}{error[1:].rstrip('.')}; {remedy}"
 
 

@@ -152,9 +152,7 @@ def explain_mismatch(
         return head + "Look at dropout: the trainer gives the same tokens different log-probs on every call."
 
     # an option that only one of the two knows
-    option = ""
-    if rescored is not None:
-        option = _one_sided_option(rollout, trainer, sampling, rescored, limit)
+    option = _one_sided_option(rollout, trainer, sampling, rescored, limit) if rescored is not None else ""
     if option:
         return head + f"Look at {option}; pass one Sampling to both."
 

@@ -215,9 +215,7 @@ class _PromptReader:
                     )
             ids = learned[0].ids[: learned[0].mask.index(True)]
             asked = talk.turns[: learned_turns(talk, self.loss_on)[0]]
-        encoded = None
-        if media_of_turns(talk.turns):
-            encoded = self.chat.encoded(asked, talk.tools, ask=True)
+        encoded = self.chat.encoded(asked, talk.tools, ask=True) if media_of_turns(talk.turns) else None
         if len(ids) > self.max_prompt:
             raise TooLong(f"{len(ids)} tokens")
         longest = max([len(ids), *(len(lesson.ids) for lesson in learned)])

@@ -35,9 +35,7 @@ def join(timeout: float) -> None:
         _register_gloo()
         backend = _GLOO
 
-    store: torch_dist.Store = torch_dist.HashStore()
-    if "RANK" in os.environ:
-        store = _meet(max(timeout, _START))
+    store: torch_dist.Store = _meet(max(timeout, _START)) if "RANK" in os.environ else torch_dist.HashStore()
     wait = timedelta(seconds=timeout)
     torch_dist.init_process_group(backend, store=store, rank=rank(), world_size=started(), timeout=wait)
 

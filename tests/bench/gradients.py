@@ -114,10 +114,7 @@ def fastest(kind: str, weights: list[Tensor], rows: int) -> float:
 
 def worker(side: str, cfg: argparse.Namespace) -> None:
     """Measure a side in this process, and print it as JSON."""
-    if side == "products":
-        found = products(cfg)
-    else:
-        found = gradient(side, cfg)
+    found = products(cfg) if side == "products" else gradient(side, cfg)
     print(json.dumps(found | {"peak": peak_bytes("cpu"), "allocator": allocator()}))
 
 

@@ -157,9 +157,7 @@ def _together(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], 
     """Return the same logits [P, MORE + 1, V] of all rows, in batches as they are sampled."""
     if batching.joins:
         return _joined(lm, batching, rows, pad)
-    groups = [rows]
-    if not batching.padded:
-        groups = [list(group) for _, group in groupby(rows, key=len)]
+    groups = [rows] if batching.padded else [list(group) for _, group in groupby(rows, key=len)]
     if batching.single:
         groups = [[row] for row in rows]
     return torch.cat([_read_on(lm, batching, group, pad) for group in groups])

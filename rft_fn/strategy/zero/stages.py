@@ -104,9 +104,7 @@ def lower(spec: Mapping[str, Any]) -> Lowered:
     ValueError with the name of any other transform, or of one out of place.
     """
     parts = list(_parts(spec))
-    decay = None
-    if parts and parts[-1]["name"] == "ema":
-        decay = parts.pop()["decay"]
+    decay = parts.pop()["decay"] if parts and parts[-1]["name"] == "ema" else None
     if not parts:
         raise ValueError("tx: expected an adamw with zero_stage, got none")
     *clips, adamw = parts

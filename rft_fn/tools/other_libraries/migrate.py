@@ -63,10 +63,7 @@ def _parsed(file: Path, text: str) -> Mapping[str, Any]:
     import yaml
 
     try:
-        if file.suffix == ".json":
-            found = json.loads(text)
-        else:
-            found = _of_yaml(text)
+        found = json.loads(text) if file.suffix == ".json" else _of_yaml(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file}: expected {file.suffix[1:]}, which cannot be read: {reason}") from None
