@@ -364,10 +364,8 @@ def ppo_clip_gradient(logp, old_logp, adv, w, low=0.2, high=0.2, dual=None):
     out = []
     for p, o, a, v in zip(logp, old_logp, adv, w):
         rho = math.exp(p - o)
-        if a >= 0:
-            free = rho < 1 + high
-        else:
-            free = rho > 1 - low and (dual is None or rho < dual)
+        below, above = rho < 1 + high, rho > 1 - low and (dual is None or rho < dual)
+        free = below if a >= 0 else above
         out.append(-v * a * rho if free else 0.0)
     return np.array(out)
 

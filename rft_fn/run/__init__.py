@@ -4,16 +4,7 @@ from typing import Any
 
 from rft_fn.run import options
 from rft_fn.run.cli import cli, error_line, guard, without
-from rft_fn.run.engine import (
-    check_gap,
-    correct_mismatch,
-    correction_of,
-    saved_if_lost,
-    start_engine,
-    start_sampler,
-)
 from rft_fn.run.files import last_model, settings
-from rft_fn.run.folder import Run, checkpoint, final_weights, restore_latest
 from rft_fn.run.report import check_results, response_row, table, track, write_results
 from rft_fn.run.reward_model import (
     as_one_pack,
@@ -22,6 +13,30 @@ from rft_fn.run.reward_model import (
     load_labelled,
     load_reward_model,
 )
+from rft_fn.run.reward_task import (
+    Task,
+    check_engine_media,
+    check_rewards,
+    evaluate,
+    judge,
+    judges_here,
+    load_rewards,
+    load_task,
+    normalized_reward,
+    plan_rollouts,
+    reward_modules,
+    rewards_of,
+    shaped_reward,
+)
+from rft_fn.run.rollout_engine import (
+    check_gap,
+    correct_mismatch,
+    correction_of,
+    saved_if_lost,
+    start_engine,
+    start_sampler,
+)
+from rft_fn.run.run_folder import Run, checkpoint, final_weights, restore_latest
 from rft_fn.run.setup import (
     data_options,
     free_options,
@@ -42,21 +57,6 @@ from rft_fn.run.setup import (
     with_processor,
 )
 from rft_fn.run.signals import Stopped
-from rft_fn.run.task import (
-    Task,
-    check_engine_media,
-    check_rewards,
-    evaluate,
-    judge,
-    judges_here,
-    load_rewards,
-    load_task,
-    normalized_reward,
-    plan_rollouts,
-    reward_modules,
-    rewards_of,
-    shaped_reward,
-)
 from rft_fn.run.tokens import TokenLog
 
 __all__ = [

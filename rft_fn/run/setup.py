@@ -22,7 +22,7 @@ from rft_fn.model.media_inputs import sees_or_hears
 from rft_fn.run import files, options
 from rft_fn.run.claim import Inputs, files_of, lock_folder
 from rft_fn.run.cli import without
-from rft_fn.run.folder import Run
+from rft_fn.run.run_folder import Run
 from rft_fn.types import Apply, Packed, Sampling, Strategy, TrainState, Transform
 
 __all__ = [

@@ -15,7 +15,7 @@ from rft_fn import loss, packing, tree
 from rft_fn.data.decode import image, sound, video
 from rft_fn.data.medium import Medium, read
 from rft_fn.reward import Judged
-from rft_fn.run.folder import Run
+from rft_fn.run.run_folder import Run
 from rft_fn.types import Apply, Experience, LossFn, Rollout, Strategy, TokenOut
 
 __all__ = ["TokenLog", "data_uri", "effects", "pieces", "shown"]

@@ -50,8 +50,8 @@ def get_strategy(config: StrategyConfig | None = None) -> Strategy:
     # the library of a backend is looked for before any process waits for another
     if config.backend == "deepspeed":
         _require_supported(config, "with zero_stage", "FSDP2 has it", "offload_models", "compile_blocks")
-        from rft_fn.strategy.zero.engine import library
-        from rft_fn.strategy.zero.strategy import deepspeed as over_processes
+        from rft_fn.strategy.zero.backend import deepspeed as over_processes
+        from rft_fn.strategy.zero.deepspeed_engine import library
 
         library()
     else:
@@ -130,9 +130,9 @@ def get_fake_strategy() -> Strategy:
 def layout(config: StrategyConfig, world: int = 1) -> Layout:
     """Return the layout of the backend that `world` processes have with this config."""
     if config.zero_stage:
-        from rft_fn.strategy.zero import strategy as zero
+        from rft_fn.strategy.zero import backend
 
-        return zero.layout(config, world)
+        return backend.layout(config, world)
     if world > 1 or config.fsdp:
         from rft_fn.strategy import fsdp2
 

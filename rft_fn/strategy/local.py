@@ -76,7 +76,7 @@ def fork(state: TrainState) -> TrainState:
     Only for the local strategy, where apply is a function of the parameters it is given. ValueError for a
     state of FSDP2 or ZeRO, where apply takes only its own module's parameters.
     """
-    from rft_fn.strategy.zero.engine import ZeroState
+    from rft_fn.strategy.zero.deepspeed_engine import ZeroState
 
     sharded = any(hasattr(p, "device_mesh") for p in state.params.values())
     if sharded or (isinstance(state.opt, tuple) and any(isinstance(x, ZeroState) for x in state.opt)):

@@ -28,7 +28,7 @@ from rft_fn.testing.invariance import (
     check_partition_invariance,
     check_permutation_invariance,
 )
-from rft_fn.testing.policy import (
+from rft_fn.testing.policy_losses import (
     check_finite,
     check_importance_bias,
     check_on_policy_identity,

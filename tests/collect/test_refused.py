@@ -7,7 +7,7 @@ import torch
 import rft_fn as rft
 from rft_fn import collect, data, engine, reward
 from rft_fn.rollout import take
-from rft_fn.run.engine import _Kept
+from rft_fn.run.rollout_engine import _Kept
 
 SAMPLING = rft.Sampling(max_new=9)
 BAD = {"empty": [[3], [4], [5], []], "long": [[3], [4], [5], [6] * 120], "text": ["1+", "2+", "3+", ""]}

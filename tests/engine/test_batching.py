@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 import rft_fn as rft
 from rft_fn import engine, model, packing, rng, weight
 from rft_fn.engine import prompt_media, requests
-from rft_fn.engine.hf import probe
-from rft_fn.engine.hf import prompts as kv
+from rft_fn.engine.hf import probe, prompt_cache
 from rft_fn.engine.hf.sampler import Batch, Batching, Sampler, filled, start
 from rft_fn.engine.requests import Stop
 from rft_fn.model import packed_attention
@@ -203,9 +202,9 @@ def test_every_tensor_of_a_state_with_rows_is_selected(kind):
     with torch.no_grad():
         one = start(lm, Batching(rows={}), [[3, 4, 5]], [1], 0).cache
         two = start(lm, Batching(rows={}), [[3, 4, 5], [6, 7, 8]], [1, 1], 0).cache
-    rows = kv.compare(one, two)
-    before = {path: x.clone() for path, x in kv.tensors(two).items()}
-    after = kv.tensors(kv.select(two, rows, torch.tensor([1, 1, 0])))
+    rows = prompt_cache.compare(one, two)
+    before = {path: x.clone() for path, x in prompt_cache.tensors(two).items()}
+    after = prompt_cache.tensors(prompt_cache.select(two, rows, torch.tensor([1, 1, 0])))
     assert after.keys() == before.keys()
     held = [path for path, x in before.items() if x.numel() > 1]
     assert set(held) == set(rows)
@@ -224,10 +223,10 @@ class Kept:
 
 def test_a_state_in_containers_of_every_kind():
     one, two = Kept(1), Kept(2)
-    rows = kv.compare(one, two)
+    rows = prompt_cache.compare(one, two)
     assert rows[("pair", 1, 0)] == 1
     assert sorted(map(len, rows)) == [2, 2, 3, 3]
-    got = kv.select(two, rows, torch.tensor([1]))
+    got = prompt_cache.select(two, rows, torch.tensor([1]))
     want = torch.tensor([[3.0, 4, 5]])
     assert got is two and two.me is two
     assert torch.equal(two.list[0], want)
@@ -240,7 +239,7 @@ def test_a_state_in_containers_of_every_kind():
 
 def test_states_of_other_tensors_are_refused():
     with pytest.raises(ValueError, match="cache: expected the same tensors for one row and two, got 1, 2"):
-        kv.compare([torch.zeros(1)], [torch.zeros(2), torch.zeros(2)])
+        prompt_cache.compare([torch.zeros(1)], [torch.zeros(2), torch.zeros(2)])
 
 
 @each(

@@ -16,9 +16,9 @@ from transformers.cache_utils import DynamicLayer
 
 import rft_fn as rft
 from rft_fn import engine
-from rft_fn.engine.hf import buffers, prompts
+from rft_fn.engine.hf import buffers, prompt_cache
 from rft_fn.engine.hf.buffers import Buffers
-from rft_fn.engine.hf.prompts import Layer, Prompts
+from rft_fn.engine.hf.prompt_cache import Layer, Prompts
 from rft_fn.engine.hf.sampler import start
 
 HEADS, GROUPED, SIZE = 2, 3, 4  # heads of keys, queries to each, numbers of a head
@@ -66,7 +66,7 @@ class Rows:
         mask = None
         if not self.seen.all():
             mask = self.seen[:, None, None]
-        found, _ = prompts.attention(MODULE, query, keys, values, mask, rft_prompts=self.prompts)
+        found, _ = prompt_cache.attention(MODULE, query, keys, values, mask, rft_prompts=self.prompts)
         want = [ref.attention(query[r, :, 0], *self.known[r]) for r in range(len(self.known))]
         np.testing.assert_allclose(found[:, 0].numpy(), np.stack(want), rtol=0, atol=1e-12)
 
@@ -168,20 +168,20 @@ def test_a_feature_is_refused_by_its_name(name):
     rows = Rows(0, [2], [1])
     new = torch.zeros(1, HEADS, 1, SIZE, dtype=torch.float64)
     with pytest.raises(ValueError, match=f"expected no {name}, got 3"):
-        prompts.attention(MODULE, new, new, new, None, rft_prompts=rows.prompts, **{name: 3})
+        prompt_cache.attention(MODULE, new, new, new, None, rft_prompts=rows.prompts, **{name: 3})
 
 
 def test_sixteen_bits_do_not_share():
     """Sums of attention are in the type of the model, which torch's own are not."""
-    assert prompts.can_share(small("Llama", torch.float32))
-    assert not prompts.can_share(small("Llama", torch.bfloat16))
+    assert prompt_cache.can_share(small("Llama", torch.float32))
+    assert not prompt_cache.can_share(small("Llama", torch.bfloat16))
 
 
 def test_the_models_attention_is_its_own_again():
     """Also when a forward fails."""
     lm = small("Llama", torch.float32)
     usual = lm.config._attn_implementation
-    with pytest.raises(ZeroDivisionError), prompts.shared_attention(lm):
+    with pytest.raises(ZeroDivisionError), prompt_cache.shared_attention(lm):
         assert lm.config._attn_implementation != usual
         raise ZeroDivisionError
     assert lm.config._attn_implementation == usual

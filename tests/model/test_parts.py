@@ -12,7 +12,7 @@ import rft_fn as rft
 from rft_fn import model
 from rft_fn.model import parts
 from rft_fn.model.bounds import SequenceBounds
-from rft_fn.model.targets import target_paths
+from rft_fn.model.lora_targets import target_paths
 
 
 def names(module, found):

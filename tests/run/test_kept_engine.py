@@ -8,7 +8,7 @@ from test_house import load_script as script
 
 import rft_fn as rft
 from rft_fn import engine, sync
-from rft_fn.run.task import Task
+from rft_fn.run.reward_task import Task
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 

@@ -17,8 +17,8 @@ from cases import each
 import rft_fn as rft
 from rft_fn.reward.signature import reads_state
 from rft_fn.reward.wire import Batch
-from rft_fn.tools.serving import app, scoring
-from rft_fn.tools.serving.scoring import Partial, work
+from rft_fn.tools.serving import app, jobs
+from rft_fn.tools.serving.jobs import Partial, work
 
 
 class Served:
@@ -26,7 +26,7 @@ class Served:
 
     def __init__(self, rows=256, wait=0.0, queue=4096, max_bytes=1 << 20, token="", arrival=30.0, **parts):
         self.score = Partial(parts)
-        self.jobs = scoring.Jobs(queue)
+        self.jobs = jobs.Jobs(queue)
         self.metrics = app.Metrics(self.jobs)
         rules = app.Rules(max_bytes, arrival, token, rft.reward.columns(self.score))
         self.sock = socket.create_server(("127.0.0.1", 0))
@@ -414,17 +414,17 @@ def test_requests_of_other_columns_forms_and_steps_are_not_joined():
         one._replace(state=rft.reward.trainer_state(2, 2)),
         one._replace(prompts=[[{"role": "user", "content": "p"}]]),
     ]  # fmt: skip
-    queue = scoring.Jobs(100)
+    queue = jobs.Jobs(100)
     for batch in [one, others[0], one, others[1], one, others[2], others[3]]:
-        assert queue.put(scoring.Job(batch))
+        assert queue.put(jobs.Job(batch))
     assert [len(queue.take(2, 0)) for _ in range(6)] == [2, 1, 1, 1, 1, 1]
     assert queue.take(2, 0) == [] and queue.rows() == 0
 
 
 def test_steps_are_joined_for_rewards_that_do_not_read_them():
     batches = [Batch(["p"], ["c"], {}, {}, rft.reward.trainer_state(step, 9)) for step in (1, 2, 2)]
-    queue = scoring.Jobs(100, by_state=False)
-    assert all(queue.put(scoring.Job(batch)) for batch in batches)
+    queue = jobs.Jobs(100, by_state=False)
+    assert all(queue.put(jobs.Job(batch)) for batch in batches)
     assert len(queue.take(9, 0)) == 3
 
 
@@ -447,13 +447,13 @@ def test_joined_rows_stand_in_order():
         Batch(["p"] * n, [f"{n}{i}" for i in range(n)], {"a": list(range(n))}, {"keys": [n] * n})
         for n in (1, 3)
     ]
-    found = scoring.join(parts)
+    found = jobs.join(parts)
     assert found == Batch(["p"] * 4, ["10", "30", "31", "32"], {"a": [0, 0, 1, 2]}, {"keys": [1, 3, 3, 3]})
 
 
 def test_prompts_of_two_requests_are_two_groups_whatever_their_numbers():
     parts = [Batch(["p"] * 3, ["a", "b", "c"], {}, {"groups": groups}) for groups in ([4, 4, 7], [7, 4, 7])]
-    assert scoring.join(parts).given["groups"] == [0, 0, 1, 2, 3, 2]
+    assert jobs.join(parts).given["groups"] == [0, 0, 1, 2, 3, 2]
 
 
 def test_a_full_queue_answers_429_and_the_client_comes_again():
@@ -544,8 +544,8 @@ def test_a_scalar_model_scores_texts_as_it_scores_a_rollout(tmp_path):
 
     asked = ["31=", "2="]
     batch = Batch(asked, ["13", "2"], {}, {"truncated": [False, True]})
-    found = scoring.joint_values(score, batch)
-    rollout, prompts, texts = scoring.as_rollout(batch)
+    found = jobs.joint_values(score, batch)
+    rollout, prompts, texts = jobs.as_rollout(batch)
     assert texts.decode(rollout.tokens[1]) == "2" and [p.text for p in prompts] == asked
 
     tokenizer = tiny.tokenizer()

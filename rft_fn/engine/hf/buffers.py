@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from rft_fn.engine.hf.prompts import OwnRows
+from rft_fn.engine.hf.prompt_cache import OwnRows
 
 __all__ = ["Buffers", "fits", "make_room"]
 

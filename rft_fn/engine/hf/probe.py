@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rft_fn.engine.hf import prompts as kv
-from rft_fn.engine.hf.prompts import can_share, media_arguments
+from rft_fn.engine.hf import prompt_cache
+from rft_fn.engine.hf.prompt_cache import can_share, media_arguments
 from rft_fn.engine.hf.sampler import Batching, start
 from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.model.forward import rope_switch
@@ -83,8 +83,11 @@ def _with_cache(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
     roomy = _attempt(start, lm, Batching(rows={}, room=True), [[pad] * 3], [1], pad)
     ways: list[tuple[Batching, str]] = []
     for batching, note in plain:
-        if roomy is not None and kv.own(roomy.cache):
-            if batching.padded and not kv.tensors(roomy.cache).keys() & (batching.rows or {}).keys():
+        if roomy is not None and prompt_cache.own(roomy.cache):
+            if (
+                batching.padded
+                and not prompt_cache.tensors(roomy.cache).keys() & (batching.rows or {}).keys()
+            ):
                 joining = batching._replace(room=True, joins=True)
                 if can_share(lm):
                     ways.append((joining._replace(shares=True), note))
@@ -113,17 +116,17 @@ def _plain(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
     long = _attempt(cache_of, Batching(rows={}), [[pad] * 4] * 2)
     if long is None:
         return [single]
-    rows = kv.compare(short, long)
+    rows = prompt_cache.compare(short, long)
     even = Batching(rows, switch=switch), "gets prompts of one length at a time"
     if switch is not None:
         return [even, single]
-    lasting = kv.constant(short, long, rows)
+    lasting = prompt_cache.constant(short, long, rows)
     padded = Batching(rows, padded=True, grows=len(lasting) < len(rows)), ""
 
     # what padding adds to a state would pass for rounding in 16 bits: a row of padding must leave it at 0
     if lasting:
         nothing = _attempt(cache_of, padded[0], [[], [pad] * 3])
-        states = kv.tensors(nothing)
+        states = prompt_cache.tensors(nothing)
         if nothing is None or any(states[path].select(rows[path], 0).any() for path in lasting):
             return [even, single]
     return [padded, even, single]

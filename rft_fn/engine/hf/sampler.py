@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rft_fn import logprob, rng
-from rft_fn.engine.hf import prompts as kv
-from rft_fn.engine.hf.prompts import (
+from rft_fn.engine.hf import prompt_cache
+from rft_fn.engine.hf.prompt_cache import (
     OPTION,
     Layer,
     Prompts,
@@ -88,7 +88,8 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
 class Batching(NamedTuple):
     """The batching that a model is capable of, by a probe."""
 
-    rows: kv.Rows | None  # the dimension of rows in its cache; None: no cache, all tokens are read again
+    rows: prompt_cache.Rows | None
+    """the dimension of rows in its cache; None: no cache, all tokens are read again"""
     padded: bool = False  # rows of different lengths together, padded on the left
     grows: bool = True  # whether the cache has a place for each token, padding too
     single: bool = False  # one row at a time
@@ -123,7 +124,7 @@ class Batch:
             if len(of) > len(counts):
                 self.take(of)
             return
-        layers = [Layer(*part.lift(len(of))) for part in kv.own(self.cache)]
+        layers = [Layer(*part.lift(len(of))) for part in prompt_cache.own(self.cache)]
         self.prompts = Prompts(layers, self.seen, of)
         self.before = self.seen.sum(-1)
         self._pick(of)
@@ -135,7 +136,7 @@ class Batch:
         self._pick(index)
         self.seen = self.seen[index]
         if self.batching.rows is not None:
-            self.cache = kv.select(self.cache, self.batching.rows, index)
+            self.cache = prompt_cache.select(self.cache, self.batching.rows, index)
         if self.prompts is not None:
             self.prompts.take(index)
         self._trim()
@@ -158,7 +159,7 @@ class Batch:
         self.beyond = torch.cat([self.beyond, other.beyond], 1)
         self.media = [*self.media, *other.media]
         self.logits = torch.cat([self.logits, other.logits])
-        kv.join(self.cache, other.cache)
+        prompt_cache.join(self.cache, other.cache)
         if self.prompts is not None and other.prompts is not None:
             self.prompts.join(other.prompts)
         self._trim()
@@ -170,7 +171,7 @@ class Batch:
         empty = int(self.seen.any(0).int().argmax())
         if empty:
             self.seen = self.seen[:, empty:]
-            for part in kv.own(self.cache):
+            for part in prompt_cache.own(self.cache):
                 part.crop_left(empty)
         self.ragged = not bool(self.seen.all())
 
@@ -217,7 +218,7 @@ class Batch:
         self.logits = out.logits[:, -1]
         if self.batching.rows is not None:
             first = self.cache is None
-            self.name, self.cache = kv.cache_of(out)
+            self.name, self.cache = prompt_cache.cache_of(out)
             if first and self.batching.room:
                 from rft_fn.engine.hf.buffers import make_room  # with transformers
 

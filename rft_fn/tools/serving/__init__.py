@@ -18,7 +18,7 @@ from typing import Any
 from rft_fn.reward import columns
 from rft_fn.reward.combine import Weighted
 from rft_fn.reward.signature import reads_state
-from rft_fn.tools.serving.scoring import Jobs, Partial, work
+from rft_fn.tools.serving.jobs import Jobs, Partial, work
 
 __all__ = ["serve"]
 

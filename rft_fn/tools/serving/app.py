@@ -23,7 +23,7 @@ from rft_fn.check import writable
 from rft_fn.data.table import value_at
 from rft_fn.reward import Scored, wire
 from rft_fn.reward.wire import Batch
-from rft_fn.tools.serving.scoring import Job, Jobs
+from rft_fn.tools.serving.jobs import Job, Jobs
 
 __all__ = ["Metrics", "Rules", "Server", "application"]
 

@@ -23,9 +23,11 @@ from rft_fn.model.media_inputs import media_inputs, placeholders
 from rft_fn.model.parts import text_config
 
 __all__ = [
-    "OPTION", "Layer", "OwnRows", "Path", "Prompts", "Rows", "cache_of", "can_share", "compare", "constant",
-    "join", "media_arguments", "own", "positions_ahead", "select", "shared_attention", "tensors",
+    "OPTION", "Layer", "OwnRows", "Path", "Prompts", "Rows", "cache_of", "can_share", "compare",
+    "constant", "join", "media_arguments", "own", "positions_ahead", "select", "shared_attention",
+    "tensors",
 ]  # fmt: skip
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,9 +20,9 @@ from rft_fn.check import printable
 from rft_fn.collect import asynchronous
 from rft_fn.engine import BadRequest, EngineDead, lifetime
 from rft_fn.run import options
-from rft_fn.run.folder import Run
+from rft_fn.run.reward_task import Task
+from rft_fn.run.run_folder import Run
 from rft_fn.run.setup import with_weights
-from rft_fn.run.task import Task
 from rft_fn.types import Apply, Engine, Packed, Rollout, Sampling, Strategy, TrainState
 from rft_fn.types.engine import Delivered, EngineStatus
 

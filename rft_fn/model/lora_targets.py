@@ -15,6 +15,7 @@ from rft_fn.model.parts import find, path_of
 
 __all__ = ["linear", "not_taken_for_experts", "target_paths", "warn_of_left_out"]
 
+
 AUTO = "auto"
 _HEADS = {"classifier", "embed_out", "lm_head", "score", "v_head", "value_head"}
 

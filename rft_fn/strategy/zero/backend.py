@@ -24,8 +24,8 @@ from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
 from rft_fn.strategy.fsdp2 import groups
 from rft_fn.strategy.step import Session
-from rft_fn.strategy.zero import engine, stages
-from rft_fn.strategy.zero.engine import Root, ZeroModel
+from rft_fn.strategy.zero import deepspeed_engine, stages
+from rft_fn.strategy.zero.deepspeed_engine import Root, ZeroModel
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform, record
 
 __all__ = ["ZeroBackend", "ZeroResidence", "deepspeed", "layout"]
@@ -135,11 +135,11 @@ class ZeroBackend(Backend):
         """
         config = self.config
         size = _size(shard_size, 1)
-        root = engine.wrap_for_training(config, module, sampling, entropy, aux)
+        root = deepspeed_engine.wrap_for_training(config, module, sampling, entropy, aux)
         run: nn.Module = root
         if config.zero_stage == 3 and size == dist.world():
-            run = engine.initialize(config, root)
-            engine.gather_with_root(root, module)
+            run = deepspeed_engine.initialize(config, root)
+            deepspeed_engine.gather_with_root(root, module)
         elif config.bf16:
             for p in module.parameters():
                 p.data = p.data.bfloat16()
@@ -157,12 +157,12 @@ class ZeroBackend(Backend):
     ) -> tuple[Apply, TrainState]:
         """Return (apply, state); ValueError for a `tx` that DeepSpeed's optimizer cannot be."""
         _size(shard_size)
-        root = engine.wrap_for_training(self.config, module, **options)
+        root = deepspeed_engine.wrap_for_training(self.config, module, **options)
         model = ZeroModel(self.config, module, root, tx)
         self._settle(root, model.deepspeed_engine)
         residence = ZeroResidence(model.deepspeed_engine, module, trained=True)
         apply = ZeroApply(model.deepspeed_engine, model.params, self.session, residence, model)
-        return apply, engine.state_of(model, count=0, done=0, skipped=0)
+        return apply, deepspeed_engine.state_of(model, count=0, done=0, skipped=0)
 
     def _grad(
         self, state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]
@@ -171,7 +171,7 @@ class ZeroBackend(Backend):
 
         The gradients stay in DeepSpeed. Every rank brings the same number of packs, at least one.
         """
-        model = engine.model_of(state)
+        model = deepspeed_engine.model_of(state)
         if not isinstance(apply, ZeroApply) or apply.model is not model:
             raise ValueError("apply: expected the one that init gave with this state, got another")
         if not packs:
@@ -200,7 +200,7 @@ class ZeroBackend(Backend):
 
         ValueError for gradients that are not of the last `grad` of this model; the rest as `step.update`.
         """
-        model, count = engine.model_of(state), state.opt[0].count
+        model, count = deepspeed_engine.model_of(state), state.opt[0].count
         if grads.model is not model or grads.turn != model.turn:
             raise ValueError(
                 "grads: expected those of the last grad of this model: DeepSpeed holds no others"
@@ -218,7 +218,7 @@ class ZeroBackend(Backend):
             )
 
         model.turn += 1  # the gradients are used up
-        new = engine.state_of(model, count=count + finite, done=state.step + 1, skipped=skipped)
+        new = deepspeed_engine.state_of(model, count=count + finite, done=state.step + 1, skipped=skipped)
         tree.donate(state, grads)
         numbers = {"grad/norm": norm, "grad/skipped": float(not finite)}
         return new, {name: metric.sum(torch.tensor(x)) for name, x in numbers.items()}
@@ -227,7 +227,7 @@ class ZeroBackend(Backend):
         return grads.model.finite()
 
     def _whole(self, state: TrainState, p: Tensor) -> Tensor:
-        model = engine.model_of(state)
+        model = deepspeed_engine.model_of(state)
         with self.session.watch():
             wide = model.weight(p)
         return wide.to(torch.bfloat16) if model.config.use_mp_opt else wide
@@ -264,20 +264,20 @@ class ZeroBackend(Backend):
         dist.barrier()
         return Path(folder)
 
-    _save = staticmethod(engine.save)
-    _restore = staticmethod(engine.restore)
+    _save = staticmethod(deepspeed_engine.save)
+    _restore = staticmethod(deepspeed_engine.restore)
 
     def offload(self, state: TrainState, /) -> TrainState:
         """Move the moments to the host. Donates `state`."""
-        return engine.moved(state, host=True)
+        return deepspeed_engine.moved(state, host=True)
 
     def reload(self, state: TrainState, /) -> TrainState:
         """Move the moments to the device. Donates `state`."""
-        return engine.moved(state, host=False)
+        return deepspeed_engine.moved(state, host=False)
 
     def _release(self) -> None:
         """Take down the group in DeepSpeed, which remembers it, if it ends with this strategy."""
-        comm = engine.library().comm
+        comm = deepspeed_engine.library().comm
         if self.session.processes.began and comm.is_initialized():  # not before the first model
             dist.settle()
             comm.destroy_process_group()

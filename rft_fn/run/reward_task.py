@@ -17,7 +17,7 @@ from rft_fn.reward.combine import read_veto
 from rft_fn.reward.scalar_model import check_budget
 from rft_fn.run import options
 from rft_fn.run.files import last_model
-from rft_fn.run.folder import Run
+from rft_fn.run.run_folder import Run
 from rft_fn.run.setup import load_data, load_processing, placed, plan_steps, with_processor
 from rft_fn.strategy import StrategyConfig
 from rft_fn.types import Engine, Experience, Rollout, Sampling, Strategy, TokenOut
