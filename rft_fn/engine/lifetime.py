@@ -1,4 +1,4 @@
-"""Holds the options of an engine; wraps one to be built late, answer in time, and be dead once it failed."""
+"""Holds the options of an engine; wraps one to be built late, answer in time, and die once it failed."""
 
 import faulthandler
 import os

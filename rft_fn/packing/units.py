@@ -1,4 +1,4 @@
-"""Batches of rows of ids, units of rows that belong together, and rows that packs without media borrow.
+"""Batches of rows of ids, rows that belong together, and rows that packs without media borrow.
 
 Where a batch has media, the towers run in every pack. Models with sharded parts run
 alike on all processes, so a tower that only some packs need would stop the others. What is borrowed has

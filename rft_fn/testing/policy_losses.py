@@ -1,4 +1,4 @@
-"""Checks of policy losses: the gradient on-policy, importance ratios, and finite values at any log-ratio."""
+"""Checks of policy losses: gradient on-policy, importance ratios, finite values at any log-ratio."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -88,8 +88,7 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
 class Batching(NamedTuple):
     """The batching that a model is capable of, by a probe."""
 
-    rows: prompt_cache.Rows | None
-    """the dimension of rows in its cache; None: no cache, all tokens are read again"""
+    rows: prompt_cache.Rows | None  # the dimension of rows in its cache; None: all tokens are read again
     padded: bool = False  # rows of different lengths together, padded on the left
     grows: bool = True  # whether the cache has a place for each token, padding too
     single: bool = False  # one row at a time
