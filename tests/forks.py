@@ -58,8 +58,11 @@ LIBRARIES = (
     "plotext",
     "hypothesis",
     "pytest",
-    "rft_fn",
+    "rft_fn.collect",
+    "rft_fn.run",
     "rft_fn.strategy.fsdp2",
+    "rft_fn.tools.commands",
+    "rft_fn.tools.pictures",
     "rft_kernels",
     "script_runs",
 )

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import reduce
 from pathlib import Path
 
 import forks
@@ -82,7 +81,7 @@ def leave_out(put=setattr):
     parts = []
     for path, function in instead.items():
         module, _, name = path.rpartition(".")
-        owner = reduce(getattr, module.split("."), importlib.import_module("rft_fn"))
+        owner = importlib.import_module(f"rft_fn.{module}")
         parts.append((owner, name, getattr(owner, name)))
         put(owner, name, function)
     return parts

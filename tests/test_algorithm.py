@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

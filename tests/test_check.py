@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import pytest
 import torch
-from cases import each
+from each_case import each
 
 from rft_fn import advantage, algorithm, check, loss, metric, optim, packing, reward_shaping, segment, weight
 from rft_fn.logprob import log_probs_from_logits

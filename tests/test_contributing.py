@@ -8,7 +8,7 @@ from pathlib import Path
 
 import forks
 import pytest
-from cases import each
+from each_case import each
 
 pytestmark = pytest.mark.docs
 

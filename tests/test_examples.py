@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from cases import each
+from each_case import each
 from pages import as_module
 from torch.func import grad
 

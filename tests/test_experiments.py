@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import each
+from each_case import each
 
 pytestmark = [pytest.mark.docs, pytest.mark.usefixtures("plain_runs")]
 

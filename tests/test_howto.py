@@ -6,7 +6,7 @@ import sys
 
 import forks
 import pytest
-from cases import each
+from each_case import each
 from pages import as_module
 from test_house import ROOT
 

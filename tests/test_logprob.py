@@ -5,7 +5,7 @@ import pytest
 import ref
 import tiny
 import torch
-from cases import each
+from each_case import each
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode

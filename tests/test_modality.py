@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 from sees_and_hears import FAMILIES as SmallFamilies
 from test_probe import quiet
 

@@ -5,7 +5,7 @@ import pytest
 import ref_rewards
 import tiny
 import torch
-from cases import each
+from each_case import each
 from hypothesis import given
 from hypothesis import strategies as st
 

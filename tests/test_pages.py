@@ -15,7 +15,7 @@ import forks
 import page_setups
 import pages
 import pytest
-from cases import each
+from each_case import each
 from test_house import load_script
 from test_public import named_in
 

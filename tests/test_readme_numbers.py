@@ -6,7 +6,7 @@ import sys
 
 import conformance
 import pytest
-from cases import each
+from each_case import each
 from test_readme import BLOCKS, README, ROOT
 
 import rft_fn as rft

@@ -8,7 +8,7 @@ import pytest
 import ref
 import ref_rewards
 import torch
-from cases import each
+from each_case import each
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import each
+from each_case import each
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ import zlib
 import pytest
 import ref_rows
 import torch
-from cases import each
+from each_case import each
 
 from rft_fn import algorithm, loss, packing
 from rft_fn.types import Rollout, TokenOut, experience

@@ -11,7 +11,7 @@ import sys
 import headless
 import pages
 import pytest
-from cases import each
+from each_case import each
 
 import rft_fn as rft
 

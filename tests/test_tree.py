@@ -6,7 +6,7 @@ import pickle
 import optree
 import pytest
 import torch
-from cases import each
+from each_case import each
 from torch.utils import _pytree as torch_pytree
 
 from rft_fn import tree

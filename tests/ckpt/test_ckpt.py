@@ -14,7 +14,7 @@ import forks
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 
 import rft_fn as rft
 from rft_fn import ckpt, optim, packing, strategy, tree

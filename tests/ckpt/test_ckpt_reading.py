@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 
 from rft_fn import ckpt, optim, reward_shaping, strategy, tree, types
 from rft_fn.ckpt import folder

@@ -7,7 +7,7 @@ import pytest
 import ranks
 import tiny
 import torch
-from cases import each
+from each_case import each
 
 import rft_fn as rft
 from rft_fn import collect, engine, rng

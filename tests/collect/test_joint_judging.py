@@ -9,7 +9,7 @@ import pytest
 import ranks
 import tiny
 import torch
-from cases import each
+from each_case import each
 from test_judging import PROMPTS, rollout_of
 
 from rft_fn import collect, dist, model, reward

@@ -11,7 +11,7 @@ import pytest
 import ranks
 import tiny
 import torch
-from cases import each
+from each_case import each
 from script_runs import alone
 
 import rft_fn as rft

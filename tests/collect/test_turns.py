@@ -7,7 +7,7 @@ import pytest
 import ranks
 import tiny
 import torch
-from cases import each
+from each_case import each
 from hypothesis import given, settings
 from hypothesis import strategies as hs
 from spoken import END, Spoken, words

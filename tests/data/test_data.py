@@ -8,7 +8,7 @@ import chats
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 
 from rft_fn import data, model, rng
 

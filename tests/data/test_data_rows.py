@@ -7,7 +7,7 @@ import time
 import pyarrow.parquet
 import pytest
 import tiny
-from cases import each
+from each_case import each
 
 from rft_fn import data
 

@@ -7,7 +7,7 @@ from datetime import date, datetime
 import chats
 import pytest
 import schemas
-from cases import each
+from each_case import each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

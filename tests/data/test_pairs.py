@@ -6,7 +6,7 @@ import random
 import chats
 import pytest
 import tiny
-from cases import each
+from each_case import each
 
 from rft_fn import data
 from rft_fn.data import pairs as pairs_lib

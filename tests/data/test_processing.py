@@ -8,7 +8,7 @@ import wave
 import numpy as np
 import pytest
 import torch
-from cases import each
+from each_case import each
 from PIL import Image
 from sees_and_hears import FAMILIES
 from test_probe import quiet

@@ -7,7 +7,7 @@ import chats
 import datasets
 import pytest
 import tiny
-from cases import each
+from each_case import each
 
 from rft_fn import data
 from rft_fn.data import wrong_answers

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from cases import each
+from each_case import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image

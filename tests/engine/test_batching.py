@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from cases import each
+from each_case import each
 from families import AT, FAR, far, small
 from family_checks import word
 from hypothesis import given

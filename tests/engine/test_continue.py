@@ -10,7 +10,7 @@ import pytest
 import ref
 import tiny
 import torch
-from cases import each
+from each_case import each
 from families import small
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -9,7 +9,7 @@ import zlib
 from contextlib import contextmanager, suppress
 
 import pytest
-from cases import each
+from each_case import each
 
 from rft_fn.engine import pool
 from rft_fn.engine.server_protocol import Client, Fault, Refused

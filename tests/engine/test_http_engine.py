@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 from fake_server import FAULTS, FakeServer, serving
 
 import rft_fn as rft

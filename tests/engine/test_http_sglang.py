@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import each
+from each_case import each
 from test_http import answering, raw
 
 from rft_fn.engine import openai, sglang

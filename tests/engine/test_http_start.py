@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 from fake_server import FakeServer, serving
 
 import rft_fn as rft

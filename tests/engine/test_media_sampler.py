@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 from sees_and_hears import FAMILIES
 
 import rft_fn as rft

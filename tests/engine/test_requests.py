@@ -6,7 +6,7 @@ import warnings
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 from hypothesis import given, settings
 from hypothesis import strategies as hs
 from kuhn import best_payoff, expected_payoff, exploitability, hands, nash, situations

@@ -5,7 +5,7 @@ from datetime import date
 import chats
 import pytest
 import tiny
-from cases import each
+from each_case import each
 
 from rft_fn import environment
 from rft_fn.data import templates

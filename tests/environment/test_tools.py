@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import chats
 import pytest
-from cases import each
+from each_case import each
 from hypothesis import given, settings
 from hypothesis import strategies as hs
 

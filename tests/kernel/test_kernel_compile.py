@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import each
+from each_case import each
 
 from rft_kernels import engines, linear_logprob, logits_logprob
 

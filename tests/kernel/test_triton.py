@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import each
+from each_case import each
 
 from rft_kernels import engines, linear_logprob, logits_logprob
 

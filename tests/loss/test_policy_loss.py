@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import ref
 import torch
-from cases import each
+from each_case import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import agree, table

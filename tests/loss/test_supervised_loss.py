@@ -8,7 +8,7 @@ import pytest
 import ref
 import tiny
 import torch
-from cases import each
+from each_case import each
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import agree, table

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 from torch.func import grad, vjp, vmap
 
 from rft_fn import advantage, loss, model, packing, scan, testing, tree, weight

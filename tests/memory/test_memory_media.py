@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 from sees_and_hears import FAMILIES
 from test_memory import allocated, loss_fn
 from test_probe import quiet

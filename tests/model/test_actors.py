@@ -6,7 +6,7 @@ import json
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 from safetensors.torch import save_file
 from sees_and_hears import FAMILIES, batch
 from test_probe import quiet

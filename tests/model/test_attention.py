@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from cases import each
+from each_case import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import definition, mixed

@@ -4,7 +4,7 @@ import pytest
 import ranks
 import tiny
 import torch
-from cases import each
+from each_case import each
 from sees_and_hears import FAMILIES
 from test_actors import TEXT, loss_fn, rollout, rows, scores, trained
 from test_probe import quiet

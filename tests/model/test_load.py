@@ -10,7 +10,7 @@ import time
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 from ranks import free_port, run
 from safetensors.torch import load_file, save_file
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 from families import seeing
 from ranks import run
 from torch import nn

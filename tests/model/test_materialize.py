@@ -9,7 +9,7 @@ import json
 import pytest
 import ranks
 import torch
-from cases import each
+from each_case import each
 from families import BASE, DELTA, EXPERTS, MAMBA, USUAL
 from safetensors.torch import load_file, save_file
 from test_probe import quiet, rows

@@ -10,7 +10,7 @@ import pytest
 import ranks
 import torch
 import transformers
-from cases import each
+from each_case import each
 from families import AT, FAMILIES, FAR, SINGLE, VOCAB, config, far, small
 from packaging import version
 from tiny import definition, mixed

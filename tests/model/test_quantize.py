@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 from sees_and_hears import FAMILIES, batch
 from test_probe import quiet
 

@@ -9,7 +9,7 @@ import pytest
 import ranks
 import tiny
 import torch
-from cases import each
+from each_case import each
 from families import small
 
 import rft_fn as rft

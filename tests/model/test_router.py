@@ -8,7 +8,7 @@ import pytest
 import ref
 import tiny
 import torch
-from cases import each
+from each_case import each
 from families import DELTA, EXPERTS, USUAL
 from ranks import run
 from test_house import load_script as script
@@ -316,9 +316,10 @@ def step_of(st, lm):
     return weights, metric.results(values | more)
 
 
-def test_two_processes_are_as_one():
+def test_two_processes_are_as_one(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     want, wanted = step_of(get_fake_strategy(), small("Qwen3Moe"))
-    for rank in run(2, "test_router:on_ranks", env={"DS_ACCELERATOR": "cpu"}):
+    for rank in run(2, "test_router:on_ranks"):
         for name, (weights, values) in rank.items():
             for metric_name in ("router/aux", "router/max_share", "loss", "grad/norm"):
                 assert values[metric_name] == pytest.approx(wanted[metric_name], rel=1e-5), (

@@ -4,7 +4,7 @@ import html
 import json
 
 import pytest
-from cases import each
+from each_case import each
 from hypothesis import given
 from hypothesis import strategies as st
 from judges import ATTACKS

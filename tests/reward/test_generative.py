@@ -11,7 +11,7 @@ import judges
 import numpy as np
 import pytest
 import torch
-from cases import each
+from each_case import each
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image

@@ -7,7 +7,7 @@ import re
 import chats
 import judges
 import pytest
-from cases import each
+from each_case import each
 
 from rft_fn import reward
 from rft_fn.data.templates import special_tokens

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
-from cases import each
 from corpus import make_table
 from corpus.cases import CASES
 from corpus.harness import LATE, judged, parsed, part_of, sampled, tokenizer
+from each_case import each
 
 from rft_fn import collect, reward
 from rft_fn.strategy import get_fake_strategy

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import forks
 import pytest
-from cases import each
+from each_case import each
 from ranks import free_port
 
 from rft_fn.tools import commands, scripts

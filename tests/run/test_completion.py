@@ -4,7 +4,7 @@ import shutil
 import subprocess
 
 import pytest
-from cases import each
+from each_case import each
 
 from rft_fn import parsing
 from rft_fn.tools import commands, scripts

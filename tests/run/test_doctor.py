@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import each
+from each_case import each
 from huggingface_hub import constants
 from rich.console import Console
 
@@ -205,7 +205,7 @@ def test_nothing_secret_is_shown(monkeypatch, capsys):
 
 def test_it_loads_no_engine():
     """A look costs seconds: transformers, vllm and deepspeed stay where they are."""
-    code = "import sys; from rft_fn.run import doctor; doctor.examine(); "
+    code = "import sys; from rft_fn.tools import doctor; doctor.examine(); "
     code += "print(sorted({'transformers', 'vllm', 'deepspeed', 'peft'} & set(sys.modules)))"
     env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

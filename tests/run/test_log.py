@@ -16,7 +16,7 @@ from datetime import date
 import numpy as np
 import pytest
 import torch
-from cases import each
+from each_case import each
 from matplotlib import image
 
 from rft_fn import check, data, dist, model

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cases import each
+from each_case import each
 from test_house import load_script
 
 from rft_fn import check, parsing, reward

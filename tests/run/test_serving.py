@@ -12,7 +12,7 @@ import judges
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 
 import rft_fn as rft
 from rft_fn.reward.signature import reads_state

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from cases import each
+from each_case import each
 from test_house import load_script
 from test_run_page import blocks
 

@@ -6,7 +6,7 @@ import threading
 from typing import get_args
 
 import pytest
-from cases import each
+from each_case import each
 from hypothesis import given
 from hypothesis import strategies as some
 from rich.console import Console

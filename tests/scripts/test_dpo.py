@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import chats
 import pytest
 import torch
-from cases import each
+from each_case import each
 from mistakes import check_one_line
 from script_runs import rows, run, start
 from test_house import load_script
@@ -64,7 +64,7 @@ INT8 = pytest.param(
 )
 
 
-@each("options", [{}, {"lora_rank": 4}, {"gradient_checkpointing": True}, INT8])
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}, {"gradient_checkpointing": True}, INT8])
 def test_the_policy_is_the_reference_before_the_first_update(tmp_path, options):
     first = train(tmp_path / "r", **options)[0]
     for name in ("margin", "accuracy", "reward_chosen", "reward_rejected"):

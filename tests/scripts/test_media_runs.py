@@ -6,7 +6,7 @@ import headless
 import pytest
 import script_runs
 import torch
-from cases import each
+from each_case import each
 from script_runs import rows
 from test_house import load_script as script
 

@@ -8,7 +8,7 @@ from operator import itemgetter
 import headless
 import pytest
 import script_runs
-from cases import each
+from each_case import each
 from script_runs import rows
 from test_symptoms import check_written
 

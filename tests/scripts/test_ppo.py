@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import each
+from each_case import each
 from safetensors.torch import load_file
 from test_house import load_script
 from test_scripts import rows, run, start

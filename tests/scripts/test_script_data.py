@@ -4,7 +4,7 @@ import json
 from functools import partial
 
 import pytest
-from cases import each
+from each_case import each
 from test_house import load_script
 
 import rft_fn as rft

@@ -15,7 +15,7 @@ import warnings
 import chats
 import pytest
 import torch
-from cases import each
+from each_case import each
 from safetensors.torch import load_file
 from script_runs import ROOT, rows, run, start
 from test_house import load_script as script

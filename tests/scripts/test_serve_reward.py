@@ -12,7 +12,7 @@ import judges
 import pytest
 import script_runs
 import torch
-from cases import each
+from each_case import each
 from ranks import free_port
 from script_runs import rows
 from transformers import AutoModelForSequenceClassification

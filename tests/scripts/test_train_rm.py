@@ -11,7 +11,7 @@ import pytest
 import ranks
 import script_runs
 import torch
-from cases import each
+from each_case import each
 from mistakes import check_one_line
 from PIL import Image
 from script_runs import rows

@@ -6,7 +6,7 @@ import conformance
 import pytest
 import ranks
 import torch
-from cases import each
+from each_case import each
 
 pytestmark = pytest.mark.slow
 

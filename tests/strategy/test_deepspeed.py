@@ -10,7 +10,7 @@ import pytest
 import ranks
 import tiny
 import torch
-from cases import each
+from each_case import each
 from torch import nn
 
 import rft_fn as rft

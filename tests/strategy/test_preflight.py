@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 
 import rft_fn as rft
 from rft_fn import memory, optim

@@ -6,7 +6,7 @@ import re
 import pytest
 import tiny
 import torch
-from cases import each
+from each_case import each
 from test_fsdp2 import ANOTHER_APPLY
 
 import rft_fn as rft

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import each
+from each_case import each
 
 from rft_fn import advantage, loss, metric, packing, segment, testing, tree, weight
 from rft_fn.loss import ppo_clip

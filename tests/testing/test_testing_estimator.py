@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import ref
 import torch
-from cases import each
+from each_case import each
 
 from rft_fn import advantage, loss, testing
 from rft_fn.testing.cases import normal
