@@ -140,7 +140,7 @@ def test_each_floor_has_at_most_a_dozen_rooms_and_the_root_lists_them():
     import rft_fn
 
     text = (ROOT / "rft_fn" / "__init__.py").read_text()
-    rooms = {p.stem for p in (ROOT / "rft_fn").iterdir() if p not in ABOVE and not p.name.startswith("__")}
+    rooms = {module_of(p) for p in FILES}
     assert rooms == set(LAYER)
     for level, names in LAYERS.items():
         assert len(names.split()) <= 13, level

@@ -181,7 +181,7 @@ def test_data_that_cannot_be_meant_is_one_line(name, options, message, here):
     assert "\n" not in str(error.value) and not (here / "r").exists()
 
 
-@each("name", ["sft", "grpo", "ppo"])
+@pytest.mark.parametrize("name", ["sft", "grpo", "ppo"])  # each in a folder of its own
 def test_a_run_goes_on_with_its_own_rows(name, here):
     options = {"data": ("a.jsonl",), "eval_data": ("b.jsonl",)} if name != "sft" else {"data": ("a.jsonl",)}
     options |= {"lr_end": 1.0, "save_every": 1, "out": "r"}
