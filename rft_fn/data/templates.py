@@ -22,9 +22,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- templates
-
-
 # ---------- texts filled from the columns of a row
 
 
@@ -200,9 +197,6 @@ def _macro(day: date) -> str:
     written = "".join(f".replace({json.dumps(code)}, {json.dumps(at.strftime(code))})" for code in codes)
     # the line ends here: a template that begins with spaces stays at the start of one
     return "{%- macro strftime_now(format) -%}{{- format" + written + " -}}{%- endmacro %}\n"
-
-
-# ---------- which tokens of a sequence are learned: lessons, and spans of their masks
 
 
 # ---------- which tokens of a sequence are learned: lessons, and spans of their masks

@@ -24,9 +24,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- units of rows that belong together, and rows that packs without media borrow
-
-
 # ---------- units: sequences that belong together, such as both sides of a pair or all of a ranked list
 
 

@@ -35,9 +35,6 @@ __all__ = [
 # ---------- the engine of a run: checked by a canary when it is built, and built again when it dies
 
 
-# ---------- the engine of a run: checked by a canary when it is built, and built again when it dies
-
-
 CANARY_PROMPTS = 4
 
 

@@ -59,7 +59,7 @@ class ZeroResidence(Residence):
                 shard.data = copy(shard.data)
 
 
-# ---------- deepSpeed ZeRO 1, 2 and 3 as a `Strategy`
+# ---------- DeepSpeed ZeRO 1, 2 and 3 as a `Strategy`
 
 
 @dataclass(frozen=True)
