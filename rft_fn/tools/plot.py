@@ -37,12 +37,12 @@ _GREY = "#9aa4b2"
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """The rows of a metrics.jsonl."""
+    """Return the rows of a metrics.jsonl."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def _pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files only."""
+    """Return matplotlib's pyplot, set to draw only to files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -52,7 +52,7 @@ def _pyplot() -> Any:
 
 
 def figure(rows: int, widths: Sequence[float], *, height: float) -> tuple[Any, Any]:
-    """(a figure, its axes [rows][columns]) with columns of these widths and rows of a height [inches]."""
+    """Return (figure, axes [rows][columns]) with columns of these widths, rows of a height [inches]."""
     size = sum(widths), height * rows
     return _pyplot().subplots(rows, len(widths), figsize=size, width_ratios=widths, squeeze=False)
 
@@ -61,13 +61,13 @@ def save(fig: Any, out: str | Path) -> Path:
     """Write a figure as a PNG, and free it."""
     from matplotlib.layout_engine import TightLayoutEngine
 
-    # fig.tight_layout() would leave an engine behind, for which savefig draws everything twice
+    # fig.tight_layout() would set an engine that makes savefig draw everything twice
     TightLayoutEngine().execute(fig)
     return _write(fig, out)
 
 
 def _write(fig: Any, out: str | Path) -> Path:
-    """Write a figure as it is laid out."""
+    """Write a figure without a new layout, and free it."""
     fig.savefig(out, dpi=130)
     _pyplot().close(fig)
     return Path(out)
@@ -79,8 +79,8 @@ def _write(fig: Any, out: str | Path) -> Path:
 def curve(metrics: str | Path, out: str | Path, *, title: str = "") -> Path:
     """Draw the curves of a metrics.jsonl, one panel for each quantity that it has.
 
-    Reward or loss, evaluation, the parts of a reward that has several, pairs, log-prob gap, entropy, lengths
-    and gradient norm.
+    They are reward or loss, evaluation, the parts of a reward that has several, pairs, log-prob gap, entropy,
+    lengths and gradient norm.
     """
     plt = _pyplot()
     rows = read_metrics(metrics)
@@ -118,7 +118,7 @@ def _space(fig: Any, rows: int, columns: int) -> None:
 
 
 def _panels(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, list[str]]]:
-    """(title, names of curves) of the panels that a run has values for; the loss if it has no reward."""
+    """Return (title, names of curves) of panels with values; with the loss if there is no reward."""
     wanted = _PANELS if any("reward/mean" in row for row in rows) else (_LOSS, *_PANELS)
     wanted = (*wanted[:2], *_parts(rows), *wanted[2:])
     found = [(title, [key for key in keys if _series(rows, key)[0]]) for title, keys in wanted]
@@ -126,7 +126,7 @@ def _panels(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, list[str]]]:
 
 
 def _parts(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, tuple[str, ...]]]:
-    """The panels of the parts of a reward, which training and evaluation both have; none of a single part."""
+    """Return panels of the parts that training and evaluation both have; none if there is only one."""
     names: dict[str, None] = {}
     for row in rows:
         for key in row:
@@ -162,13 +162,13 @@ def _panel(ax: Any, rows: Sequence[Mapping[str, float]], title: str, keys: Seque
 
 
 def _series(rows: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
-    """(steps, values) of the rows that have `key`."""
+    """Return (steps, values) of the rows that have `key`."""
     having = [row for row in rows if key in row]
     return [row["step"] for row in having], [row[key] for row in having]
 
 
 def _running_mean(y: Sequence[float], span: int) -> list[float]:
-    """The mean of each value and those before it, `span` in all."""
+    """Return the mean of each value and the values before it, `span` in all."""
     out = []
     for i in range(len(y)):
         window = y[max(0, i - span + 1) : i + 1]
@@ -177,7 +177,7 @@ def _running_mean(y: Sequence[float], span: int) -> list[float]:
 
 
 def _label(key: str) -> str:
-    """The name of a curve among others in its panel: mean, max, chosen; held out or training."""
+    """Return the name of a curve in its panel: mean, max, chosen; held out or training."""
     if key.startswith("eval/"):
         return "held out"
     if "_" in key and not key.startswith("reward/"):
@@ -208,9 +208,9 @@ def reliability(
 ) -> Path:
     """Draw how often predictions come true: the observed share over the predicted probability.
 
-    `bins` are those of `metric.reliability`: (predictions, their mean probability, the share that came true).
+    `bins` come from `metric.reliability`: (predictions, their mean probability, the share that came true).
     A calibrated model lies on the diagonal. `ece` is the expected calibration error, the mean distance from
-    the diagonal, and stands in the title.
+    the diagonal, and is written in the title.
     """
     fig, axes = figure(2, (4.6,), height=2.8)
     ax, below = axes[0][0], axes[1][0]
@@ -221,7 +221,7 @@ def reliability(
     ax.legend(frameon=False, fontsize=8, loc="upper left")
     ax.set_title(f"{title}  ECE {ece:.3f}".strip(), fontsize=10, loc="left")
 
-    # the number of predictions of each bin stands on its bar
+    # the number of predictions of each bin is written on its bar
     counts = [int(count) for count, *_ in bins]
     bars = below.bar(predicted, counts, width=0.05, color=_BLUE, alpha=0.6)
     below.bar_label(bars, fontsize=7, padding=1)
@@ -236,7 +236,8 @@ def reliability(
 def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | None:
     """Draw where the seconds of a run went: bars over its steps, stacked by phase.
 
-    In a run of more than `bars` steps, a bar is the mean of several steps. None for a run without phases.
+    In a run of more than `bars` steps, a bar is the mean of several steps. Returns None for a run without
+    phases.
     """
     rows = read_metrics(timing)
     names = list(dict.fromkeys(k for row in rows for k in row if k.startswith(_PHASE)))
@@ -269,7 +270,7 @@ def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | Non
 
 
 def terminal_curve(y: Sequence[float], *, title: str, width: int = 72, height: int = 12) -> str:
-    """A curve as text, for the end of a run."""
+    """Return a curve as text, for the end of a run."""
     import plotext
 
     plotext.clear_figure()

@@ -1,6 +1,6 @@
 """The training scripts: where they are, copies to be changed, and running one in place.
 
-A checkout has them in `train_scripts`, which the wheel holds as `rft_scripts` beside the package.
+A checkout has them in `train_scripts`, which the wheel holds as `rft_scripts` next to the package.
 """
 
 import ast
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def folder() -> Path:
-    """The folder of the scripts. FileNotFoundError where an installation has none."""
+    """Return the folder of the scripts; raise FileNotFoundError if an installation has none."""
     beside = Path(__file__).resolve().parents[2]
     for name in ("train_scripts", "rft_scripts"):
         if (beside / name / "grpo.py").is_file():
@@ -49,12 +49,12 @@ def folder() -> Path:
 
 
 def named() -> dict[str, Path]:
-    """The scripts by their names."""
+    """Return the paths of the scripts by their names."""
     return {path.stem: path for path in sorted(folder().glob("*.py"))}
 
 
 def find(name: str) -> Path:
-    """The file of a script: one of `named`, or a path that ends in .py. ValueError if there is none."""
+    """Return the file of a script, of `named` or a path to a .py; raise ValueError if there is none."""
     if name.endswith(".py"):
         path = Path(name)
         if path.is_file():
@@ -69,7 +69,7 @@ def find(name: str) -> Path:
 
 
 def summary(path: Path) -> str:
-    """The first line of a script's docstring; empty without one."""
+    """Return the first line of a script's docstring; empty without one."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return text.partition("\n")[0]
 
@@ -77,8 +77,8 @@ def summary(path: Path) -> str:
 def copy(name: str, to: str = "") -> Path:
     """Copy the script `name` to the file or folder `to`, by default into this folder.
 
-    Its docstring names the copy then, in the commands that it shows. ValueError for a file that is there, for
-    one that is no Python, and for one that would hide a library of its name from every script beside it.
+    The commands in its docstring then name the copy. Raises ValueError for a file that is there, for one that
+    is not Python, and for one that would hide a library of its name from every script in the same folder.
     """
     source = find(name)
     path = Path(to or source.name)
@@ -91,7 +91,7 @@ def copy(name: str, to: str = "") -> Path:
     if hidden := _library(path.stem):
         raise ValueError(f"to: expected a name that no library has, got {path}, which would hide {hidden}")
 
-    # a folder that is missing is made, as a run makes that of its results
+    # make a missing folder, as a run does for its results
     path.parent.mkdir(parents=True, exist_ok=True)
     text = source.read_text(encoding="utf-8")
     path.write_text(text.replace(f"train_scripts/{source.name}", path.as_posix()), encoding="utf-8")
@@ -99,7 +99,7 @@ def copy(name: str, to: str = "") -> Path:
 
 
 def _library(name: str) -> str:
-    """The place of an installed module of this name, which no script lies beside; empty without one."""
+    """Return the place of an installed module of this name; empty if none, or if it is in this folder."""
     if name in sys.builtin_module_names or name in sys.stdlib_module_names:
         return f"Python's own {name}"
     found = importlib.util.find_spec(name) if name.isidentifier() else None
@@ -109,7 +109,7 @@ def _library(name: str) -> str:
 
 
 def config(path: Path) -> type:
-    """The class of a script's options, `Config`; the script is imported, and does not run."""
+    """Return the class of a script's options, `Config`; import the script, but do not run it."""
     name = f"rft_script_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # any file ending in .py has both
@@ -120,9 +120,9 @@ def config(path: Path) -> type:
 
 
 def execute(path: Path, arguments: Sequence[str]) -> None:
-    """Run a script as `python PATH ARGUMENTS` would: it is `__main__`, with its folder first on sys.path."""
+    """Run a script as `python PATH ARGUMENTS` does: as `__main__`, its folder first on sys.path."""
     sys.argv = [str(path), *arguments]
-    if path.resolve().parent != folder():  # ours import nothing that lies beside them
+    if path.resolve().parent != folder():  # our scripts import nothing from their folder
         sys.path.insert(0, str(path.resolve().parent))
     runpy.run_path(str(path), run_name="__main__")
 
@@ -134,7 +134,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 Options: TypeAlias = type
 Words: TypeAlias = Mapping[str, Options | Mapping[str, Options]]
-"""By each word that may come first: the options behind it, or further words with theirs."""
+"""By each word that may come first: the options that follow it, or further words with theirs."""
 
 # where nothing of ours fits, a word is a file
 _FILES_IN_BASH = """
@@ -145,13 +145,13 @@ _rft() {
 complete -o default -F _rft rft
 """
 
-# the words are more than one argument of a process may hold, so fish has to send them as input
+# the words are more than one argument of a process may hold, so fish must send them as input
 _ARGUMENT_IN_FISH = '$python_cmd -c "$pycode" $words $current'
 _INPUT_IN_FISH = 'printf "%s" "$pycode" | $python_cmd - $words $current'
 
 
 def completion(shell: str, words: Words) -> str:
-    """The completion for bash, zsh or fish of the words that follow `rft`."""
+    """Return the completion for bash, zsh or fish of the words that follow `rft`."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         tyro.cli(_either(words), prog="rft", args=["--tyro-print-completion", shell])
@@ -164,7 +164,7 @@ def completion(shell: str, words: Words) -> str:
 
 
 def _either(words: Words) -> Any:
-    """A union of what each word stands for, which tyro takes as subcommands."""
+    """Return a union of what each word means, which tyro takes as subcommands."""
     kinds = []
     for word, behind in words.items():
         if isinstance(behind, Mapping):
@@ -177,7 +177,7 @@ def _either(words: Words) -> Any:
 
 
 def _with_short_names(options: type) -> type:
-    """The options, where --PART.NAME is also --NAME as on the command line."""
+    """Return the options, with --NAME for --PART.NAME too, as on the command line."""
     hints = get_type_hints(options, include_extras=True)
     owners = parsing.owners(options)
     fields = []
@@ -192,7 +192,7 @@ def _with_short_names(options: type) -> type:
 
 
 def _named_twice(part: type, names: list[str]) -> Any:
-    """The part of a config with an alias without the part's name for each of `names`."""
+    """Return a part of a config with an alias, without the part's name, for every name in `names`."""
     hints = get_type_hints(part, include_extras=True)
     fields = []
     for f in dataclasses.fields(part):

@@ -24,14 +24,14 @@ __all__ = ["HUES", "follow", "frame", "sparkline"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40  # characters of a sparkline or a bar
-_RECENT = 20  # steps whose phases are shown
+_RECENT = 20  # steps in the mean seconds of the phases
 _RESPONSES = 6
 HUES = {"good": (31, 111, 178), "bad": (214, 90, 20), "much": (120, 60, 170)}  # as on the page
 _BEHIND = "          "  # under a response, where its reward ends
 
 
 def sparkline(y: Sequence[float], width: int = _WIDTH) -> str:
-    """Numbers as a line of blocks from the least to the largest, each the mean of a stretch."""
+    """Draw numbers as a line of blocks, least to largest; each block is the mean of a stretch."""
     if not y:
         return ""
     count = min(width, len(y))
@@ -43,7 +43,7 @@ def sparkline(y: Sequence[float], width: int = _WIDTH) -> str:
 
 
 def frame(run: Recorded, color: Name = "push") -> Group:
-    """A run as it stands, for a terminal; `color` is the number that tokens are coloured by."""
+    """Return the present state of a run for a terminal, with tokens coloured by the number `color`."""
     last = run.metrics[-1]["step"] + 1
     of = run.config.get("steps")
     head = f"{run.name}  step {last}"
@@ -75,7 +75,7 @@ def _metrics(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _phases(timing: Sequence[Mapping[str, Any]]) -> Table:
-    """The mean seconds of each phase over the last steps, as bars."""
+    """Return the mean seconds of each phase over the last steps, as bars."""
     table = Table(box=None, pad_edge=False)
     for name in (f"seconds per step, last {_RECENT}", "", ""):
         table.add_column(name)
@@ -92,7 +92,7 @@ def _phases(timing: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _spread(row: Mapping[str, Any]) -> Table:
-    """The quantiles of the lengths and the rewards of a step."""
+    """Return the quantiles of the lengths and the rewards of a step."""
     table = Table(box=None, pad_edge=False)
     for name in (f"step {row['step'] + 1}", "min", *(f"{q:.0%}" for q in QUANTILES[1:-1]), "max"):
         table.add_column(name)
@@ -103,7 +103,7 @@ def _spread(row: Mapping[str, Any]) -> Table:
 
 
 def _responses(rows: Sequence[Mapping[str, Any]], color: Name) -> Group:
-    """The last group whose rewards differ, or else the last, each token on the colour of its number."""
+    """Return the last group with differing rewards, else the last; colour each token by its number."""
     step = rows[-1]["step"]
     groups: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -114,7 +114,7 @@ def _responses(rows: Sequence[Mapping[str, Any]], color: Name) -> Group:
         if len({row.get("reward") for row in group}) > 1:
             shown = group
 
-    # media stand as their names before the text that is about them
+    # media are shown by their names, before the text about them
     media = [f"[{kind} {name}] " for row in shown for kind, name, _ in row.get("media", ())]
     head = f"step {step + 1}  {''.join(media)}{shown[0].get('prompt', '')}"
     field = FIELDS[color]
@@ -148,7 +148,7 @@ def _tokens(row: Mapping[str, Any], color: Name, full: float) -> Text:
 
 
 def _background(color: Name, size: float, full: float) -> str:
-    """A darker colour for a smaller level, none for 0."""
+    """Return a style of the background, darker for a smaller level, none for 0."""
     if not size:
         return ""
     share = 0.25 + 0.75 * min(abs(size) / full, 1.0)
@@ -157,7 +157,7 @@ def _background(color: Name, size: float, full: float) -> str:
 
 
 def _turns(conversation: Sequence[Mapping[str, Any]]) -> Text:
-    """The turns of a conversation, each behind its role."""
+    """Return the turns of a conversation, each after its role."""
     text = Text(_BEHIND)
     for turn in conversation:
         said = turn.get("content")
@@ -169,10 +169,10 @@ def _turns(conversation: Sequence[Mapping[str, Any]]) -> Text:
 
 
 def follow(folder: str | Path, *, every: float = 2.0, once: bool = False, color: Name = "push") -> None:
-    """Show a run until it ends, or only as it stands with `once`; tokens are coloured by `color`.
+    """Show a run until it ends, or one time with `once`; tokens are coloured by `color`.
 
-    The folder is read every `every` seconds. ValueError for a folder without a run; a run that has begun and
-    finished no step yet is waited for.
+    The folder is read every `every` seconds. A run that has begun and finished no step yet is waited for.
+    Raises ValueError for a folder without a run.
     """
     if not math.isfinite(every) or every <= 0:
         raise ValueError(f"every: expected above 0, got {every}")

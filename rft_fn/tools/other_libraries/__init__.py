@@ -54,7 +54,7 @@ def answer(written: str, name: str, own: Collection[str]) -> str | None:
 def check(args: Sequence[str], own: Collection[str]) -> None:
     """Refuse, in one line, options that other libraries have and the script has not.
 
-    ValueError for such options. `own` are the names of the script's options, with underscores.
+    Raises ValueError for such options. `own` are the names of the script's options, with underscores.
     """
     lines = []
     for arg in args:

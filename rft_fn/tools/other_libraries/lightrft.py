@@ -1,4 +1,4 @@
-"""Options of LightRFT, most of which are OpenRLHF's older names."""
+"""Options of LightRFT; most are OpenRLHF's older names."""
 
 from collections.abc import Mapping
 from typing import Any

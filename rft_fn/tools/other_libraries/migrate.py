@@ -33,10 +33,10 @@ class Config(NamedTuple):
 
 
 def read(path: str) -> Config:
-    """The options of a file, and the programs that it starts.
+    """Return the options of a file, and the programs that it starts.
 
     .yaml, .yml and .json hold a mapping. Any other file is a shell script: `--name value`, `--name=value`
-    and `name=value` are options, wherever they stand. ValueError for a file that is not there, or cannot be
+    and `name=value` are options, anywhere in it. Raises ValueError for a file that is not there, cannot be
     read, or holds no option.
     """
     file = Path(path)
@@ -59,7 +59,7 @@ def read(path: str) -> Config:
 
 
 def _parsed(file: Path, text: str) -> Mapping[str, Any]:
-    """The mapping in a text of JSON or YAML."""
+    """Return the mapping in a text of JSON or YAML."""
     import yaml
 
     try:
@@ -73,7 +73,7 @@ def _parsed(file: Path, text: str) -> Mapping[str, Any]:
 
 
 def _of_yaml(text: str) -> Any:
-    """What a text of YAML says. ValueError where its aliases stand for far more than the text."""
+    """Return the data in a text of YAML; raise ValueError if its aliases mean far more than the text."""
     import yaml
 
     loader = yaml.SafeLoader(text)
@@ -90,7 +90,7 @@ def _of_yaml(text: str) -> Any:
 
 
 def _written_out(node: Any, known: dict[int, int]) -> int:
-    """The characters of a node of YAML with its aliases written out. ValueError for one inside itself."""
+    """Count the characters of a YAML node, aliases written out; raise ValueError for one in itself."""
     if id(node) not in known:
         known[id(node)] = -1  # until all that is in it was counted
         inside = [x for pair in node.value for x in pair] if node.id == "mapping" else node.value
@@ -104,7 +104,7 @@ def _written_out(node: Any, known: dict[int, int]) -> int:
 
 
 def _flat(options: Mapping[str, Any], head: str = "") -> dict[str, Any]:
-    """Nested options by names with dots; a mapping without entries is none."""
+    """Return nested options by names with dots; a mapping without entries is no option."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Mapping) and not str(name).endswith("kwargs"):
@@ -115,7 +115,7 @@ def _flat(options: Mapping[str, Any], head: str = "") -> dict[str, Any]:
 
 
 def _words(file: Path, text: str) -> list[str]:
-    """The words of a shell script."""
+    """Return the words of a shell script."""
     try:
         return shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
@@ -123,7 +123,7 @@ def _words(file: Path, text: str) -> list[str]:
 
 
 def _programs(words: Sequence[str]) -> list[str]:
-    """The names of Python's files and modules, and of subcommands of `trl`."""
+    """Return the names of Python's files and modules, and of subcommands of `trl`."""
     found = []
     for before, word in pairwise(["", *words]):
         if word.endswith(".py"):
@@ -136,7 +136,7 @@ def _programs(words: Sequence[str]) -> list[str]:
 
 
 def _of_shell(words: Sequence[str]) -> dict[str, Any]:
-    """The options of the commands in a shell script."""
+    """Return the options of the commands in a shell script."""
     # an option without a value is true, one with several values has a list
     found: dict[str, Any] = {}
     name = ""
@@ -158,7 +158,7 @@ def _of_shell(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _with(value: Any, word: str) -> Any:
-    """The value of an option that one more word belongs to."""
+    """Return the value of an option with one more word added."""
     if value is True:
         return word
     if isinstance(value, list):
@@ -180,7 +180,7 @@ KINDS = {
 class Translation(NamedTuple):
     """A config in our words."""
 
-    command: list[str]  # "python train_scripts/grpo.py", and each of its arguments
+    command: list[str]  # "python train_scripts/grpo.py", and its arguments
     notes: list[str]  # what differs in a way that matters
     without: dict[str, str]  # the options without a counterpart, and why
     unknown: list[str]  # names that are not in the table
@@ -192,10 +192,10 @@ class Translation(NamedTuple):
 def translate(
     library: Library, options: Mapping[str, Any], programs: Sequence[str] = (), kind: str | None = None
 ) -> Translation:
-    """Return our command for the options of another library, where they are not set with its defaults.
+    """Return our command for the options of another library; an unset one has that library's default.
 
-    `kind` is that of the trainer, one of KINDS; None: what the programs or the options tell. ValueError where
-    they tell none.
+    `kind` is the kind of the trainer, one of KINDS; with None, the programs or the options tell it. Raises
+    ValueError if they tell none.
     """
     trainer = library.trainers[_kind(library, options, programs, kind)]
     whole = {**trainer.defaults, **options}
@@ -256,7 +256,7 @@ def _arguments(row: Row, value: Any) -> str | None:
 def _kind(library: Library, options: Mapping[str, Any], programs: Sequence[str], named: str | None) -> str:
     """Return the kind of a config's trainer: as named, by its programs, or by options that no other has.
 
-    ValueError where the library has no such trainer, and where neither programs nor options tell one.
+    Raises ValueError if the library has no such trainer, or if neither programs nor options tell one.
     """
     kinds = ", ".join(library.trainers)
     if named is not None:

@@ -51,7 +51,7 @@ STRATEGY = {
 
 _SCRIPT = "an option of the scripts, since it is not about processes: "
 
-# of LightRFT's options those that lead to one of the scripts, and what is no option there or another here
+# options of LightRFT that lead to one of the scripts, and names that are no option there or another here
 CONFIG = {
     **{
         name: _SCRIPT + flag[0]

@@ -14,7 +14,7 @@ _SCHEDULE = r.choice(
     cosine_with_min_lr="--schedule cosine", linear="--schedule linear", constant="--schedule constant"
 )
 
-# beside the names that LightRFT has too
+# in addition to the names that LightRFT has too
 TABLE: r.Table = {
     "all": {
         "eval.dataset": r.by_kind(rl=r.same("--eval-data"), pairs=r.same("--eval-data"), sft=r.UNEVALUATED),
@@ -196,7 +196,7 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
     used = {*_OLDER_OF_EXAMPLES, *_OLDER_OF_EXAMPLES.values()}
     given = {older: options.get(older, options.get(name)) for name, older in _OLDER_OF_EXAMPLES.items()}
 
-    # a pack has to hold an example, or both sides of a pair
+    # a pack must hold an example, or both sides of a pair
     arguments = _columns(kind, given)
     if kind == "sft":
         length = int(given["max_len"] or 2048)

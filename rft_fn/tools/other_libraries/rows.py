@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 # a kind of trainer or a group of them, and the beginning of the names that follow -> names of options, with
-# spaces between those of one row -> ours; rows of the kind "" are for hints only: a trainer combines these
+# spaces between the names of a row -> ours; rows of the kind "" are for hints only: a trainer combines these
 # options with others, or has none
 Table = Mapping[str, Mapping[str, Row]]
 GROUPS = {"all": ("rl", "sft", "dpo", "rm"), "examples": ("sft", "dpo", "rm"), "pairs": ("dpo", "rm")}
@@ -62,7 +62,7 @@ class Trainer(NamedTuple):
     script: Callable[[Mapping[str, Any]], str]  # the name of ours, without .py
     sections: Mapping[str, str]  # the beginning of a name -> why nothing under it has a counterpart
     programs: tuple[str, ...]  # files and modules that start it, without .py
-    tells: tuple[str, ...] = ()  # beginnings of NAME=VALUE that no other trainer has, beside its own rows
+    tells: tuple[str, ...] = ()  # beginnings of NAME=VALUE that no other trainer has, besides its rows
 
 
 class Library(NamedTuple):

@@ -147,7 +147,7 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
     if str(options.get("packing", False)).lower() == "true":
         notes.append("--batch: it counts examples; theirs, with packing, counts packs")
 
-    # a pack has to hold an example, or both sides of a pair
+    # a pack must hold an example, or both sides of a pair
     length = int(options.get("max_seq_length") or options.get("max_length") or 0)
     if length and kind == "sft":
         arguments += [f"--budget {length}", f"--max-prompt {length}"]
@@ -165,7 +165,7 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
         used |= {"warmup_ratio"}
         arguments.append(f"--warmup {math.ceil(warmup * steps) if 0 < warmup < 1 else int(warmup)}")
 
-    # smoothed labels are a loss of their own
+    # smoothed labels are a separate loss
     smoothing = float(options.get("label_smoothing") or 0)
     if kind == "dpo" and smoothing and options.get("loss_type") != "sigmoid":
         used |= {"label_smoothing"}

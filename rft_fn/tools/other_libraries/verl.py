@@ -306,7 +306,7 @@ def _examples(options: Mapping[str, Any]) -> r.Combined:
             keys = [f"[{key}]" for key in _items(options.get(f"data.{side}_dict_keys"))]
             arguments.append(f"{ours} '{{{column}{''.join(keys)}}}'")
 
-    # a pack has to hold an example
+    # a pack must hold an example
     length = int(options["data.max_length"])
     budget = max(length, int(options.get("data.max_token_len_per_gpu") or 0))
     arguments += [f"--max-prompt {length}", f"--budget {budget}"]

@@ -27,12 +27,12 @@ _BANDS = 300  # steps of a band of quantiles
 
 
 def short(x: float) -> float:
-    """A number with six digits."""
+    """Return a number with six digits."""
     return float(f"{x:.6g}")
 
 
 def metric_names(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """The metrics of some runs, what matters most first."""
+    """Return the names of the metrics of some runs, what matters most first."""
     first = ("reward/mean", "eval/mean", "loss")
     names = dict.fromkeys(name for rows in runs for row in rows for name in row if name != "step")
 
@@ -45,7 +45,7 @@ def metric_names(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
 
 
 def thinned(y: Sequence[float], most: int = MOST) -> list[int]:
-    """The indices of at most `most` values, among them the least and the largest of each stretch."""
+    """Return the indices of at most `most` values, with the least and the largest of each stretch."""
     if len(y) <= most:
         return list(range(len(y)))
     count = most // 2
@@ -57,7 +57,11 @@ def thinned(y: Sequence[float], most: int = MOST) -> list[int]:
 
 
 def curve(runs: Sequence[Sequence[Mapping[str, Any]]], name: str) -> dict[str, list[float]] | None:
-    """{x, y, and for several runs lo, hi} of a metric: the mean, least and largest over runs at each step."""
+    """Return {x, y} of a metric by step, the mean over runs; for several runs also lo, hi.
+
+    `lo` and `hi` are the least and the largest value over the runs, and over the steps that a point
+    covers.
+    """
     values: dict[int, list[float]] = {}
     for rows in runs:
         for row in rows:
@@ -66,7 +70,7 @@ def curve(runs: Sequence[Sequence[Mapping[str, Any]]], name: str) -> dict[str, l
     if not values:
         return None
 
-    # what a stretch leaves out of the mean is left out of the band too, whose extremes are kept
+    # steps that the mean leaves out are left out of the band too, but their extremes are kept in it
     steps = sorted(values)
     y = [sum(values[step]) / len(values[step]) for step in steps]
     kept = thinned(y)
@@ -80,7 +84,7 @@ def curve(runs: Sequence[Sequence[Mapping[str, Any]]], name: str) -> dict[str, l
 
 
 def phases(timing: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """{x, size, names, seconds [bar][phase]}: the mean seconds of each phase over the steps of a bar.
+    """Return {x, size, names, seconds [bar][phase]}: means of each phase over the steps of a bar.
 
     The rest of a step, outside of all phases, is the phase "other".
     """
@@ -97,9 +101,10 @@ def phases(timing: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def fan(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any] | None:
-    """{x, q [quantile][step]} of the lengths or the rewards of a run.
+    """Return {x, q [quantile][step]} of the lengths or the rewards of a run.
 
-    Of many steps the least of the lowest and the largest of the highest quantile stay, of the others a mean.
+    Many steps are joined: the lowest quantile keeps its least value, the highest its largest, and the others
+    have a mean.
     """
     having = [row for row in rows if name in row]
     if not having:
@@ -120,7 +125,7 @@ def fan(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any] | None:
 
 
 def found_symptoms(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each symptom that a run noted: its first and last step, the sentence of the last one and the remedy."""
+    """Return every symptom of a run: first and last step, the sentence of the last one, the remedy."""
     found = []
     for rule in RULES:
         places = [i for i, row in enumerate(rows) if row.get(WARNING + rule.name)]
@@ -137,7 +142,7 @@ def found_symptoms(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 MOST_BYTES = 9_500_000  # of a page
-_MOST_STEPS = 1000  # of a run whose responses are on the page: each is an entry of a menu
+_MOST_STEPS = 1000  # steps of a run with responses on the page: a menu lists them
 _PICTURE_BYTES = 600_000
 _SCRIPTS = ("charts.js", "tokens.js", "page.js")
 _HERE = Path(__file__).parent
@@ -146,9 +151,9 @@ _HERE = Path(__file__).parent
 def write_page(folders: Sequence[str | Path], out: str | Path, *, most_bytes: int = MOST_BYTES) -> Path:
     """Write the page of the runs in some folders, and return its path.
 
-    It is one file of at most `most_bytes`: responses of fewer steps are in it where all would not fit, and of
-    at most 1,000 of a run.
-    ValueError for a folder that holds no run, and for an `out` that cannot be written.
+    It is one file of at most `most_bytes`. It has the responses of at most 1,000 steps of a run, and of fewer
+    where they would not fit.
+    Raises ValueError for a folder that holds no run, and for an `out` that cannot be written.
     """
     out = Path(out)
     runs = recorded.read_all(folders)
@@ -174,13 +179,13 @@ def write_page(folders: Sequence[str | Path], out: str | Path, *, most_bytes: in
 
 
 def _block(name: str, data: Any) -> str:
-    """Data inside the page; nothing in it can end the element."""
+    """Return data as an element of the page; nothing in the data can end the element."""
     text = writable(json.dumps(data, separators=(",", ":"), ensure_ascii=False)).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
 def _data(runs: Sequence[Recorded], most_bytes: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what the page shows at once, {name: the responses that it reads when they are asked for})."""
+    """Return (what the page shows at once, {name: the responses that it reads on demand})."""
     groups = recorded.grouped(runs)
     names = metric_names([run.metrics for run in runs])
     metrics = {}
@@ -194,7 +199,7 @@ def _data(runs: Sequence[Recorded], most_bytes: int) -> tuple[dict[str, Any], di
         "runs": [_run(run) for run in runs],
     }
 
-    # what is left of the size goes to the responses, to those of each run alike
+    # the rest of the size goes to the responses, with an equal share for every run
     used = len(json.dumps(about)) + 100_000
     share = max(most_bytes - used, 0) // (2 * len(runs))
     parts: dict[str, Any] = {}
@@ -214,7 +219,7 @@ def _group_name(runs: Sequence[Recorded], group: Sequence[int]) -> str:
 
 
 def _run(run: Recorded) -> dict[str, Any]:
-    """What the page shows of a run by itself."""
+    """Return what the page shows of a single run."""
     return {
         "name": run.name,
         "config": run.config,
@@ -228,7 +233,7 @@ def _run(run: Recorded) -> dict[str, Any]:
 
 
 def _pictures(paths: Sequence[Path]) -> list[tuple[str, str]]:
-    """(name, data URI) of pictures that are not too large."""
+    """Return (name, data URI) of the pictures that are not too large."""
     found = []
     for path in paths:
         if path.stat().st_size <= _PICTURE_BYTES:
@@ -238,7 +243,7 @@ def _pictures(paths: Sequence[Path]) -> list[tuple[str, str]]:
 
 
 def _fitting(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> dict[int, list[Mapping[str, Any]]]:
-    """The rows by step: of all steps, or evenly of as many as may be, the first and the last among them."""
+    """Return rows by step: of all steps, or evenly of as many as fit, with the first and the last."""
     steps: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
         steps.setdefault(row["step"], []).append(row)
@@ -254,7 +259,7 @@ def _fitting(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> dict[int, li
 
 
 def _even(steps: Sequence[int], count: int) -> list[int]:
-    """`count` of the steps, evenly, with the first and the last."""
+    """Return `count` of the steps, evenly, with the first and the last."""
     if count == 1:
         return [steps[-1]]
     return [steps[i * (len(steps) - 1) // max(count - 1, 1)] for i in range(count)]

@@ -34,7 +34,7 @@ class Recorded(NamedTuple):
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file up to a line that is not whole; none of a file that is not there."""
+    """Return the rows of a .jsonl file up to a line that is not whole; none for a missing file."""
     if not path.exists():
         return []
     found = []
@@ -47,7 +47,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The options of a nested config by their dotted names."""
+    """Return the options of a nested config by their dotted names."""
     found: dict[str, Any] = {}
     for name, x in config.items():
         if isinstance(x, Mapping) and x:
@@ -58,7 +58,7 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read(folder: str | Path, name: str = "") -> Recorded:
-    """The run in a folder. ValueError for a folder without a config or without a finished step."""
+    """Return the run in a folder; raise ValueError if it has no config or no finished step."""
     from rft_fn.run.files import FACTS, settings  # loads torch, which the command's help does without
 
     folder = Path(folder)
@@ -84,7 +84,7 @@ def read(folder: str | Path, name: str = "") -> Recorded:
 
 
 def read_all(folders: Sequence[str | Path]) -> list[Recorded]:
-    """The runs in some folders, each by a name of its own: as much of the path as tells them apart."""
+    """Return the runs in some folders, each named by as much of its path as tells them apart."""
     paths = [Path(folder).resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         raise ValueError(f"run: expected different folders, got {', '.join(map(str, folders))}")
@@ -95,7 +95,7 @@ def read_all(folders: Sequence[str | Path]) -> list[Recorded]:
 
 
 def grouped(runs: Sequence[Recorded]) -> list[list[int]]:
-    """The numbers of the runs of each group: their configs differ only in seed, folder and name."""
+    """Group the numbers of runs with configs that differ only in seed, folder and name."""
     groups: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         same = {name: x for name, x in run.config.items() if name not in _APART}
@@ -104,7 +104,7 @@ def grouped(runs: Sequence[Recorded]) -> list[list[int]]:
 
 
 def config_differences(runs: Sequence[Recorded]) -> list[tuple[str, list[str]]]:
-    """(option, its value in each run as text) of the options that are not the same in all runs."""
+    """Return (option, its value in each run as text) of the options that differ between runs."""
     names = sorted({name for run in runs for name in run.config})
     found = []
     for name in names:
@@ -158,7 +158,7 @@ FIELDS: dict[Name, Field] = {
 
 
 def level(name: Name, value: float) -> float:
-    """The size of the colour of a token with this number, 0 for none; its sign tells two colours apart."""
+    """Return the size of a token's colour for this number, 0 for none; its sign tells two colours apart."""
     kind = FIELDS[name].kind
     if kind == "ratio":
         return math.log(max(value, 1e-9))
@@ -168,7 +168,7 @@ def level(name: Name, value: float) -> float:
 
 
 def full_scale(rows: Sequence[Mapping[str, Any]], name: Name) -> float:
-    """The level that has the full colour: larger than 95 of 100 others."""
+    """Return the level that has the full colour: larger than 95 of 100 others."""
     values = [x for row in rows for x in row.get(name, ()) if x is not None]
     sizes = sorted(abs(level(name, x)) for x in values)
     if not sizes:
@@ -177,7 +177,7 @@ def full_scale(rows: Sequence[Mapping[str, Any]], name: Name) -> float:
 
 
 def hue(name: Name, size: float) -> Literal["good", "bad", "much"]:
-    """The colour of a level: blue or orange for what has two directions, purple for what has one."""
+    """Return the colour of a level: blue or orange if it has two directions, purple if it has one."""
     kind = FIELDS[name].kind
     if kind in ("amount", "surprise"):
         return "much"

@@ -42,14 +42,15 @@ def serve(
 ) -> None:
     """Serve the rewards of `score` at http://HOST:PORT/score, until SIGTERM or SIGINT.
 
-    Requests that arrive together are scored in one call of at most `rows` completions, after `wait` s; those
-    of trainers at different steps too, unless a reward may read `trainer_state`. More
-    than `queue` waiting completions are refused with status 429 and a Retry-After. A request may have
-    `max_bytes`, a call may take `timeout` s. The token in the environment variable `token_env`, if there is
-    one, is asked of every request for rewards. A signal ends the process once all that was accepted is
-    answered, a second one at once; clients that do not read answers or end requests are cut off after 5 s.
+    Requests that arrive together are scored in one call of at most `rows` completions, after `wait` s. Their
+    trainers may be at different steps, unless a reward may read `trainer_state`. More than `queue` waiting
+    completions are refused with status 429 and a Retry-After. A request may have `max_bytes`, a call may take
+    `timeout` s. Every request for rewards must have the token in the environment variable `token_env`, if
+    there is one. A signal ends the process once all that was accepted is answered; a second one ends it at
+    once. Clients that do not read answers or end requests are cut off after 5 s.
 
-    OSError for an address that cannot be had, ModuleNotFoundError without the packages of rft-fn[serve].
+    Raises OSError for an address that cannot be had, and ModuleNotFoundError without the packages of
+    rft-fn[serve].
     """
     try:
         from rft_fn.tools.serving import app
@@ -97,7 +98,7 @@ def serve(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. OSError, with the address, where it cannot."""
+    """Return a socket that listens; raise OSError, with the address, if it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # with the protocol named, asyncio sends small answers at once; without it each waits 40 ms
     found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -113,7 +114,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def _stopping(jobs: Jobs) -> Iterator[None]:
-    """Within it a signal closes the queue, and another one ends the process."""
+    """Close the queue on a signal inside this context, and end the process on another one."""
     asked: list[float] = []
 
     def handle(number: int, frame: Any) -> None:

@@ -82,7 +82,7 @@ class Read(Protocol):
     """Reads a request."""
 
     def __call__(self, data: bytes, /) -> Batch:
-        """The batch. ValueError for anything else."""
+        """Return the batch; raise ValueError for anything else."""
         ...
 
 
@@ -90,12 +90,15 @@ class Write(Protocol):
     """Writes an answer."""
 
     def __call__(self, scored: Scored, /) -> bytes:
-        """The body."""
+        """Return the body."""
         ...
 
 
 def application(names: Sequence[str], jobs: Jobs, rules: Rules, metrics: Metrics) -> Starlette:
-    """The application: /score, /get_reward (OpenRLHF's), /health and /metrics. `names` are the rewards."""
+    """Return the application: /score, /get_reward (OpenRLHF's), /health and /metrics.
+
+    `names` are the rewards.
+    """
 
     def scores(read: Read, write: Write) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -132,7 +135,7 @@ def _openrlhf_answer(scored: Scored) -> bytes:
 
 
 async def _answered(request: Request, read: Read, write: Write, jobs: Jobs, rules: Rules) -> Response:
-    """The rewards of a request, or why it has none."""
+    """Return the rewards of a request, or why it has none."""
     try:
         scored = await _scored(request, read, jobs, rules)
         return Response(write(scored), media_type="application/json")
@@ -144,7 +147,7 @@ async def _answered(request: Request, read: Read, write: Write, jobs: Jobs, rule
 
 
 async def _scored(request: Request, read: Read, jobs: Jobs, rules: Rules) -> Scored:
-    """The rewards of a request. Problem for one that is refused, and for a reward that fails."""
+    """Return the rewards of a request; raise Problem if it is refused or a reward fails."""
     _authorize(request, rules)
     _check_open(jobs)
     try:
@@ -171,20 +174,20 @@ async def _scored(request: Request, read: Read, jobs: Jobs, rules: Rules) -> Sco
 
 
 def _check_open(jobs: Jobs) -> None:
-    """Problem for a server that is about to stop."""
+    """Raise Problem for a server that is about to stop."""
     if jobs.closed:
         raise Problem(503, "the server is stopping", Retry_After="1", Connection="close")
 
 
 def _authorize(request: Request, rules: Rules) -> None:
-    """Problem for a request without the server's token."""
+    """Raise Problem for a request without the server's token."""
     given = request.headers.get("Authorization", "")
     if rules.token and not hmac.compare_digest(given.encode(), f"Bearer {rules.token}".encode()):
         raise Problem(401, "expected the server's token as a bearer", WWW_Authenticate="Bearer")
 
 
 async def _body(request: Request, rules: Rules) -> bytes:
-    """The body of a request. Problem for one that is too large, or zipped."""
+    """Return the body of a request; raise Problem for one that is too large, or zipped."""
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise Problem(415, "expected a body that is not zipped")
     declared = request.headers.get("Content-Length", "")
@@ -203,7 +206,7 @@ async def _body(request: Request, rules: Rules) -> bytes:
 
 
 def _check_columns(batch: Batch, rules: Rules) -> None:
-    """ValueError for a column that the reward cannot do without."""
+    """Raise ValueError for a missing column that the reward cannot do without."""
     first = {name: column[0] for name, column in batch.columns.items()}
     for path in rules.columns:
         if value_at(first, path, None) is None:
@@ -212,7 +215,7 @@ def _check_columns(batch: Batch, rules: Rules) -> None:
 
 
 async def _result(request: Request, job: Job, jobs: Jobs) -> Scored:
-    """The rewards of a request that waits; it is forgotten if its client leaves."""
+    """Return the rewards of a request that waits; forget it if its client leaves."""
     found = asyncio.wrap_future(job.future)
     left = asyncio.ensure_future(_left(request))
     try:
@@ -235,13 +238,13 @@ async def _result(request: Request, job: Job, jobs: Jobs) -> Scored:
 
 
 async def _left(request: Request) -> None:
-    """Return when the client has left."""
+    """Wait until the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def _named(error: Exception) -> str:
-    """What a reward raised, with its name, which is in the notes."""
+    """Return what a reward raised, with its name, which is in the notes."""
     notes = "; ".join(getattr(error, "__notes__", ()))
     line = f"{type(error).__name__}: {error}"
     if notes:
@@ -257,7 +260,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, made: Starlette, rules: Rules):
         self.rules = rules
-        self.cut = 0  # connections whose clients neither sent nor read at the end
+        self.cut = 0  # connections with clients that neither sent nor read at the end
         self._told = -rules.seconds  # when the last line about too many files was printed
         connection: Any = partial(Connection, most=_most_connections())
         super().__init__(
@@ -344,11 +347,11 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def idle(self) -> bool:
-        """Whether it waits for a request."""
+        """Return whether it waits for a request."""
         return self.cycle is None or self.cycle.response_complete
 
     def look(self, now: float, seconds: float) -> None:
-        """Close it if a head takes longer to arrive, or its client reads less than _READ bytes meanwhile."""
+        """Close it if a head takes over `seconds`, or its client reads under _READ bytes in that time."""
         unsent = self.transport.get_write_buffer_size()
         if not unsent:
             self.unread = None
@@ -377,7 +380,7 @@ class Connection(H11Protocol):
 
 
 def _most_connections() -> int:
-    """The connections that the limit of open files allows."""
+    """Return how many connections the limit of open files allows."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

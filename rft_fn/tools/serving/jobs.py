@@ -42,9 +42,9 @@ class Job:
         self.future: Future[Scored] = Future()
 
     def key(self, *, by_state: bool) -> Hashable:
-        """Equal for requests that may be scored in one call: the same arguments in the same form.
+        """Return a key, equal for requests that one call may score: same arguments in the same form.
 
-        Those of different steps of runs have the same key unless `by_state`.
+        Requests from different steps of runs have the same key unless `by_state`.
         """
         forms = isinstance(self.batch.prompts[0], str), isinstance(self.batch.completions[0], str)
         state = self.batch.state if by_state else None
@@ -63,7 +63,7 @@ class Jobs:
         self._changed = threading.Condition()
 
     def rows(self) -> int:
-        """The completions that wait."""
+        """Return the number of completions that wait."""
         with self._changed:
             return self._rows()
 
@@ -71,7 +71,7 @@ class Jobs:
         return sum(job.rows for job in self._waiting)
 
     def put(self, job: Job) -> bool:
-        """Whether there was room for the request; an empty queue takes one of any size."""
+        """Add a request, and return whether there was room; an empty queue takes one of any size."""
         with self._changed:
             if self.closed or (self._waiting and self._rows() + job.rows > self.limit):
                 return False
@@ -80,15 +80,15 @@ class Jobs:
             return True
 
     def drop(self, job: Job) -> None:
-        """Forget a request whose client has left."""
+        """Forget a request after its client has left."""
         with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)
 
     def take(self, most: int, seconds: float) -> list[Job]:
-        """The oldest request, and those that go with it, up to `most` completions.
+        """Take the oldest request, and all that go with it, up to `most` completions.
 
-        Waits `seconds` for more after the first one. Empty after a short while without any.
+        Waits `seconds` for more after the first one. Returns an empty list after a short while without any.
         """
         with self._changed:
             if not self._waiting:
@@ -122,20 +122,20 @@ class Jobs:
         self.speed = _MEMORY * self.speed + (1 - _MEMORY) * now
 
     def patience(self) -> int:
-        """The seconds after which a client that was refused should come again."""
+        """Return the seconds after which a client that was refused should come again."""
         if not self.speed:
             return 1
         return min(max(math.ceil(self.rows() / self.speed), 1), _LONGEST)
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """The rows of all batches, which have the same key, in order; the state is that of the first."""
+    """Join the rows of batches with the same key, in order; take the state from the first."""
     first = batches[0]
     columns = {name: [x for b in batches for x in b.columns[name]] for name in first.columns}
     given = {name: [x for b in batches for x in b.given[name]] for name in first.given}
     prompts = [x for b in batches for x in b.prompts]
     completions = [x for b in batches for x in b.completions]
-    if "groups" in given:  # those of two requests are two, whatever their numbers
+    if "groups" in given:  # groups of two requests differ, even with the same number
         both = [(i, group) for i, b in enumerate(batches) for group in b.given["groups"]]
         number = {group: i for i, group in enumerate(dict.fromkeys(both))}
         given["groups"] = [number[group] for group in both]
@@ -146,9 +146,9 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 
 class Texts:
-    """A tokenizer whose tokens are the numbers of whole texts.
+    """A tokenizer with whole texts as tokens; the id of a token is the number of its text.
 
-    A reward model sees that it is not its own, and makes ids of the texts by its own.
+    A reward model sees that this is not its own tokenizer, and makes ids of the texts with its own.
     """
 
     eos_token_id = None
@@ -158,16 +158,16 @@ class Texts:
         self.texts = texts
 
     def get_vocab(self) -> dict[str, int]:
-        """The texts and their numbers."""
+        """Return the texts and their numbers."""
         return {x: i for i, x in enumerate(self.texts)}
 
     def decode(self, ids: Tensor, skip_special_tokens: bool = False) -> str:
-        """The text of a row: it has one token."""
+        """Return the text of a row, which has one token."""
         return self.texts[int(ids[0])]
 
 
 def joint_values(score: Weighted, batch: Batch) -> dict[str, Tensor]:
-    """The values [B] of the joint rewards of a score, by name."""
+    """Return the values [B] of the joint rewards of a score, by name."""
     found: dict[str, Tensor] = {}
     rollout, prompts, tokenizer = as_rollout(batch)
     for name in joint_names(score):
@@ -179,7 +179,7 @@ def joint_values(score: Weighted, batch: Batch) -> dict[str, Tensor]:
 
 
 def as_rollout(batch: Batch) -> tuple[Rollout, list[Prompt], Texts]:
-    """(a rollout whose row b is completion b in one token, the prompt of each row, its tokenizer)."""
+    """Return (rollout with completion b as the one token of row b, the prompt of each row, tokenizer)."""
     count = len(batch.completions)
     truncated = [bool(x) for x in batch.given.get("truncated") or [False] * count]
     media = batch.given.get("media") or [()] * count
@@ -199,14 +199,14 @@ def as_rollout(batch: Batch) -> tuple[Rollout, list[Prompt], Texts]:
 
 
 def _prompt(asked: str | Messages, index: int, media: list[Mapping[str, Any]]) -> Prompt:
-    """The prompt of a row, with its media as files."""
+    """Return the prompt of a row, with its media as files."""
     sources = tuple(Medium(x["kind"], x.get("bytes", x.get("url"))) for x in media)
     if isinstance(asked, str):
         return Prompt([], asked, {}, index, sources=sources)
     return Prompt([], text(asked), {}, index, messages=asked, sources=sources)
 
 
-# ---------- computes the rewards of requests, several at a time; an error is that of its own request alone
+# ---------- computes the rewards of requests, several at a time; an error goes only to its own request
 
 
 class Partial(Weighted):
@@ -254,7 +254,7 @@ def work(
 def score_jobs(score: Any, found: Sequence[Job], timeout: float) -> None:
     """Give each request its rewards, or its error.
 
-    A call for several requests that fails is made again for each of them.
+    A call for several requests that fails is made again for each request.
     """
     try:
         scored = _score(score, join([job.batch for job in found]), timeout)
@@ -273,7 +273,7 @@ def score_jobs(score: Any, found: Sequence[Job], timeout: float) -> None:
 
 
 def _score(score: Any, batch: Batch, timeout: float) -> Scored:
-    """The rewards of a batch. TimeoutError beyond the limit."""
+    """Return the rewards of a batch; raise TimeoutError beyond the limit."""
 
     def name() -> str:
         return f"reward {getattr(score, 'running', '')!r}"
@@ -285,7 +285,7 @@ def _score(score: Any, batch: Batch, timeout: float) -> Scored:
 
 
 def rows_of(scored: Scored, part: slice) -> Scored:
-    """The rewards of some of the completions."""
+    """Return the rewards of some of the completions."""
     return Scored(
         scored.total[part],
         {name: x[part] for name, x in scored.parts.items()},
