@@ -17,14 +17,14 @@ _HELP = "--help lists the options"
 
 
 def _parts(config: type) -> Iterator[tuple[str, list[str]]]:
-    """(name of an option, its own options if it is a dataclass) for each option of a config."""
+    """Yield (name of an option, its own options if it is a dataclass) for every option of a config."""
     for name, hint in get_type_hints(config).items():
         inner = [f.name for f in dataclasses.fields(hint)] if dataclasses.is_dataclass(hint) else []
         yield name, inner
 
 
 def names(config: type) -> set[str]:
-    """The options of a config and of its parts, these with the part's name and without."""
+    """Return the options of a config and of its parts, these with the part's name and without."""
     found = {"help", "disable_engine_sleep"}
     for name, inner in _parts(config):
         found |= {name, *inner, *(f"{name}.{x}" for x in inner)}
@@ -32,7 +32,7 @@ def names(config: type) -> set[str]:
 
 
 def owners(config: type) -> dict[str, list[str]]:
-    """The parts that have an option of each name, as "PART."; "" is the config itself."""
+    """Return the parts that have an option, by its name, as "PART."; "" is the config itself."""
     found: dict[str, list[str]] = {}
     for part, inner in _parts(config):
         found.setdefault(part, []).append("")
@@ -45,7 +45,7 @@ def qualify(args: Sequence[str], config: type) -> list[str]:
     """Write --NAME as --PART.NAME for an option that only one dataclass within `config` has."""
     found_in = owners(config)
 
-    # --no- stands between the part and the name
+    # --no- comes between the part and the name
     def whole(match: re.Match[str]) -> str:
         no = match[1] or ""
         name = match[2]
@@ -60,7 +60,7 @@ def qualify(args: Sequence[str], config: type) -> list[str]:
 
 
 def parse(config: type, args: Sequence[str], *, prog: str | None = None) -> Any:
-    """The config of a command line, of the program `prog`, by default this process.
+    """Return the config of a command line, of the program `prog`, by default this process.
 
     ValueError, in one line, for unknown options and for values that an option does not take. For a value
     outside of an option's limits the line is the config's own; for an option of another library it names the
@@ -82,7 +82,10 @@ def parse(config: type, args: Sequence[str], *, prog: str | None = None) -> Any:
 
 
 def _sections(text: str) -> list[list[str]]:
-    """The lines inside the box that tyro draws around an error, without its title, from rule to rule."""
+    """Return the lines inside the box that tyro draws around an error, from rule to rule.
+
+    Without its title.
+    """
     sections: list[list[str]] = [[]]
     for line in text.splitlines()[1:]:
         line = line.strip(" │")
@@ -94,7 +97,7 @@ def _sections(text: str) -> list[list[str]]:
 
 
 def _line(sections: list[list[str]]) -> str:
-    """The error of the parser in the form of this project: name: expected X, got Y."""
+    """Return the error of the parser in the form of this project: name: expected X, got Y."""
     # what is wrong with one option
     error = " ".join(sections[0])
     if found := re.match(r"Error parsing --(\S+): ", error):
@@ -116,7 +119,10 @@ def _line(sections: list[list[str]]) -> str:
 
 
 def _no_value(name: str, error: str, sections: list[list[str]]) -> str:
-    """The line for a text that is not a value of the option `name`; its kind stands in the help below."""
+    """Return the line for a text that is not a value of the option `name`.
+
+    Its kind is in the help below.
+    """
     kind = next(line.split()[-1] for part in sections[1:] for line in part if line.startswith("--"))
     want = _KINDS.get(kind.removeprefix("{None}|"), kind)
     if kind.startswith("{None}|"):

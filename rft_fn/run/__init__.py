@@ -120,7 +120,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Serving is a tool, and has its name here too."""
+    """Return `serve`, which is a tool and has its name here too."""
     if name == "serve":
         from rft_fn.tools.serving import serve
 

@@ -30,7 +30,7 @@ _held: dict[Path, int] = {}  # folder -> the open file that holds its lock; a pr
 def acquire(folder: Path) -> None:
     """Lock `folder` for this process.
 
-    ValueError that names the holder of the lock: its host, its process and when it began.
+    A ValueError names the holder of the lock: its host, its process and when it began.
     """
     folder = folder.resolve()
     if folder in _held:
@@ -59,9 +59,9 @@ def acquire(folder: Path) -> None:
 
 
 def check(folder: Path, *, whole: bool = True) -> None:
-    """Refuse to go on in a folder that was deleted or moved away under this process, or is not `whole`.
+    """Raise ValueError if `folder` was deleted or moved away under this process, or is not `whole`.
 
-    ValueError, also where there is another folder of that name by now.
+    Also where there is another folder of that name by now.
     """
     if not (_holds(folder) and whole):
         raise ValueError(
@@ -71,7 +71,7 @@ def check(folder: Path, *, whole: bool = True) -> None:
 
 
 def _holds(folder: Path) -> bool:
-    """Whether the lock in a folder is the one that this process has taken, where it could take one."""
+    """Return whether the lock in a folder is the one that this process took, if it could take one."""
     file = _held.get(folder.resolve())
     try:
         there = os.stat(folder / ".lock")
@@ -81,7 +81,7 @@ def _holds(folder: Path) -> bool:
 
 
 def held(folder: Path) -> bool:
-    """Whether a process of this machine holds the lock of `folder`; it is not taken."""
+    """Return whether a process of this machine holds the lock of `folder`, without taking it."""
     try:
         file = os.open(folder / ".lock", os.O_RDONLY)
     except OSError:
@@ -120,7 +120,7 @@ _SAMPLE = (
 
 
 class Inputs(NamedTuple):
-    """What a run is made of beside its options."""
+    """What a run is made of, apart from its options."""
 
     datasets: Mapping[str, Dataset]  # by the option that names them
     files: Sequence[Path] = ()  # code of the user's: rewards, an environment
@@ -164,7 +164,7 @@ def files_of(specs: Iterable[str]) -> list[Path]:
     for spec in specs:
         source, colon, _ = re.sub(r"^\[[^\]]*\]", "", spec).partition(".py:")
         path = Path(f"{source}.py")
-        if colon and not path.is_file():  # behind the name of a library
+        if colon and not path.is_file():  # after the name of a library
             path = Path(f"{source.partition(':')[2]}.py")
         if colon and path.is_file():
             found[path] = None
@@ -172,7 +172,10 @@ def files_of(specs: Iterable[str]) -> list[Path]:
 
 
 def lock_folder(folder: Path) -> None:
-    """Make the folder of a run and lock it. ValueError where it cannot be written, or is another's."""
+    """Make the folder of a run and lock it.
+
+    ValueError where it cannot be written, or belongs to another process.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / ".probe", "")
@@ -187,8 +190,8 @@ def lock_folder(folder: Path) -> None:
 class Claim:
     """The folder of a run, for a command with the options `config` and the data of `inputs`.
 
-    The options may differ in the `free` ones from those of the steps that are in the folder. `defaults` are
-    the values of options that an older version did not have.
+    The steps in the folder may have other values of the `free` options. `defaults` are the values of options
+    that an older version did not have.
     """
 
     def __init__(
@@ -223,7 +226,7 @@ class Claim:
             raise
 
     def _compare(self, override: bool) -> None:
-        """Refuse other options or data than those of the steps that are here, if there are any."""
+        """Refuse options or data that differ from the ones of the steps that are here, if there are any."""
         if self.inputs is not None:
             day = fixed_day()
             self.facts = {"date": day and day.isoformat(), "digests": self.inputs.digests()}
@@ -248,7 +251,7 @@ class Claim:
         self._compare_inputs(before.get("digests", {}), override)
 
     def _compare_inputs(self, before: Mapping[str, Any], override: bool) -> None:
-        """Refuse other rows than those of the steps that are here, and announce what else is another."""
+        """Refuse rows that differ from the ones of the steps that are here, and announce other changes."""
         if self.inputs is None:
             return
         # what one of the two does not have was not stored yet, or is an option that has changed
@@ -270,9 +273,9 @@ class Claim:
             )
 
     def _first_difference(self, before: Mapping[str, Any], read_alike: bool) -> str:
-        """Return which row is another one, or how the number of rows differs; nothing where all are alike.
+        """Return which row differs, or how the number of rows does; an empty text if all are alike.
 
-        With `read_alike` what is made of a row has to be the same too, its media for example.
+        With `read_alike` what is made of a row must be the same too, its media for example.
         """
         assert self.inputs is not None
         path = self.folder / _ROWS
@@ -301,7 +304,7 @@ class Claim:
         return ""
 
     def note_changes(self, step: int) -> None:
-        """Write the options of this command, and before that, what changes with them after `step` steps."""
+        """Write what changes in the options after `step` steps, and then the options of this command."""
         # a kill between the two notes the changes again, and loses none
         for name, (old, new) in self.changed.items():
             row = {"step": step, "name": name, "old": old, "new": new}

@@ -30,7 +30,7 @@ def error_line(error: BaseException) -> str:
 
 
 def cli(main: Callable[[Any], None], config: type) -> None:
-    """Run a script with the options of the dataclass `config`, and show the user's mistakes as one line.
+    """Run a script with the options of the dataclass `config`, and show user mistakes as one line.
 
     An option of a part, as `--strategy.chunk-size`, may be named without the part (`--chunk_size`) where
     nothing else has the name. Mistakes in options, files or rewards exit with 2, lost processes with 3,
@@ -44,13 +44,13 @@ def cli(main: Callable[[Any], None], config: type) -> None:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Warnings to the user are one line within the block, without the line of source that gave them."""
+    """Show warnings to the user as one line within the block, without the source line they come from."""
     usual = warnings.formatwarning
 
     def plain(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
-        if category is not UserWarning:  # those to programmers say where they come from
+        if category is not UserWarning:  # warnings to programmers say where they come from
             return usual(message, category, filename, lineno, line)
         return f"warning: {printable(' '.join(str(message).split()))}\n"
 
@@ -62,7 +62,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def without(part: Any, *names: str, prefix: str = "strategy", instead: str = "leave it out") -> None:
-    """ValueError if options that a script does not read differ from their defaults.
+    """Raise ValueError if options that a script does not read differ from their defaults.
 
     `part` is a dataclass of options, `prefix` its name in the script's config (empty for the config itself),
     `instead` the remedy.
@@ -79,7 +79,7 @@ def without(part: Any, *names: str, prefix: str = "strategy", instead: str = "le
 
 
 def guard(main: Callable[[Any], Any], config: Any) -> Any:
-    """main(config), with errors as `cli` shows them."""
+    """Call main(config), with errors as `cli` shows them."""
     try:
         return main(config)
     except signals.Stopped as stop:
@@ -93,7 +93,7 @@ def guard(main: Callable[[Any], Any], config: Any) -> Any:
 
 
 def explain(error: Exception) -> None:
-    """End the process with one line for a user's mistake or lost processes; raise anything else again."""
+    """End the process with one line for a user's mistake or lost processes; raise other errors again."""
     lost = isinstance(error, dist.LostProcess) or dist.is_lost(error)
     ends = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, EngineDead)
     mistake = isinstance(error, ends)

@@ -18,7 +18,7 @@ __all__ = [
 
 
 def jsonable(x: Any) -> Any:
-    """A value as JSON can hold it: dataclasses as dicts, tuples as lists."""
+    """Return a value as JSON can hold it: dataclasses as dicts, tuples as lists."""
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return {f.name: jsonable(getattr(x, f.name)) for f in dataclasses.fields(x)}
     if isinstance(x, tuple):
@@ -47,7 +47,10 @@ def filled(stored: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, 
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file by one rename: its readers find the old content or the new one, also after a full disk."""
+    """Write a file by one rename.
+
+    Its readers find the old content or the new one, also after a full disk.
+    """
     tmp = path.with_name(f".{path.name}.tmp")
     try:
         with tmp.open("wb") as file:
@@ -61,7 +64,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Append a line of JSON to a file. OSError with its name, also for a full disk."""
+    """Append a line of JSON to a file.
+
+    OSError with its name, also for a full disk.
+    """
     try:
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -74,7 +80,7 @@ def _named(error: OSError, path: Path) -> OSError:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Cut a file of rows back to those before `step`, without a last line that a kill cut short."""
+    """Cut a file back to the rows before `step`, without a last line that a kill cut short."""
     if not path.exists():
         return
     kept = []
@@ -91,7 +97,7 @@ def keep_until(path: Path, step: int) -> None:
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """{"part.name": (old, new)} of the options that differ between two nested configs."""
+    """Return {"part.name": (old, new)} of the options that differ between two nested configs."""
     out: dict[str, tuple[Any, Any]] = {}
     for name in sorted(set(old) | set(new)):
         a = old.get(name)
@@ -107,19 +113,22 @@ def differences(
 
 
 FACTS = ("date", "digests")
-"""What stands in config.json beside the options: the day of the first start, and what the run is made of."""
+"""What config.json has beyond the options: the day of the first start, and what the run is made of."""
 
 _SAVED = ".saved"  # exists once a checkpoint has existed
 _ROWS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl", "distributions.jsonl", "tokens.jsonl")
 
 
 def checkpoints(folder: Path) -> Path:
-    """The folder of a run's checkpoints."""
+    """Return the folder of a run's checkpoints."""
     return folder / "checkpoints"
 
 
 def settings(folder: str | Path) -> dict[str, Any]:
-    """The options of the run in a folder. ValueError if there is none, or if its config.json is damaged."""
+    """Return the options of the run in a folder.
+
+    ValueError if there is none, or if its config.json is damaged.
+    """
     path = Path(folder) / "config.json"
     try:
         found = json.loads(path.read_text())
@@ -136,14 +145,17 @@ def settings(folder: str | Path) -> dict[str, Any]:
 
 
 def first_day(folder: str | Path) -> date:
-    """Return the day on which the run in a folder began; today where it has no step yet, or noted no day."""
+    """Return the day on which the run in a folder began.
+
+    Today where it has no step yet, or noted no day.
+    """
     begun = all((Path(folder) / name).exists() for name in ("metrics.jsonl", "config.json"))
     stored = settings(folder).get("date") if begun else None
     return date.fromisoformat(stored) if stored else date.today()
 
 
 def last_model(name: str) -> str:
-    """The model that a run left in the folder `name`; any other name is returned as it is.
+    """Return the model that a run left in the folder `name`, or any other name unchanged.
 
     ValueError for a run that has left none.
     """

@@ -41,9 +41,9 @@ def table(values: Mapping[str, float], *, title: str, rank: int = 0) -> None:
 
 
 def check_results(path: str | Path) -> None:
-    """Refuse a path that `write_results` cannot write to; call it before the evaluation.
+    """Raise ValueError for a path that `write_results` cannot write to.
 
-    ValueError for such a path.
+    Call it before the evaluation.
     """
     path = Path(path)
     if path.suffix == ".jsonl" or path.is_dir():
@@ -65,7 +65,7 @@ def check_results(path: str | Path) -> None:
 
 
 def write_results(path: str | Path, result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write `result` as a .json file, and `rows` as the .jsonl file beside it."""
+    """Write `result` as a .json file, and `rows` as the .jsonl file of the same name."""
     check_results(path)
     path = Path(path)
     write_whole(path, json.dumps({k: jsonable(v) for k, v in result.items()}, indent=1) + "\n")
@@ -137,13 +137,13 @@ class Progress:
         return self.bar
 
     def stop(self) -> None:
-        """Leave the bar as it stands."""
+        """Stop the bar where it is."""
         if self.bar is not None:
             self.bar.stop()
 
 
 def track(items: Sequence[Any], note: str, *, rank: int = 0) -> Iterable[Any]:
-    """The items, with a progress bar on rank 0 where there is a terminal."""
+    """Return the items, with a progress bar on rank 0 where there is a terminal."""
     if rank or not sys.stderr.isatty():
         return items
     from rich.console import Console
@@ -173,7 +173,7 @@ class Timing:
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - before
 
     def row(self, tokens: int) -> dict[str, float]:
-        """The row of a step that processed `tokens`; the next one is counted from here."""
+        """Return the row of a step that processed `tokens`; the next one is counted from here."""
         now = time.perf_counter()
         seconds = now - self.since
         row = {
@@ -190,7 +190,7 @@ class Timing:
 
 
 def _peak_gib() -> float:
-    """The peak memory of this process [GiB]: of its GPU, or without one of the host."""
+    """Return the peak memory of this process [GiB]: of its GPU, or without one of the host."""
     import torch
 
     if torch.cuda.is_available():
@@ -209,7 +209,7 @@ Track = Callable[[int, Mapping[str, float]], None]
 
 
 def identity(folder: Path) -> str:
-    """The id of a run at a tracker: its folder's name and a digest of the folder's path."""
+    """Return the id of a run at a tracker: its folder's name and a digest of the folder's path."""
     digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=5).hexdigest()
     return f"{folder.resolve().name}-{digest}"
 
@@ -238,7 +238,7 @@ def _trackio(folder: Path, pictures: Path, about: Mapping[str, Any]) -> Track:
 
 
 def _logged(run: Any) -> Track:
-    """The Track of a client's run; wandb and trackio share their interface."""
+    """Return the Track of a client's run; wandb and trackio share their interface."""
 
     def track(step: int, metrics: Mapping[str, float]) -> None:
         run.log(dict(metrics), step=step)
@@ -251,7 +251,7 @@ TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
 
 
 def check(names: Sequence[str]) -> None:
-    """ValueError for a tracker that is not known or not installed."""
+    """Raise ValueError for a tracker that is not known or not installed."""
     for name in names:
         if name not in TRACKERS:
             raise ValueError(f"trackers: expected some of {', '.join(TRACKERS)}, got {name!r}")
@@ -281,7 +281,7 @@ QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 
 def distribution(step: int, rollout: Rollout, judged: Judged) -> dict[str, Any]:
-    """A row with the `QUANTILES` of the lengths [tokens] and of the rewards of a step's responses."""
+    """Return the `QUANTILES` of the lengths [tokens] and rewards of a step's responses, as a row."""
     levels = torch.tensor(QUANTILES, dtype=torch.float64)
     row: dict[str, Any] = {"step": step}
     for name, x in (("length", rollout.mask.sum(-1)), ("reward", judged.reward.flatten())):
@@ -292,7 +292,7 @@ def distribution(step: int, rollout: Rollout, judged: Judged) -> dict[str, Any]:
 
 
 def response_row(prompt: Any, response: str) -> dict[str, Any]:
-    """A prompt and a response to it, with the names of the prompt's media if it has any."""
+    """Return a prompt and a response to it, with the names of the prompt's media if it has any."""
     row: dict[str, Any] = {"prompt": prompt.text, "response": response}
     names = getattr(prompt, "media_names", ())
     if names:
@@ -303,7 +303,7 @@ def response_row(prompt: Any, response: str) -> dict[str, Any]:
 def rows(
     step: int, prompts: Sequence[Any], judged: Judged, *, count: int, split: str
 ) -> list[dict[str, Any]]:
-    """The first response to each of the first `count` prompts, with its rewards, one row each.
+    """Return a row for every prompt of the first `count`: its first response, with the rewards.
 
     `split` is "train", or the name that other rows carry. A conversation of several turns is whole in the
     column of that name, where the rewards have it. Numbers that do not apply to a response (NaN) are left

@@ -27,7 +27,7 @@ _READ = {
 
 
 def check_labelled(cfg: Any) -> None:
-    """ValueError for options of `options.Labelled` and `options.Heads` that do not go together.
+    """Raise ValueError for options of `options.Labelled` and `options.Heads` that do not go together.
 
     `cfg` has both, and `strategy`.
     """
@@ -74,7 +74,7 @@ def load_labelled(
     """Load (the rows to train on, the unseen ones to evaluate on), the same on every rank.
 
     `cfg` has the options of `options.Labelled`, `options.Heads` and `options.Policy`, `items` is the kind of
-    rows that it names. With `shares` the labels of points and steps have to be in [0, 1]. ValueError for rows
+    rows that it names. With `shares` the labels of points and steps must be in [0, 1]. ValueError for rows
     that cannot be used.
     """
     columns: dict[str, dict[str, Any]] = {
@@ -98,7 +98,10 @@ def load_labelled(
 
 
 def load_reward_model(cfg: options.Heads, st: Strategy) -> model.RewardModel:
-    """The model to train with its heads: new ones, or its own. ValueError for other heads than asked for."""
+    """Load the model to train with its heads: new ones, or its own.
+
+    ValueError for other heads than asked for.
+    """
     if cfg.lora_rank:
         return model.load_reward(load_policy(cfg, st), new=True, heads=cfg.heads, pool=cfg.pool)
     module = model.load_reward(
@@ -117,9 +120,9 @@ def load_reward_model(cfg: options.Heads, st: Strategy) -> model.RewardModel:
 
 
 def as_one_pack(exp: Experience, unit: Any, score: Tensor) -> tuple[TokenOut, Packed]:
-    """Scores [B, S, H] of a whole batch as the output of one pack that holds all of it.
+    """Return scores [B, S, H] of a whole batch as the output of one pack that holds all of it.
 
-    So a loss of packs is that of an evaluation too, and so are its metrics. `unit` is that of `st.shard`.
+    So the loss and the metrics of packs serve an evaluation too. `unit` is as in `st.shard`.
     """
     exp = tree.replace(exp, media=None, extra={**(exp.extra or {}), "score": score})
     b = packing.pack(exp, range(len(exp.mask)), unit=unit)
@@ -130,8 +133,8 @@ def as_one_pack(exp: Experience, unit: Any, score: Tensor) -> tuple[TokenOut, Pa
 def calibrate(st: Strategy, module: model.RewardModel, find: Callable[[], Sequence[model.Head]]) -> None:
     """Give a model's heads the calibration that `find` makes of held-out rows.
 
-    Rows that show none, such as pairs that the model orders no better than chance, leave the heads as they
-    are, with a line that says so.
+    Rows that show none, such as pairs that the model orders no better than chance, leave the heads unchanged,
+    with a line that says so.
     """
     try:
         module.with_calibration(find())

@@ -36,25 +36,25 @@ _BUDGET = 4096  # tokens that go through a reward model at once, where no option
 
 
 def load_rewards(specs: Sequence[str], cfg: options.Data, st: Strategy) -> reward.Weighted:
-    """The rewards of a command line: what `reward.parse` knows, and models.
+    """Return the rewards of a command line: what `reward.parse` knows, and models.
 
-    model:FOLDER[:HEAD](budget=N)   one head of a scalar reward model, whose ranks share the rows out. It
+    model:FOLDER[:HEAD](budget=N)   one head of a scalar reward model; its ranks share the rows out. It
                                     reads prompts with the system prompt and the chat template's arguments of
                                     `cfg`; see `reward.Reading`. Of a process reward model, `steps` is "last",
                                     "min" or "product", and `separator` what separates steps, a new line if it
                                     is not given.
 
-    judge:FOLDER(...)               a generative one, in an engine on each rank. The arguments are those of
+    judge:FOLDER(...)               a generative one, in an engine on each rank. It takes the arguments of
                                     `reward.generative_by_name`, and engine_type, servers, key_env and batch
                                     of its engine; see `engine.EngineConfig`. Judges on servers are asked at
                                     the same time.
 
-    Both take `name`, by default that of the head and "judge".
+    Both take `name`, by default the name of the head and "judge".
     http://..., https://...         a server: `reward.served_at`.
 
-    FOLDER may be that of a run. The weights of a folder are loaded once for all its heads, when the rewards
-    are called first; what is wrong with a folder is found here. Vetoes are those of `cfg`, if it has any.
-    `Weighted.close` ends it all. ValueError as `reward.parse` raises it.
+    FOLDER may be the folder of a run. The weights of a folder are loaded once for all its heads, when the
+    rewards are called first; what is wrong with a folder is found here. Vetoes come from `cfg`, if it has
+    any. `Weighted.close` ends it all. ValueError as `reward.parse` raises it.
     """
     sources = _Sources(cfg, st)
     score = reward.parse(specs, {"model": sources.model, "judge": sources.judge})
@@ -64,16 +64,19 @@ def load_rewards(specs: Sequence[str], cfg: options.Data, st: Strategy) -> rewar
 
 
 def reward_modules(score: reward.Weighted) -> list[nn.Module]:
-    """The scalar reward models among the parts of a score, each once and without weights: for forecasts."""
+    """Return the scalar reward models among the parts of a score, once and without weights.
+
+    For forecasts.
+    """
     modules = [getattr(fn, "module", None) for fn, _ in score.components.values()]
     return list({id(module): module for module in modules if module is not None}.values())
 
 
 def judges_here(score: reward.Weighted) -> list[tuple[nn.Module, Sampler]]:
-    """The judges of this process among the parts of a score, without weights: for forecasts.
+    """Return the judges of this process among the parts of a score, without weights.
 
-    Each has an engine, and so a copy of its weights; those of one folder and equal engines share it. Judges
-    on servers are left out.
+    For forecasts. A judge has an engine, and so a copy of its weights; judges with the same folder and equal
+    engines share it. Judges on servers are left out.
     """
     judges: list[Any] = [fn for fn, _ in score.components.values() if hasattr(fn, "sampled_here")]
     places = {id(fn.engine): fn.sampled_here for fn in judges}
@@ -99,7 +102,7 @@ class _Sources:
         separator: str | None = None,
         name: str = "",
     ) -> reward.ScalarReward:
-        """A head of the scalar reward model in a folder."""
+        """Return a head of the scalar reward model in a folder."""
         if steps and separator is None:
             separator = NEW_LINE
         if not steps and separator is not None:
@@ -122,7 +125,7 @@ class _Sources:
         name: str = "",
         **options: Any,
     ) -> reward.RewardFn:
-        """A generative reward model in a folder, or on servers that have it.
+        """Return a generative reward model in a folder, or on servers that have it.
 
         It sleeps while it is not asked, with enable_engine_sleep or offload_models.
         """
@@ -133,7 +136,7 @@ class _Sources:
         engine.check_config(config)
         tokenizer = model.load_tokenizer(folder)
         judge_engine = deferred(partial(engine.get_engine, config, folder, tokenizer))
-        if not config.servers:  # judges on servers are asked at the same time, each by requests of its own
+        if not config.servers:  # judges on servers are asked at the same time, by separate requests
             judge_engine = self.engines.setdefault((folder, config), judge_engine)
         processing = load_processing(self.cfg, folder)
         made = reward.generative_by_name(
@@ -147,7 +150,7 @@ class _Sources:
 
 
 def _called(name: str, made: RewardT) -> RewardT:
-    """A reward by the name that it was given, if any."""
+    """Return a reward by the name that it was given, if any."""
     if name:
         made.__name__ = name
     return made
@@ -168,7 +171,10 @@ class _Scalar:
         self.bound: tuple[Any, Any] | None = None
 
     def head(self, name: str, budget: int | None, steps: str, separator: str | None) -> reward.ScalarReward:
-        """The reward of one head; all that read steps alike share a forward pass, and all its budget."""
+        """Return the reward of one head.
+
+        All that read steps alike share a forward pass, and all share its budget.
+        """
         names = [head.name for head in self.heads]
         if not name and len(names) > 1:
             raise ValueError(
@@ -192,7 +198,7 @@ class _Scalar:
         return made
 
     def score(self, rows: Experience, _: int, /) -> TokenOut:
-        """The scores of rows, by all ranks together, in packs of this model's budget."""
+        """Return the scores of rows, by all ranks together, in packs of this model's budget."""
         if self.bound is None:
             self.bound = self.st.bind(model.load_reward(self.folder, meta=self.st.world > 1))
         apply, params = self.bound
@@ -203,9 +209,9 @@ class _Scalar:
 def _engine_config(
     config: StrategyConfig, engine_type: str, servers: Sequence[str], batch: int | None
 ) -> engine.EngineConfig:
-    """The engine of a judge, which each rank asks alone.
+    """Return the config of a judge's engine, which every rank asks independently.
 
-    It has the policy's options of engines where it is of the same type, otherwise those of any type.
+    It has the policy's options of engines if it is of the same type, else the options that any type has.
     """
     own = engine.config_of(config)
     if own.type != engine_type:
@@ -216,7 +222,7 @@ def _engine_config(
 
 
 def _folder_and_head(target: str) -> tuple[str, str]:
-    """(folder, head) of FOLDER[:HEAD]; a folder may have a colon in its name."""
+    """Return (folder, head) of FOLDER[:HEAD]; a folder may have a colon in its name."""
     folder, colon, head = target.rpartition(":")
     if not colon or Path(target).is_dir():
         folder = target
@@ -225,7 +231,7 @@ def _folder_and_head(target: str) -> tuple[str, str]:
 
 
 def _reading(folder: str, cfg: options.Data) -> reward.Reading:
-    """How the model of a folder reads prompts and responses."""
+    """Return how the model of a folder reads prompts and responses."""
     return reward.Reading(
         tokenizer=model.load_tokenizer(folder),
         system=cfg.system,
@@ -254,12 +260,15 @@ class Task(NamedTuple):
 
     @property
     def saved(self) -> Any:
-        """The part of the model's folder beside its weights."""
+        """Return what the model's folder holds apart from its weights."""
         return with_processor(self.tokenizer, self.processing)
 
 
 def rewards_of(cfg: options.Reward, sources: Sequence[str]) -> tuple[str, ...]:
-    """The rewards of the options; by default that of the only task among the sources, or of sort_digits."""
+    """Return the rewards of the options.
+
+    By default the reward of the only task among the sources, or of sort_digits.
+    """
     if cfg.reward:
         return cfg.reward
     names = {source.partition(":")[0].partition("=")[0] for source in sources}
@@ -291,7 +300,10 @@ def load_task(cfg: options.Reinforcement, st: Strategy) -> Task:
 
 
 def check_engine_media(st: Strategy, model_name: str, dataset: data.Dataset) -> None:
-    """ValueError where the engine cannot take media, and the first prompts have some. Loads no weights."""
+    """Raise ValueError if the first prompts have media and the engine cannot take them.
+
+    Loads no weights.
+    """
     prompts: list[Any]
     prompts, _ = data.take(dataset, _LOOKED_AT, st.config.seed)
     if any(prompt.media_names for prompt in prompts):
@@ -299,7 +311,7 @@ def check_engine_media(st: Strategy, model_name: str, dataset: data.Dataset) -> 
 
 
 def plan_rollouts(cfg: OptionsT, st: Strategy, task: Task, *, usual: int) -> OptionsT:
-    """Decide the number of steps, each of which draws `prompts` prompts; see `plan_steps`."""
+    """Decide the number of steps, with `prompts` prompts in a step; see `plan_steps`."""
     return plan_steps(
         cfg, st, task.dataset, task.unseen, batch=cfg.prompts, usual=usual, passes="data_epochs"
     )
@@ -321,7 +333,7 @@ def judge(
     *,
     step: int,
 ) -> reward.Judged:
-    """The rewards of responses, the same on every rank.
+    """Return the rewards of responses, the same on every rank.
 
     A reward function is told that `step` of the config's steps are done.
     """
@@ -341,14 +353,14 @@ def judge(
 def normalized_reward(
     cfg: options.Shaping, task: Task, judged: reward.Judged, prompts: Sequence[data.Prompt]
 ) -> Tensor:
-    """The rewards [N, G] to learn from, their parts normalised where the options ask for it."""
+    """Return the rewards [N, G] to learn from, with normalised parts where the options ask for it."""
     if not cfg.reward_norm:
         return judged.reward
     return reward.normalized(task.score, judged, prompts, over=cfg.reward_norm)
 
 
 def shaped_reward(cfg: options.Reinforcement, reward: Tensor, rollout: Rollout) -> Tensor:
-    """The rewards [N, G] clipped, less the penalty of long responses."""
+    """Return the rewards [N, G] clipped, less the penalty of long responses."""
     if cfg.reward_clip:
         reward = reward_shaping.clip(reward, cfg.reward_clip)
     if cfg.overlong:
@@ -360,7 +372,7 @@ def shaped_reward(cfg: options.Reinforcement, reward: Tensor, rollout: Rollout) 
 def evaluate(
     cfg: options.Reinforcement, st: Strategy, run: Run, task: Task, engine: Engine, *, step: int
 ) -> dict[str, float]:
-    """The mean rewards of greedy answers to unseen prompts, after `step` steps.
+    """Return the mean rewards of greedy answers to unseen prompts, after `step` steps.
 
     Nothing from a dead engine: the step is written, and the next rollout ends the run.
     """

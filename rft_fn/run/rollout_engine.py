@@ -93,7 +93,7 @@ class _Kept:
         return found[0]
 
     def _send(self) -> None:
-        """The weights of the last push, with a canary where the engine is new on some rank."""
+        """Send the weights of the last push, with a canary where the engine is new on some rank."""
         assert self.pushed is not None
         state, version = self.pushed
         fresh = bool(self._any(self.fresh))
@@ -102,7 +102,7 @@ class _Kept:
         self.fresh = False
 
     def _try(self, act: Callable[[], None]) -> str:
-        """The failure of an engine on any rank, empty where there is none. Other errors are raised.
+        """Return the failure of an engine on any rank, empty where there is none; raise other errors.
 
         All ranks agree, because the next thing that any of them does needs the others.
         """
@@ -112,7 +112,7 @@ class _Kept:
             act()
         except (sync.ManifestError, sync.CanaryError):
             raise
-        except BadRequest as error:  # perhaps of this rank alone
+        except BadRequest as error:  # perhaps of this rank only
             refused = error
         except Exception as error:
             if self.inner.status()["alive"]:
@@ -178,7 +178,10 @@ class _Kept:
 
 
 def checked(cfg: Any, st: Strategy, task: Task, state: TrainState, engine: Engine, *, version: int) -> str:
-    """Send the engine its weights by `sync.canary`, with a few prompts of the task; a line about it."""
+    """Send the engine its weights by `sync.canary`, with a few prompts of the task.
+
+    Returns a line about it.
+    """
     prompts: list[Any]
     prompts, _ = data.take(task.dataset, CANARY_PROMPTS, st.config.seed)
     probe = sync.canary(st, state, engine, cfg.model, prompts, version=version, max_gap=cfg.max_gap)
@@ -191,12 +194,12 @@ def checked(cfg: Any, st: Strategy, task: Task, state: TrainState, engine: Engin
 def start_engine(
     cfg: Any, st: Strategy, task: Task, *, build: Callable[[], Engine] | None = None
 ) -> tuple[Engine, Push]:
-    """(the engine of a run, the function that sends it weights), by the options of the run.
+    """Return (the engine of a run, the function that sends it weights), by the options of the run.
 
     An engine that dies in `generate` or in a push is built again, at most `rebuilds` times in a run, and gets
-    the weights of the last push. With `canary` each new one has to pass `sync.canary`, which its line on the
-    screen gives the numbers of. All ranks call both functions alike. `build` builds the engine of the options
-    unless it is given. EngineDead from `generate` when no engine stays alive.
+    the weights of the last push. With `canary` every new one must pass `sync.canary`; its line on the screen
+    gives the numbers. All ranks call both functions alike. `build` builds the engine of the options unless it
+    is given. EngineDead from `generate` when no engine stays alive.
     """
 
     def build_engine() -> Engine:
@@ -223,9 +226,9 @@ def start_engine(
 
 @contextmanager
 def saved_if_lost(run: Run) -> Iterator[None]:
-    """Save the last whole step of a run where the block raises EngineDead, and say so in its line.
+    """Save the last whole step of a run if the block raises EngineDead, and say so in its line.
 
-    An engine that hangs in native code ends the process; one process alone saves before that too.
+    An engine that hangs in native code ends the process; a run of one process saves before that too.
     """
     try:
         with lifetime.saving(partial(_save_alone, run)):
@@ -235,12 +238,12 @@ def saved_if_lost(run: Run) -> Iterator[None]:
 
 
 def _saved(run: Run) -> str:
-    """Save the last whole step; the end of a line about it."""
+    """Save the last whole step, and return the end of a line about it."""
     return f"; {run.save_now()} steps are saved, the same command continues from there"
 
 
 def _save_alone(run: Run) -> str:
-    """The same where this process can save without the others."""
+    """Save as `_saved` does if there are no other processes; return the end of a line about it."""
     if dist.world() > 1:
         return "; the same command continues from the last checkpoint"
     return _saved(run)
@@ -252,12 +255,12 @@ def _save_alone(run: Run) -> str:
 def start_sampler(
     cfg: options.Reinforcement, st: Strategy, task: Task, saved: Sequence[dict[str, Any]] = ()
 ) -> tuple[collect.AsyncSampler, Push]:
-    """(what samples the rollouts, the function that sends it weights): `start_engine`, with `ahead`.
+    """Return (what samples the rollouts, the function that sends it weights).
 
-    `saved` are the rollouts that a checkpoint has kept. With `ahead` the engine has a process of its own,
-    this process keeps the threads that it leaves, and its thread builds it again where it dies: each rank
-    alone, with the weights that it had, which the trainer no longer has. With `canary` it has to pass that
-    again.
+    As `start_engine`, with `ahead`. `saved` are the rollouts that a checkpoint has kept. With `ahead` the
+    engine has a separate process, this process keeps the threads that it leaves, and its thread builds it
+    again where it dies: every rank independently, with the weights that it had, which the trainer no longer
+    has. With `canary` it must pass that again.
     """
     if not cfg.ahead:
         inner, push = start_engine(cfg, st, task)
@@ -274,7 +277,7 @@ def start_sampler(
 def _check(
     cfg: options.Reinforcement, st: Strategy, task: Task, engine: Engine, weights: collect.Weights
 ) -> None:
-    """The canary of this rank's engine alone; a copy of the trained weights stands for the trainer."""
+    """Run the canary on this rank's engine only, with a copy of the trained weights as the trainer."""
 
     def export(state: TrainState, /) -> collect.Weights:
         return weights
@@ -297,7 +300,10 @@ class Corrected(NamedTuple):
 
 
 def correction_of(cfg: options.Rollouts) -> str:
-    """The correction that the option `mismatch` names, by default tis where rollouts are stale, else none."""
+    """Return the correction that the option `mismatch` names.
+
+    By default tis where rollouts are stale, else none.
+    """
     if cfg.mismatch is not None:
         return cfg.mismatch
     if cfg.ahead or cfg.partial:
@@ -315,7 +321,7 @@ def correct_mismatch(
     budget: int,
     version: int,
 ) -> Corrected:
-    """`old_logp` and the correction of each token's weight by the option `mismatch`.
+    """Return `old_logp` and the correction of every token's weight by the option `mismatch`.
 
     Without one, old_logp is the sampler's. With one the trainer scores the rollout, so that the loss has its
     ratio to the trainer's own policy, and the weights hold the ratio of that one to the sampler's. `version`
@@ -342,7 +348,7 @@ def check_gap(
     *,
     engine: Engine | None = None,
 ) -> dict[str, float]:
-    """The numbers of `collect.MISMATCH` among `values`, within the limits of the options.
+    """Return the numbers of `collect.MISMATCH` among `values`, within the limits of the options.
 
     The first gap of a run is its noise floor, which `extra["floor"]` keeps for later steps and for a resumed
     run. Stale rows differ by more than noise: where they are corrected or asked for they have no limit.

@@ -4,12 +4,12 @@ runs/NAME/config.json         the options, of the last start that changed some; 
                               and digests of the data, the code of rewards, and the tokenizer
           rows.bin            8 bytes of each row of the data, which tell the row that has changed
           overrides.jsonl     what changed the mathematics in mid-run, with the step of the change
-          metrics.jsonl       a row per step, a function of the config alone: a resumed run's is equal
+          metrics.jsonl       a row per step, a function of only the config: a resumed run's is equal
           timing.jsonl        seconds, in all and by phase, tokens/s and peak memory
           trajectories.jsonl  sampled responses with their rewards, to be read
           distributions.jsonl   quantiles of the lengths and rewards of each step
           tokens.jsonl          single tokens of some responses, and what the loss did to them
-          samples.png           responses beside the images or spectrograms that they are about, if any
+          samples.png           responses next to the images or spectrograms that they are about, if any
           reliability.png       how often the predictions of a reward model come true on held-out rows
           curve.png  lengths.png  phases.png  checkpoints/
 """
@@ -115,7 +115,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
+        """Return the folder of the checkpoints."""
         return files.checkpoints(self.folder)
 
     def resume(self, step: int) -> None:
@@ -148,7 +148,7 @@ class Run:
         return self._timing.phase(name)
 
     def beside(self, name: str, seconds: float) -> None:
-        """Note the seconds of work that went on beside the phases, in the step's row of timing.jsonl."""
+        """Note the seconds of work that ran parallel to the phases, in the step's row of timing.jsonl."""
         self._timing.beside[name] = seconds
 
     def write(self, step: int, metrics: Mapping[str, float], *, tokens: int = 0) -> None:
@@ -189,11 +189,11 @@ class Run:
         count: int = 4,
         split: str = "train",
     ) -> None:
-        """Write the first response to each of the first `count` prompts with its reward, one JSON line each.
+        """Write the first response to every prompt of the first `count`, with its reward, as JSON lines.
 
-        Of the lengths and rewards of all responses quantiles go to distributions.jsonl, and the lengths are
-        kept for the picture. Rows of another split than "train", such as
-        those of an evaluation, carry its name, and are not in the picture.
+        Quantiles of the lengths and rewards of all responses go to distributions.jsonl, and the lengths are
+        kept for the picture. Rows of another split than "train", such as an evaluation's, carry its name, and
+        are not in the picture.
         """
         if not self.main:
             return
@@ -224,19 +224,22 @@ class Run:
         self._save = save
 
     def save_now(self) -> int:
-        """Save the last whole step if it is not yet, before its state is updated; returns its number."""
+        """Save the last whole step if it is not yet, before its state is updated; return its number."""
         if self._save is not None:
             self._save()
             self._save = None
         return self._reached
 
     def stopping(self) -> bool:
-        """Whether a signal asked any process to stop: the same on every rank, which all ask once a step."""
+        """Return whether a signal asked any process to stop.
+
+        The same on every rank, which all ask once a step.
+        """
         with self._watch():
             return bool(signals.stopping())
 
     def stop(self, step: int) -> None:
-        """End the process after its last checkpoint, of `step` steps: raises `Stopped`."""
+        """End the process after its last checkpoint, of `step` steps, by raising `Stopped`."""
         self._close()
         where = f" after step {step}; the same command continues from there"
         raise signals.Stopped(signals.asked(), where)
@@ -261,7 +264,7 @@ class Run:
         print(f"page of all of it: rft report {self.folder}", flush=True)
 
     def _check_folder(self) -> None:
-        """ValueError for a folder that was deleted during the run, or all rows in it."""
+        """Raise ValueError for a folder that was deleted during the run, or all rows in it."""
         path = self.folder / "metrics.jsonl"
         claim.check(self.folder, whole=not self._reached or path.exists())
 
@@ -272,7 +275,7 @@ class Run:
             self._claim.release()
 
     def _on_rank_0(self, act: Callable[[], None]) -> None:
-        """Do it on rank 0; every rank raises what went wrong there."""
+        """Call `act` on rank 0 only, and raise on every rank what went wrong there."""
         error: Exception | None = None
         text: str | None = None
         if self.main:
@@ -293,7 +296,7 @@ class Run:
 
 
 def restore_latest(st: Strategy, run: Run, state: Any, extra: Any = None) -> tuple[Any, Any]:
-    """(state, extra) of the run's newest checkpoint; the given ones where it has none.
+    """Return (state, extra) of the run's newest checkpoint, or the given ones where it has none.
 
     `state` is donated.
     """
@@ -304,7 +307,7 @@ def restore_latest(st: Strategy, run: Run, state: Any, extra: Any = None) -> tup
 
 
 def final_weights(cfg: options.Updates, st: Strategy, state: TrainState) -> Iterable[tuple[str, Tensor]]:
-    """Full tensors by name: the weights to save at the end, with `ema` their average."""
+    """Return full tensors by name: the weights to save at the end, with `ema` their average."""
     if cfg.ema:
         return optim.ema_params(state.opt).items()
     return st.export(state)

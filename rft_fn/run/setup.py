@@ -54,10 +54,10 @@ def placed(st: Strategy, *applies: Apply) -> Iterator[None]:
 
 
 def to_host(st: Strategy, apply: Apply, state: TrainState) -> TrainState:
-    """The state with the weights and the optimizer of its model on the host. Donates `state`.
+    """Return the state with the weights and the optimizer of its model on the host.
 
-    Until `to_device` it is neither used nor updated; the `Push` of a run exports it all the same. Without
-    offload_models it is returned as it is.
+    Donates `state`. Until `to_device` it is neither used nor updated; the `Push` of a run exports it all the
+    same. Without offload_models it is returned unchanged.
     """
     if not st.config.offload_models:
         return state
@@ -66,7 +66,7 @@ def to_host(st: Strategy, apply: Apply, state: TrainState) -> TrainState:
 
 
 def to_device(st: Strategy, apply: Apply, state: TrainState) -> TrainState:
-    """The state with the weights and the optimizer of its model where they work.
+    """Return the state with the weights and the optimizer of its model where they work.
 
     With adam_offload or fsdp_cpu_offload the optimizer works on the host. `state` is not donated: until the
     next update it can still be saved.
@@ -81,7 +81,7 @@ def to_device(st: Strategy, apply: Apply, state: TrainState) -> TrainState:
 
 @contextmanager
 def with_weights(state: TrainState) -> Iterator[None]:
-    """Have the weights of a state on the device inside the block, and afterwards where they were before."""
+    """Have the weights of a state on the device inside the block, and then where they were before."""
     residence = state.residence
     if residence is None or not residence.on_host:
         yield
@@ -106,9 +106,9 @@ _LOOKED_AT = 16  # prompts, for the largest images and sounds
 def start(cfg: options.Run, *, unread: Iterable[str] = ()) -> Strategy:
     """Start the strategy of a run, on every process.
 
-    Chat templates that ask for the date get that of the first start of the run in the folder. `unread` names
-    the options of `cfg.strategy` that the script does not read. ValueError for one of them that is given, and
-    for options that the machine or the engine cannot honour.
+    Chat templates that ask for the date get the date of the first start of the run in the folder. `unread`
+    names the options of `cfg.strategy` that the script does not read. ValueError for one of them that is
+    given, and for options that the machine or the engine cannot honour.
     """
     without(cfg.strategy, *unread)
     without(cfg.strategy, "max_norm", instead="use --max-norm")
@@ -142,7 +142,10 @@ def _first_day(cfg: options.Run, st: Strategy) -> date:
 
 
 def load_processing(cfg: options.Data, name: str) -> data.Processing | None:
-    """The processor of a model that sees or hears, with the limits of the options; None for text alone."""
+    """Load the processor of a model that sees or hears, with the limits of the options.
+
+    None for a model that only reads text.
+    """
     processor = model.load_processor(name)
     if processor is None:
         return None
@@ -158,14 +161,17 @@ def load_processing(cfg: options.Data, name: str) -> data.Processing | None:
 
 
 def with_processor(tokenizer: Any, processing: data.Processing | None) -> Any:
-    """The processor, which has the tokenizer, or this alone: what a model's folder holds beside weights."""
+    """Return the processor, which has the tokenizer, or else the tokenizer.
+
+    That is what a model's folder holds in addition to weights.
+    """
     if processing is None:
         return tokenizer
     return processing.processor
 
 
 def data_options(cfg: options.Data, processing: data.Processing | None = None) -> dict[str, Any]:
-    """Keyword arguments of `data.load` for making a prompt of a row."""
+    """Return the keyword arguments of `data.load` for making a prompt of a row."""
     return {
         "processing": processing,
         "workers": cfg.media_workers,
@@ -212,7 +218,7 @@ def plan_steps(
 ) -> L:
     """Decide the number of steps of a run: as given, from passes over the data, or `usual`.
 
-    Returns the config with that number. Each step draws `batch` rows; `passes` is the name of the option for
+    Returns the config with that number. A step draws `batch` rows; `passes` is the name of the option for
     passes over the data. Prints in one line how much of the data is drawn, with `what` a row makes.
     """
     steps = data.decide_steps(
@@ -226,7 +232,7 @@ def plan_steps(
 
 
 def free_options(cfg: options.Optimizer, *names: str) -> tuple[str, ...]:
-    """`names` if the learning rate does not depend on the number of steps, else nothing.
+    """Return `names` if the learning rate does not depend on the number of steps, else nothing.
 
     A resumed run may then change them.
     """
@@ -243,12 +249,12 @@ def open_folder(
     datasets: Mapping[str, data.Dataset] | None = None,
     tokenizer: Any = None,
 ) -> Run:
-    """Open the folder of a run whose number of steps is decided.
+    """Open the folder of a run, once its number of steps is decided.
 
-    `free` are options that may differ from those of the steps that the folder holds, besides `check.Free`
-    ones. The rows of `datasets`, by the options that name them, have to be those of these steps; changes of
-    the tokenizer, of its chat template and of the files of rewards are announced. ValueError as `Run` raises
-    it.
+    `free` are options that may differ from the ones of the steps that the folder holds, in addition to
+    `check.Free` ones. The rows of `datasets`, by the options that name them, must be the rows of these steps;
+    changes of the tokenizer, of its chat template and of the files of rewards are announced. ValueError as
+    `Run` raises it.
     """
     if cfg.steps is None:
         raise ValueError("steps: expected a number, got None; plan_steps decides it")
@@ -291,10 +297,10 @@ def load_policy(cfg: options.Policy, st: Strategy) -> nn.Module:
 def optimizer(
     cfg: options.Optimizer, lr: float, *, updates: int, warmup: int, ema: float = 0.0
 ) -> tuple[Transform, optim.Schedule]:
-    """(AdamW after gradient clipping, its learning rate as a function of the updates done).
+    """Return (AdamW after gradient clipping, its learning rate as a function of the updates done).
 
-    `updates` is the number of updates of the run, `warmup` that until the rate has risen to `lr`. With `ema`
-    the optimizer also keeps an average of the weights.
+    `updates` is the number of updates of the run, `warmup` the number until the rate has risen to `lr`. With
+    `ema` the optimizer also keeps an average of the weights.
     """
     # from lr / warmup up to lr, then down to lr_end * lr at the last update
     decay = optim.warmup_cosine if cfg.schedule == "cosine" else optim.warmup_linear
@@ -323,9 +329,9 @@ def print_preflight(
     """Print how much memory the models will take, before they are laid out.
 
     `initial` adds the initial model: a copy of the first model, or nothing with adapters, because then it is
-    the policy with its adapters off. Images and sounds count as those of the largest of the first prompts of
-    `dataset`, of which a step has `prompts`. `rewards` are scalar reward models; `judges` are generative
-    ones, each with the engine that it answers by.
+    the policy with its adapters off. Images and sounds count as the largest of the first prompts of
+    `dataset`; a step has `prompts` prompts. `rewards` are scalar reward models; `judges` are generative ones,
+    with the engine that they answer by.
     """
     held = list(models)
     if initial and not cfg.lora_rank:
@@ -355,7 +361,7 @@ def initial_scorer(
     *,
     sampling: Sampling | None = None,
 ) -> Callable[[Any, Sequence[Packed]], list[Tensor]]:
-    """A function (params of the policy, packs) -> log-probs [T] of the initial model for each pack.
+    """Return a function (params of the policy, packs) -> initial model's log-probs [T] of every pack.
 
     With adapters the initial model is the policy with its adapters off; otherwise it is a second model in
     memory, and the params are not read; with offload_models it is on the device only while it scores.
@@ -379,14 +385,14 @@ def initial_scorer(
 
 
 def updates_per_pass(cfg: options.Updates, config: strategy.StrategyConfig) -> int:
-    """Minibatches of a rollout: by the strategy's train_batch_size where it has one."""
+    """Return the minibatches of a rollout, by the strategy's train_batch_size where it has one."""
     if config.train_batch_size:
         return config.updates(cfg.prompts * cfg.group)
     return cfg.minibatches
 
 
 def gather_rows(st: Strategy, found: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:
-    """[B, S] on every rank, from the numbers [T] of each pack of this rank.
+    """Return [B, S] on every rank, from the numbers [T] of the packs of this rank.
 
     0 where no pack has a number. `like` is any [B, S] of the batch that the packs are made of.
     """

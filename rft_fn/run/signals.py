@@ -46,7 +46,10 @@ def _handle(number: int, frame: Any) -> None:
 
 @contextmanager
 def listen() -> Iterator[None]:
-    """Within it SIGTERM and SIGINT are requests to stop; nothing happens outside of the main thread."""
+    """Take SIGTERM and SIGINT as requests to stop within the block.
+
+    Nothing happens outside of the main thread.
+    """
     _state.update(_QUIET)
     before = {}
     with suppress(ValueError):
@@ -60,7 +63,7 @@ def listen() -> Iterator[None]:
 
 
 def enter_steps() -> None:
-    """From here on a request waits for the end of the step; before, it ends the process.
+    """Let a request wait for the end of the step from here on; before, it ends the process.
 
     Raises `Stopped` for an earlier request that a library caught.
     """
@@ -69,20 +72,20 @@ def enter_steps() -> None:
 
 
 def check_early() -> None:
-    """Raise `Stopped` if the process was asked to stop before the first step, and a library caught that."""
+    """Raise `Stopped` if a library caught a request to stop that came before the first step."""
     if _state["asked"] and not _state["steps"]:
         raise Stopped(_state["asked"], _EARLY)
 
 
 def asked() -> int:
-    """The signal that asked this process to stop, or 0."""
+    """Return the signal that asked this process to stop, or 0."""
     return _state["asked"]
 
 
 def stopping() -> int:
-    """The signal that asked any process to stop, or 0: the same on every rank. All ranks call it.
+    """Return the signal that asked any process to stop, or 0: the same on every rank.
 
-    One that arrives while the ranks ask each other is answered by the next call.
+    All ranks call it. One that arrives while the ranks ask each other is answered by the next call.
     """
     found = max(dist.all_gather_object(_state["asked"]))
     if found:
@@ -91,7 +94,7 @@ def stopping() -> int:
 
 
 class Unbroken:
-    """A text stream whose reader may leave, as `| head` does: what is written after that goes nowhere."""
+    """A text stream that its reader may leave, as `| head` does: what is written after that goes nowhere."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -121,7 +124,7 @@ class Unbroken:
 
 @contextmanager
 def unbroken() -> Iterator[None]:
-    """Within it stdout and stderr outlive their readers."""
+    """Let stdout and stderr outlive their readers within the block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Unbroken(before[0]), Unbroken(before[1])
     try:

@@ -1,7 +1,7 @@
 """Symptoms of a run that does not learn: each is a stated rule over its metrics, with a remedy.
 
-Windows are of 20 steps, but a run that learns nothing at all is told after 3. A rule whose metrics a run does
-not have, or that needs more steps than there are yet, finds nothing.
+Windows are of 20 steps, but a run that learns nothing at all is told after 3. A rule finds nothing if
+the run does not have its metrics, or if it needs more steps than there are yet.
 """
 
 import math
@@ -40,7 +40,7 @@ class Symptom(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The symptom as one line of a terminal."""
+        """Return the symptom as one line of a terminal."""
         return f"warning: {self.name}: {self.sentence}; {self.remedy}"
 
 
@@ -48,7 +48,7 @@ class Find(Protocol):
     """The condition of a rule."""
 
     def __call__(self, rows: Sequence[Row], /) -> str:
-        """A sentence with the numbers if the metrics meet the condition, or nothing."""
+        """Return a sentence with the numbers if the metrics meet the condition, or an empty text."""
         ...
 
 
@@ -62,7 +62,10 @@ class Rule(NamedTuple):
 
 
 def symptoms(rows: Sequence[Row]) -> list[Symptom]:
-    """The symptoms of a run after the last of `rows`, the metrics of its steps; a pure function."""
+    """Return the symptoms of a run after the last of `rows`, the metrics of its steps.
+
+    A pure function.
+    """
     found = [(rule, rule.find(rows)) for rule in RULES]
     return [Symptom(rule.name, sentence, rule.remedy) for rule, sentence in found if sentence]
 
@@ -71,7 +74,7 @@ def symptoms(rows: Sequence[Row]) -> list[Symptom]:
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:
-    """The mean of a metric over a whole window of rows; NaN where some have none."""
+    """Return the mean of a metric over a whole window of rows; NaN where some have none."""
     values = [row.get(name) for row in rows]
     numbers = [x for x in values if x is not None]
     if len(numbers) < WINDOW:
@@ -80,19 +83,22 @@ def _mean(rows: Sequence[Row], name: str) -> float:
 
 
 def _last(rows: Sequence[Row], name: str, back: int = 0) -> float:
-    """The mean of a metric over the last window, or over the one `back` windows before it."""
+    """Return the mean of a metric over the last window, or over the one `back` windows before it."""
     end = len(rows) - back * WINDOW
     return _mean(rows[max(end - WINDOW, 0) : max(end, 0)], name)
 
 
 def _first(rows: Sequence[Row], name: str) -> float:
-    """The mean of a metric over the first window that has it: a policy may be frozen in the first steps."""
+    """Return the mean of a metric over the first window that has it.
+
+    A policy may be frozen in the first steps.
+    """
     having = (row for row in rows if row.get(name) is not None)
     return _mean(list(islice(having, WINDOW)), name)
 
 
 def _rises(before: float, after: float) -> bool:
-    """Whether a reward is clearly higher than before."""
+    """Return whether a reward is clearly higher than before."""
     return after > before + RISE * abs(before)
 
 
@@ -114,7 +120,7 @@ def _flat(rows: Sequence[Row]) -> str:
 
 
 def _is_still(row: Row) -> bool:
-    """Whether every group of a step has equal rewards, and nothing else gave a gradient."""
+    """Return whether every group of a step has equal rewards, and nothing else gave a gradient."""
     return row.get("reward/flat_groups") == 1 and row.get("grad/norm") == 0
 
 
@@ -265,7 +271,7 @@ WARNING = "warning/"
 
 
 class Warnings:
-    """The symptoms of a run whose steps so far have the metrics `rows`."""
+    """The symptoms of a run; `rows` are the metrics of its steps so far."""
 
     def __init__(self, rows: Sequence[Row] = ()):
         self.rows = list(rows)
@@ -276,7 +282,7 @@ class Warnings:
                     self.shown[name.removeprefix(WARNING)] = None
 
     def note(self, row: Row) -> tuple[list[str], dict[str, float]]:
-        """(lines to show, metrics to add) after a step with the metrics `row`.
+        """Return (lines to show, metrics to add) after a step with the metrics `row`.
 
         The metric of a symptom is 1 where the run has it, 0 where it had it before, and else absent.
         """

@@ -28,14 +28,14 @@ _UNFINISHED = "\ufffd"  # the bytes so far are no whole character
 
 
 def pieces(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """The text that each token adds to those before it, special tokens by their names.
+    """Return the text that every token adds to the ones before it, special tokens by their names.
 
     Joined they are the text of all. Where a character is made of several tokens, the last of them has it and
     the others are empty.
     """
     found = []
     first = 0  # of the tokens that are decoded again, since the text of one may depend on the one before
-    done = 0  # tokens whose text is known
+    done = 0  # tokens with a known text
     for end in range(1, len(ids) + 1):
         known = tokenizer.decode(list(ids[first:done]))
         text = tokenizer.decode(list(ids[first:end]))
@@ -58,7 +58,7 @@ _SECONDS = 4  # of a sound
 
 
 def shown(prompt: Any) -> dict[str, Any]:
-    """{"media": [(kind, name, data URI) ...]} of the first media of a prompt; empty if it has none."""
+    """Return {"media": [(kind, name, data URI) ...]} of the first media of a prompt, or {} without any."""
     sources = getattr(prompt, "sources", ())[:_MOST]
     if not sources:
         return {}
@@ -67,7 +67,7 @@ def shown(prompt: Any) -> dict[str, Any]:
 
 
 def data_uri(medium: Medium) -> str:
-    """A medium as a data URI: a picture, the first frame of a video, the begin of a sound.
+    """Return a medium as a data URI: a picture, the first frame of a video, the start of a sound.
 
     Empty for one that can no longer be read.
     """
@@ -87,7 +87,7 @@ def _uri(kind: str, content: bytes) -> str:
 
 
 def _png(picture: Any) -> bytes:
-    """A picture, shrunk, as PNG."""
+    """Return a picture, shrunk, as PNG."""
     from PIL import Image
 
     if not isinstance(picture, Image.Image):
@@ -100,7 +100,7 @@ def _png(picture: Any) -> bytes:
 
 
 def _wav(samples: np.ndarray) -> bytes:
-    """Samples [n] in [-1, 1] at 16 kHz as a WAV file of 16 bits."""
+    """Return samples [n] in [-1, 1] at 16 kHz as a WAV file of 16 bits."""
     file = io.BytesIO()
     with wave.open(file, "wb") as out:
         out.setnchannels(1)
@@ -124,8 +124,8 @@ CONTEXT = 64  # most tokens before the first that is learned, where there is no 
 class TokenLog:
     """Records single tokens of a few responses every so many steps.
 
-    Every rank calls `before` ahead of a step's updates and `after` behind them. Each is a forward pass
-    without gradient over the recorded responses, in the steps that are recorded.
+    Every rank calls `before` ahead of a step's updates and `after` when they are done. Both are a forward
+    pass without gradient over the recorded responses, in the steps that are recorded.
     """
 
     def __init__(
@@ -142,10 +142,10 @@ class TokenLog:
         unit: int = 1,
         names: Sequence[str] = (),
     ):
-        """`every` is the number of steps between two records, 0 for none; `budget` the tokens of a pack.
+        """Record every `every` steps, 0 for never, with at most `budget` tokens in a pack.
 
         `group` rows in a row belong together, and `unit` of them in the loss, as in `packing.pack`. `names`
-        are those of the rows of a group, where they are more than samples.
+        are the names of the rows of a group, where they are more than samples.
         """
         self.every = every
         self.st = st
@@ -178,7 +178,7 @@ class TokenLog:
         judged: Judged | None = None,
         rollout: Rollout | None = None,
     ) -> None:
-        """Score them again by the parameters after the updates, and write what happened to each token.
+        """Score them again by the parameters after the updates, and write what happened to every token.
 
         `exp` is the batch with the weights that the loss had. `prompts` and `judged` give the texts and the
         rewards, `rollout` the sampler's log-probs.
@@ -199,7 +199,7 @@ class TokenLog:
             self.run.tokens(self._written(step, few, index.tolist(), fields, prompts, judged))
 
     def _rows(self, batch: Rollout | Experience) -> Tensor:
-        """The rows that are recorded: the first samples of the first groups."""
+        """Return the rows that are recorded: the first samples of the first groups."""
         groups = min(max(GROUPS, ROWS // self.group), len(batch.tokens) // self.group)
         samples = min(self.group, SAMPLES)
         return torch.tensor([g * self.group + s for g in range(groups) for s in range(samples)])
@@ -211,7 +211,7 @@ class TokenLog:
         return self.st.score(self.apply, params, few, budget=self.budget, fields=fields)
 
     def _fields(self, few: Experience, first: TokenOut, last: TokenOut) -> dict[str, Tensor]:
-        """Numbers of each token, [B, S] by name."""
+        """Return numbers of every token, [B, S] by name."""
         found = {"w": few.w, "logp": first.logp, "change": last.logp - first.logp}
         if first.entropy is not None:
             found |= {"entropy": first.entropy, "adv": few.adv, "old_logp": few.old_logp}
@@ -232,7 +232,7 @@ class TokenLog:
         prompts: Sequence[Any],
         judged: Judged | None,
     ) -> list[dict[str, Any]]:
-        """The rows of tokens.jsonl."""
+        """Return the rows of tokens.jsonl."""
         found = []
         for i, b in enumerate(rows):
             group, sample = divmod(b, self.group)
@@ -251,7 +251,7 @@ class TokenLog:
         return found
 
     def _tokens(self, few: Experience, i: int, fields: dict[str, Tensor], *, alone: bool) -> dict[str, Any]:
-        """The tokens of a row from its first that is learned, with some before it if they stand `alone`."""
+        """Return the tokens of a row from its first learned one, with some before it if `alone`."""
         learned = few.mask[i].nonzero().flatten().tolist()
         if not learned:
             return {"pieces": [], "mask": []}
@@ -273,9 +273,10 @@ class TokenLog:
 def effects(
     loss_fn: LossFn, exp: Experience, logp: Tensor, entropy: Tensor | None = None, *, unit: int = 1
 ) -> Tensor:
-    """`loss.token_gradient` of the rows of a batch where the model gives `logp` [B, S], on their tokens.
+    """Return `loss.token_gradient` of the rows of a batch where the model gives `logp` [B, S].
 
-    Terms of a loss that read other outputs than log-probs and entropy have no gradient here.
+    It is [B, S] on their tokens. Terms of a loss that read other outputs than log-probs and entropy have no
+    gradient here.
     """
     if entropy is None:
         entropy = torch.zeros_like(logp)
@@ -295,7 +296,7 @@ def effects(
 
 
 def _short(x: float | bool, learned: bool) -> float | int | None:
-    """A number with four digits; None where nothing is learned, or for one that is not finite."""
+    """Return a number with four digits, or None if it is not finite or nothing is learned there."""
     if isinstance(x, bool):
         x = int(x)
     if not learned or not math.isfinite(x):
