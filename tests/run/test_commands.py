@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def test_the_list_has_each_script_with_its_line_in_80_columns(capsys):
         line = ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0]
         assert re.search(rf"^  {name} +{line.split()[0]}", out, re.M)
         assert line.replace(" ", "") in re.sub(r"\s", "", out)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["where", "grpo"]])
+def test_what_a_shell_asks_for_needs_no_torch(words):
+    code = f"import sys; from rft_fn.tools.commands import main; main({words}); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    *said, torch_too = done.stdout.splitlines()
+    assert said and torch_too == "False"
 
 
 def test_a_copy_is_whole_but_for_its_own_name(tmp_path, monkeypatch, capsys):
