@@ -1,6 +1,6 @@
 """The surroundings of a training loop: options, setup, the run folder, trackers, signals, errors."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rft_fn.run import options
 from rft_fn.run.cli import cli, error_line, guard, without
@@ -59,6 +59,9 @@ from rft_fn.run.setup import (
 from rft_fn.run.signals import Stopped
 from rft_fn.run.tokens import TokenLog
 
+if TYPE_CHECKING:
+    from rft_fn.tools.serving import serve
+
 __all__ = [
     "Run",
     "Task",
@@ -102,7 +105,7 @@ __all__ = [
     "reward_modules",
     "rewards_of",
     "saved_if_lost",
-    "serve",  # pyright: ignore[reportUnsupportedDunderAll]
+    "serve",
     "settings",
     "shaped_reward",
     "start",
@@ -119,10 +122,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    """Return `serve`, which is a tool and has its name here too."""
-    if name == "serve":
-        from rft_fn.tools.serving import serve
+if not TYPE_CHECKING:
 
-        return serve
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """Return `serve`, which is a tool and has its name here too."""
+        if name == "serve":
+            from rft_fn.tools.serving import serve
+
+            return serve
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
