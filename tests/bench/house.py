@@ -37,7 +37,7 @@ READ = {  # what a reader wants to understand: (where it begins now, and where i
     "pack": ("packing.packs:pack",),
     "a row, dapo": ("algorithm:dapo", "algorithm:TABLE", "algorithm.table:TABLE"),
     "Strategy.grad of FSDP2": (
-        "strategy.fsdp2:FSDP2.grad",
+        "strategy.fsdp2:FSDP2Backend._grad",
         "strategy.fsdp2:_FSDP2.grad",
         "strategy.fsdp2:grad",
     ),
