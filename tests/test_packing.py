@@ -660,6 +660,9 @@ def lists(draw, media=False):
     exp = tree.replace(exp, w=weight.unit_mean(exp.mask, unit), extra={"rank": rank[:, None] * exp.mask})
     if media:
         some = draw(st.lists(st.booleans(), min_size=8, max_size=8))
+        some = [
+            has and n > 1 for has, n in zip(some, exp.length.tolist())
+        ]  # one token is no input of a model
         parts = [{"x": torch.full((1, 2), float(i))} if has else None for i, has in enumerate(some)]
         exp = tree.replace(exp, media=Media.of_prompts(parts))
     return exp, unit
