@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: list them, name damage, decide which stay."""
+"""The structure of a tree as JSON, and the folder of a run's checkpoints: which are whole, which stay."""
 
 import dataclasses
 import hashlib

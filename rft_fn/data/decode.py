@@ -1,4 +1,4 @@
-"""Images, and videos as lists of them."""
+"""Decode images, videos as lists of them, and audio."""
 
 import io
 import math

@@ -1,6 +1,6 @@
-"""Rows that know their places, for errors.
+"""Rows that know their places, the errors of unusable ones, and values at paths into a row.
 
-They are records of a text file, a list, several files as one, or a part of other rows.
+Rows are records of a text file, a list, several files as one, or a part of other rows.
 """
 
 import bisect

@@ -1,4 +1,4 @@
-"""The record of an environment, and the signatures of its functions."""
+"""The record of an environment, the signatures of its functions, and its observations as tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol

@@ -1,4 +1,4 @@
-"""Small files of a run: written whole by one rename, and cut back to a step."""
+"""Small files of a run, written whole by one rename, and what an earlier run left in a folder."""
 
 import dataclasses
 import json

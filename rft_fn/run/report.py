@@ -1,4 +1,4 @@
-"""The results of a script: a table for the terminal, and files of numbers and responses."""
+"""What a run reports: results, progress, timing, trackers, and rows of sampled responses."""
 
 import hashlib
 import importlib

@@ -1,4 +1,4 @@
-"""The engine of a run: checked by a canary when it is built, and built again when it dies.
+"""The engine of a run and the sampler on it: checked when built, rebuilt when dead, and its mismatch.
 
 Keys name what is drawn, so a rollout that a new engine repeats has the same tokens, and the run goes on as if
 nothing had happened.
@@ -24,7 +24,7 @@ from rft_fn.run.reward_task import Task
 from rft_fn.run.run_folder import Run
 from rft_fn.run.setup import with_weights
 from rft_fn.types import Apply, Engine, Packed, Rollout, Sampling, Strategy, TrainState
-from rft_fn.types.engine import Delivered, EngineStatus
+from rft_fn.types.engine import Delivered, EngineStatus, record
 
 __all__ = [
     "Corrected", "Push", "check_gap", "checked", "correct_mismatch", "correction_of", "saved_if_lost",
@@ -212,16 +212,7 @@ def start_engine(
         st.print(checked(cfg, st, task, state, engine, version=version))
 
     kept = _Kept(build or build_engine, load, st, cfg.rebuilds)
-    engine = Engine(
-        generate=kept.generate,
-        score=kept.score,
-        load=kept.load,
-        sleep=kept.sleep,
-        wake=kept.wake,
-        status=kept.status,
-        close=kept.close,
-    )
-    return engine, kept.push
+    return record(Engine, kept), kept.push
 
 
 @contextmanager

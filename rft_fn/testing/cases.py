@@ -1,4 +1,4 @@
-"""The batch that losses are checked on: a tabular model and ragged rows in float64, and its cuts."""
+"""The batch that losses are checked on, a tabular model and ragged rows in float64; and runs on it."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The record of a task, and functions that several tasks share."""
+"""The record of a task, functions that several tasks share, and the tasks of text."""
 
 import ast
 import functools

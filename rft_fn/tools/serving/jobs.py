@@ -1,4 +1,4 @@
-"""The requests that wait for their rewards, and which of them are scored together."""
+"""Requests that wait for their rewards: which are scored together, and by what."""
 
 import math
 import threading
