@@ -40,16 +40,24 @@ def is_whole(request):
     return bool(end) and all(len(body) >= int(x.split(b":")[1]) for x in lines)
 
 
+def request_of(connection):
+    """The request, whole: bytes that nobody read would reset the connection at its close."""
+    got = b""
+    while not is_whole(got):
+        part = connection.recv(65536)
+        if not part:
+            break
+        got += part
+    return got
+
+
 def answering(text, status="200 OK", asked=None):
     """Reads one request, and answers it; nothing where the client leaves before."""
 
     def serve(connection):
-        got = b""
-        while not is_whole(got):
-            part = connection.recv(65536)
-            if not part:
-                return
-            got += part
+        got = request_of(connection)
+        if not is_whole(got):
+            return
         head, _, body = got.partition(b"\r\n\r\n")
         if asked is not None:
             asked.append((head.decode(), body))
@@ -193,7 +201,7 @@ def saying(*parts, pause=0.0):
     """Reads a request, sends these bytes, the last of them again and again, until nobody reads them."""
 
     def serve(connection):
-        connection.recv(65536)
+        request_of(connection)
         end = time.monotonic() + 10
         with connection, suppress(OSError):
             for part in parts[:-1]:

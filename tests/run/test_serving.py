@@ -250,7 +250,7 @@ ASKED = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 
 def test_idle_connections_make_room_for_others(monkeypatch, capfd):
-    """The one that has waited longest is closed, and none whose rewards are being computed."""
+    """The one that has waited longest is closed, before one whose body is on its way; none being answered."""
     monkeypatch.setattr(app, "_most_connections", lambda: 6)
     held = threading.Event()
 
@@ -268,7 +268,7 @@ def test_idle_connections_make_room_for_others(monkeypatch, capfd):
             found = httpx2.get(f"{served.url}/health", trust_env=False, timeout=10)
             assert found.json()["rewards"] == ["len"]
         assert len(served.server.server_state.connections) <= 6
-        assert all(ended(client) for client in clients[:30])
+        assert all(ended(client) for i, client in enumerate(clients[:30]) if i % 5 != 3)
         held.set()
         assert asked.result().json()["rewards"] == [3.0]
     assert not capfd.readouterr().err
