@@ -25,7 +25,8 @@ from rft_fn.reward_shaping import last_token, on_last_token
 from rft_fn.types import AdvantageFn, CriticAdvantageFn, LossFn, Packed, Rollout, TokenOut, WeightFn
 
 __all__ = [
-    "TABLE", "ActorCritic", "Algorithm", "get_actor_critic", "get_algorithm", "per_sequence", "per_token",
+    "TABLE", "ActorCritic", "Algorithm", "configured", "configured_actor_critic", "get_actor_critic",
+    "get_algorithm", "per_sequence", "per_token",
 ]  # fmt: skip
 
 
@@ -366,3 +367,53 @@ def get_algorithm(name: str, *, group: int | None = None) -> Algorithm:
 def get_actor_critic(name: str) -> ActorCritic:
     """Return the row of a name, with a critic; ValueError that lists the names there are."""
     return _row(name, ActorCritic, ", which has no critic: see train_scripts/grpo.py")
+
+
+def configured(
+    name: str,
+    *,
+    group: int | None = None,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    dual: float | None = None,
+) -> Algorithm:
+    """Return the row of a name, without a critic, with the limits that are given in its loss.
+
+    None leaves a limit at the algorithm's own. ValueError as of `get_algorithm`, and for a limit that the
+    loss does not have.
+    """
+    row = get_algorithm(name, group=group)
+    options = {"clip_low": ("low", clip_low), "clip_high": ("high", clip_high), "dual": ("dual", dual)}
+    for option, (limit, x) in options.items():
+        if x is not None and limit not in signature(row.loss).parameters:
+            raise ValueError(f"{option}: expected None, {name} has no such limit, got {x}")
+    return row._replace(loss=_given(row.loss, low=clip_low, high=clip_high, dual=dual))
+
+
+def configured_actor_critic(
+    name: str,
+    *,
+    gamma: float | None = None,
+    lambda_: float | None = None,
+    alpha: float | None = None,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    dual: float | None = None,
+    value_clip: float | None = None,
+) -> ActorCritic:
+    """Return the row of a name, with a critic, with the options that are given; None is the row's own.
+
+    `gamma`, `lambda_` and `alpha` are of the advantage, the limits of the actor's loss, `value_clip` of the
+    critic's. ValueError as of `get_actor_critic`.
+    """
+    row = get_actor_critic(name)
+    return row._replace(
+        advantage=_given(row.advantage, gamma=gamma, lambda_=lambda_, alpha=alpha),
+        loss=_given(row.loss, low=clip_low, high=clip_high, dual=dual),
+        value_loss=_given(row.value_loss, clip=value_clip),
+    )
+
+
+def _given(function: Callable[..., R], **options: Any) -> Callable[..., R]:
+    """Return a function with the options that are not None; it has defaults for the others."""
+    return partial(function, **{name: x for name, x in options.items() if x is not None})

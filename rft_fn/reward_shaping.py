@@ -4,16 +4,21 @@ State, where there is any, is an argument and a result. Mixtures of rewards are 
 sum) and `gated` (one counts only where another holds).
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rft_fn import check, tree
 from rft_fn.logprob import log_ratio
+from rft_fn.types import Rollout
 
 __all__ = [
-    "adaptive_kl", "clip", "gated", "kl_in_reward", "last_token", "length_penalty", "moments",
-    "on_last_token", "overlong_penalty", "running_norm", "steps_last", "steps_min", "steps_product", "varied",
+    "Shaping", "adaptive_kl", "chain", "clip", "gated", "kl_in_reward", "last_token", "length_penalty",
+    "moments", "on_last_token", "overlong_penalty", "running_norm", "steps_last", "steps_min",
+    "steps_product", "varied",
 ]  # fmt: skip
 
 
@@ -188,3 +193,49 @@ def kl_in_reward(reward: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, *
     check.shapes(reward=(reward, "B"), logp=(logp, "B S"), ref_logp=(ref_logp, "B S"), mask=(mask, "B S"))
     penalty = torch.where(mask, -coef * log_ratio(logp, ref_logp), 0)
     return penalty + on_last_token(reward, mask)
+
+
+# ---------- the changes that a run makes to the rewards of a step, in their order
+
+
+class Shaping(NamedTuple):
+    """A chain of changes to rewards: a pair of functions like optax's Transform."""
+
+    init: Callable[[], Moments]
+    apply: Callable[..., tuple[Tensor, Moments, dict[str, float]]]
+
+
+def chain(
+    *, clip: float = 0.0, overlong: int = 0, max_new: int = 0, kl: float = 0.0, normalize: bool = False
+) -> Shaping:
+    """Return the changes that are asked for, in this order; 0 and False are none.
+
+        clip        rewards are bounded to +-clip
+        overlong    DAPO's penalty in the last `overlong` tokens before `max_new`
+        kl          less kl times the sum over a response of log(policy / initial model)
+        normalize   the running mean is subtracted, and the running deviation divided by: `running_norm`
+
+    `apply(reward, state, rollout, ref_logp=None)` takes rewards [N, G] of a rollout of B = N G rows, and the
+    initial model's log-probs [B, S] for the KL; it returns (reward, state, metrics). The policy's log-probs
+    are the sampler's. The state is the moments of all rewards so far.
+    """
+
+    def apply(
+        reward: Tensor, state: Moments, rollout: Rollout, ref_logp: Tensor | None = None
+    ) -> tuple[Tensor, Moments, dict[str, float]]:
+        metrics = {}
+        if clip:
+            reward = reward.clamp(-clip, clip)
+        if overlong:
+            length = rollout.mask.sum(-1).view_as(reward)
+            reward = reward + overlong_penalty(length, max_new=max_new, buffer=overlong)
+        if kl:
+            (ref_logp,) = check.given(ref_logp=ref_logp)
+            log_ratio = ((rollout.logp - ref_logp) * rollout.mask).sum(-1)
+            reward = reward - kl * log_ratio.view_as(reward)
+            metrics["kl/in_reward"] = float(log_ratio.mean())
+        if normalize:
+            reward, state = running_norm(reward, state)
+        return reward, state, metrics
+
+    return Shaping(moments, apply)

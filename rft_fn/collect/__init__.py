@@ -1,6 +1,7 @@
 """Collects rollouts: sampled and judged by all ranks, and checked against the trainer."""
 
 from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, Weights, due, version_of
+from rft_fn.collect.batches import Batch, Collector, Source, collector
 from rft_fn.collect.episodes import Played
 from rft_fn.collect.gather import (
     check_reward,
@@ -29,8 +30,8 @@ from rft_fn.collect.partial import VariedGroups, Waiting, judged_groups, sample_
 from rft_fn.collect.turns import play
 
 __all__ = [
-    "Played", "check_reward", "due", "gather_and_generate", "gather_and_judge", "gather_and_judge_rows",
-    "inference_engine_status", "judged_groups", "play", "sample_partial", "sample_varied_groups",
-    "setup_inference_engine", "sleep_inference_engine", "update_engine_weights", "version_of",
-    "wakeup_inference_engine",
+    "Batch", "Collector", "Played", "Source", "check_reward", "collector", "due", "gather_and_generate",
+    "gather_and_judge", "gather_and_judge_rows", "inference_engine_status", "judged_groups", "play",
+    "sample_partial", "sample_varied_groups", "setup_inference_engine", "sleep_inference_engine",
+    "update_engine_weights", "version_of", "wakeup_inference_engine",
 ]  # fmt: skip

@@ -296,11 +296,17 @@ class AsyncSampler:
         self.strategy = strategy
         self._calls = calls
         self._begun: dict[str, _Begun] = {}
-        self._done: dict[str, Rollout] = {x["name"]: x["rollout"] for x in saved if "rollout" in x}
-        self._older = {x["name"]: Weights.restored(x) for x in saved if "weights" in x}  # of lost rollouts
+        self._done: dict[str, Rollout] = {}
+        self._older: dict[str, Weights] = {}  # of lost rollouts
         self._asked: set[str] = set()  # begun or saved, and wanted by this process
         self._used: dict[str, Rollout] = {}  # of them, given to the step under way
         self._dead = False  # the engine is lost for good
+        self.resume(saved)
+
+    def resume(self, saved: Sequence[dict[str, Any]]) -> None:
+        """Take up the rollouts that a checkpoint has kept, as `save` returned them."""
+        self._done |= {x["name"]: x["rollout"] for x in saved if "rollout" in x}
+        self._older |= {x["name"]: Weights.restored(x) for x in saved if "weights" in x}
 
     def begin(self, prompts: Sequence[Any], keys: Sequence[int], *, n: int, sampling: Sampling) -> None:
         """Begin a rollout with the newest weights, unless it was begun or saved before.

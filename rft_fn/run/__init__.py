@@ -5,6 +5,28 @@ from typing import TYPE_CHECKING, Any
 from rft_fn.run import options
 from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.files import last_model, settings
+from rft_fn.run.opening import (
+    actor_critic,
+    data_options,
+    free_options,
+    gather_rows,
+    initial_model,
+    load_critic,
+    load_data,
+    load_policy,
+    load_processing,
+    open_folder,
+    optimizer,
+    placed,
+    plan_steps,
+    print_preflight,
+    start,
+    to_device,
+    to_host,
+    updates_per_pass,
+    updates_per_step,
+    with_processor,
+)
 from rft_fn.run.report import check_results, response_row, table, track, write_results
 from rft_fn.run.reward_model import (
     as_one_pack,
@@ -23,10 +45,8 @@ from rft_fn.run.reward_task import (
     load_rewards,
     load_task,
     normalized_reward,
-    plan_rollouts,
     reward_modules,
     rewards_of,
-    shaped_reward,
 )
 from rft_fn.run.rollout_engine import (
     check_gap,
@@ -37,25 +57,7 @@ from rft_fn.run.rollout_engine import (
     start_sampler,
 )
 from rft_fn.run.run_folder import Run, checkpoint, final_weights, restore_latest
-from rft_fn.run.setup import (
-    data_options,
-    free_options,
-    gather_rows,
-    initial_scorer,
-    load_data,
-    load_policy,
-    load_processing,
-    open_folder,
-    optimizer,
-    placed,
-    plan_steps,
-    print_preflight,
-    start,
-    to_device,
-    to_host,
-    updates_per_pass,
-    with_processor,
-)
+from rft_fn.run.setup import Model, Setup, setup
 from rft_fn.run.signals import Stopped
 from rft_fn.run.tokens import TokenLog
 
@@ -63,9 +65,12 @@ if TYPE_CHECKING:
     from rft_fn.tools.serving import serve
 
 __all__ = [
+    "Model",
     "Run",
+    "Setup",
     "Task",
     "TokenLog",
+    "actor_critic",
     "as_one_pack",
     "calibrate",
     "check_engine_media",
@@ -81,10 +86,11 @@ __all__ = [
     "final_weights",
     "free_options",
     "gather_rows",
-    "initial_scorer",
+    "initial_model",
     "judge",
     "judges_here",
     "last_model",
+    "load_critic",
     "load_data",
     "load_labelled",
     "load_policy",
@@ -97,7 +103,6 @@ __all__ = [
     "optimizer",
     "options",
     "placed",
-    "plan_rollouts",
     "plan_steps",
     "print_preflight",
     "response_row",
@@ -107,7 +112,7 @@ __all__ = [
     "saved_if_lost",
     "serve",
     "settings",
-    "shaped_reward",
+    "setup",
     "start",
     "start_engine",
     "start_sampler",
@@ -116,6 +121,7 @@ __all__ = [
     "to_host",
     "track",
     "updates_per_pass",
+    "updates_per_step",
     "with_processor",
     "without",
     "write_results",

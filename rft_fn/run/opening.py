@@ -4,17 +4,16 @@ Plain functions, which a script calls in the order that it chooses. None of them
 loss or an advantage.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from rft_fn import data, dist, engine, model, optim, packing, strategy, tree
+from rft_fn import algorithm, data, dist, engine, model, optim, packing, strategy, tree
 from rft_fn.data.templates import fix_day
 from rft_fn.memory import Sampler
 from rft_fn.memory.phases import largest
@@ -26,9 +25,10 @@ from rft_fn.run.run_folder import Run
 from rft_fn.types import Apply, Packed, Sampling, Strategy, TrainState, Transform
 
 __all__ = [
-    "data_options", "free_options", "gather_rows", "initial_scorer", "load_data", "load_policy",
-    "load_processing", "open_folder", "optimizer", "placed", "plan_steps", "print_preflight", "start",
-    "to_device", "to_host", "updates_per_pass", "with_processor", "with_weights",
+    "actor_critic", "data_options", "free_options", "gather_rows", "initial_model", "load_critic",
+    "load_data", "load_policy", "load_processing", "open_folder", "optimizer", "placed", "plan_steps",
+    "print_preflight", "start", "to_device", "to_host", "updates_per_pass", "updates_per_step",
+    "with_processor", "with_weights",
 ]  # fmt: skip
 
 
@@ -294,6 +294,30 @@ def load_policy(cfg: options.Policy, st: Strategy) -> nn.Module:
     )
 
 
+def load_critic(cfg: Any, st: Strategy) -> nn.Module:
+    """Load the critic of `options.ActorCritic`, by default from the policy's model."""
+    return model.load_critic(
+        cfg.critic or cfg.model,
+        freeze=cfg.freeze,
+        gradient_checkpointing=cfg.gradient_checkpointing,
+        meta=st.world > 1,
+    )
+
+
+def actor_critic(cfg: Any) -> algorithm.ActorCritic:
+    """Return the algorithm of `options.ActorCritic`, with the options that were given."""
+    return algorithm.configured_actor_critic(
+        cfg.algorithm,
+        gamma=cfg.gamma,
+        lambda_=cfg.gae_lambda,
+        alpha=cfg.gae_alpha,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        dual=cfg.dual,
+        value_clip=cfg.value_clip,
+    )
+
+
 def optimizer(
     cfg: options.Optimizer, lr: float, *, updates: int, warmup: int, ema: float = 0.0
 ) -> tuple[Transform, optim.Schedule]:
@@ -353,42 +377,41 @@ def print_preflight(
     )
 
 
-def initial_scorer(
+def initial_model(
     cfg: options.Policy,
     st: Strategy,
     module: nn.Module,
     apply: Apply,
     *,
     sampling: Sampling | None = None,
-) -> Callable[[Any, Sequence[Packed]], list[Tensor]]:
-    """Return a function (params of the policy, packs) -> initial model's log-probs [T] of every pack.
+) -> tuple[Apply, Any]:
+    """Return (apply, params) of the initial model, to be scored by `st.score`.
 
-    With adapters the initial model is the policy with its adapters off; otherwise it is a second model in
-    memory, and the params are not read; with offload_models it is on the device only while it scores.
-    Computes no gradient.
+    With adapters it is the policy with its adapters off: its params are the policy's, and None is returned
+    for them. Otherwise it is a second model in memory.
     """
     if cfg.lora_rank:
-        return partial(model.score, model.without_adapters(module, apply))
+        return model.without_adapters(module, apply), None
     copy = model.load(cfg.model, meta=st.world > 1)
-    frozen, frozen_params = st.bind(copy, sampling=sampling)
+    frozen, params = st.bind(copy, sampling=sampling)
     if st.config.offload_models:
         st.place(frozen, "host")
-
-    def score(params: Any, packs: Sequence[Packed]) -> list[Tensor]:
-        with placed(st, frozen):
-            return model.score(frozen, frozen_params, packs)
-
-    return score
+    return frozen, params
 
 
 # ---------- within a step
 
 
-def updates_per_pass(cfg: options.Updates, config: strategy.StrategyConfig) -> int:
+def updates_per_pass(cfg: options.ReinforcementRun) -> int:
     """Return the minibatches of a rollout, by the strategy's train_batch_size where it has one."""
-    if config.train_batch_size:
-        return config.updates(cfg.prompts * cfg.group)
+    if cfg.strategy.train_batch_size:
+        return cfg.strategy.updates(cfg.prompts * cfg.group)
     return cfg.minibatches
+
+
+def updates_per_step(cfg: options.ReinforcementRun) -> int:
+    """Return the updates that a rollout gives, in all of its passes."""
+    return cfg.epochs * updates_per_pass(cfg)
 
 
 def gather_rows(st: Strategy, found: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ behind it is its help. To change the default or the help of an inherited option,
 # subject of --help to the first, and ends with Data and Model.
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Literal
 
 from rft_fn import check
@@ -33,13 +34,15 @@ from rft_fn.check import (
     Share,
     Whole,
 )
+from rft_fn.collect.batches import check_ways
 from rft_fn.data.wrong_answers import COVERING
+from rft_fn.run.cli import without
 from rft_fn.strategy import StrategyConfig
 
 __all__ = [
-    "ENGINE", "Data", "Evaluation", "Examples", "Heads", "HeldOut", "Labelled", "Length", "Model",
-    "Optimizer", "Options", "Policy", "Prompts", "Recorded", "Reinforcement", "Reward", "Rollouts", "Run",
-    "Sampling", "ScoredRun", "Shaping", "Updates",
+    "ENGINE", "ActorCritic", "Collect", "Data", "Evaluation", "Examples", "Heads", "HeldOut", "Labelled",
+    "Length", "Model", "Optimizer", "Options", "Policy", "Prompts", "Ptx", "Recorded", "Reinforcement",
+    "ReinforcementRun", "Reward", "Rollouts", "Run", "Sampling", "ScoredRun", "Shaping", "Updates",
 ]  # fmt: skip
 
 
@@ -139,6 +142,25 @@ class Rollouts(Sampling):
 
 
 @dataclass(frozen=True)
+class Collect(Rollouts):
+    """How prompts become the groups that a step learns from."""
+
+    rounds: Count = 1  # most sampling rounds of a step, to fill it with groups whose rewards differ (DAPO)
+    curriculum: Whole = 0  # prompts in the mean success p of a source, whose share is p (1 - p); 0: off
+    curriculum_floor: Positive = 0.02  # least p (1 - p)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ways(
+            ahead=self.ahead, partial_budget=self.partial, rounds=self.rounds, curriculum=self.curriculum
+        )
+        if self.curriculum_floor > 0.25:
+            raise ValueError(
+                f"curriculum_floor: expected at most 0.25, the largest p (1 - p), got {self.curriculum_floor}"
+            )
+
+
+@dataclass(frozen=True)
 class Reward(Options):
     """How responses are rewarded."""
 
@@ -187,6 +209,59 @@ class Updates(Rollouts, Length):
     dual: Above1 | None = None  # bound of the loss at negative advantages; None is the algorithm's default
     ema: Decay = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        most = self.prompts * self.group
+        if self.minibatches > most:
+            raise ValueError(f"minibatches: expected at most {most}, got {self.minibatches}")
+
+
+@dataclass(frozen=True)
+class ActorCritic(Options):
+    """Advantages by a critic, what the critic learns, and the KL in the reward of each token."""
+
+    algorithm: str = "ppo"  # a row of rft_fn.algorithm.TABLE with a critic: ppo or vapo
+    gamma: Share = 1.0  # discount per token
+    gae_lambda: Share | None = None  # of ppo, 1 for return minus value; None is the algorithm's default
+    gae_alpha: Positive | None = None  # of vapo: lambda is 1 - 1 / (alpha length); 1 to 2 for short responses
+    whiten: bool = True  # advantages of a rollout are shifted and scaled to mean 0 and deviation 1
+
+    critic: str = ""  # what the critic starts from: a model or a saved critic; if empty, the actor's model
+    critic_lr: Positive = 1e-3  # learning rate of the critic
+    value_clip: Positive = 0.2  # a value may move no further than this from its value in the rollout
+    freeze_actor_steps: Whole = 0  # steps at the start that train only the critic
+    save_critic: Free[bool] = False  # save the critic beside the model
+
+    kl: AtLeast0 = 0.0  # coefficient of log(policy / initial model), off the reward of each token
+    kl_target: AtLeast0 = 0.0  # KL to steer the coefficient towards [nats per token]; 0 leaves it fixed
+    kl_horizon: Positive = 10000.0  # responses over which it is steered
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl_target and not self.kl:
+            raise ValueError(f"kl: expected one, as kl_target is {self.kl_target}, got none")
+        foreign = "gae_lambda" if self.algorithm == "vapo" else "gae_alpha"
+        if getattr(self, foreign) is not None:
+            raise ValueError(f"{foreign}: expected None for {self.algorithm}, got {getattr(self, foreign)}")
+
+
+@dataclass(frozen=True)
+class Ptx(Options):
+    """Examples that a policy also learns from, at each update."""
+
+    ptx: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of examples
+    ptx_data: str = ""  # the examples, named like data; their questions are made by the template
+    ptx_response: str = "{answer}"  # their answers; {NAME} stands for a column of the row
+    ptx_messages: tuple[str, ...] = ()  # columns of messages that are the examples, in place of both
+    ptx_batch: Count = 16  # examples per update
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ptx and not self.ptx_data:
+            raise ValueError(f"ptx_data: expected one, as ptx is {self.ptx}, got none")
+        if self.ptx_messages:
+            without(self, "ptx_response", prefix="", instead="--ptx-messages takes its place")
+
 
 @dataclass(frozen=True)
 class Optimizer(Options):
@@ -224,6 +299,11 @@ class Evaluation(HeldOut):
 @dataclass(frozen=True)
 class Reinforcement(Evaluation, Updates, Shaping, Prompts, Model):
     """Learning from the rewards of responses: all that rollouts, rewards and evaluations are made of."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.overlong > self.max_new:
+            raise ValueError(f"overlong: expected at most max_new = {self.max_new}, got {self.overlong}")
 
 
 # ---------- reward models
@@ -291,6 +371,13 @@ class ScoredRun(Recorded):
 
     keep: Free[Count] = 2  # how many of the newest checkpoints are kept
     best: Free[Whole] = 1  # checkpoints with the highest rewards, kept beside the newest
+
+
+@dataclass(frozen=True)
+class ReinforcementRun(ScoredRun, Optimizer, Reinforcement, Policy, Prompts, Model):
+    """A run that learns from the rewards of responses."""
+
+    strategy: StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
 
 
 ENGINE = (

@@ -12,7 +12,7 @@ from rft_fn.data import sources
 from rft_fn.model.heads import named_heads
 from rft_fn.run import options
 from rft_fn.run.cli import without
-from rft_fn.run.setup import load_data, load_policy
+from rft_fn.run.opening import load_data, load_policy
 from rft_fn.types import Experience, Packed, Strategy, TokenOut
 
 __all__ = ["as_one_pack", "calibrate", "check_labelled", "load_labelled", "load_reward_model"]

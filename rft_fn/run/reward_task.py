@@ -1,14 +1,15 @@
 """A task that a policy learns from rewards: its prompts, and the judging of responses to them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from rft_fn import collect, data, engine, model, reward, reward_shaping
+from rft_fn import collect, data, engine, model, packing, reward, tree
 from rft_fn.data.labelled import NEW_LINE
 from rft_fn.engine import EngineDead
 from rft_fn.engine.lifetime import deferred
@@ -16,15 +17,23 @@ from rft_fn.memory import Sampler
 from rft_fn.reward.combine import read_veto
 from rft_fn.reward.scalar_model import check_budget
 from rft_fn.run import options
+from rft_fn.run.cli import without
 from rft_fn.run.files import last_model
+from rft_fn.run.opening import (
+    data_options,
+    load_data,
+    load_processing,
+    placed,
+    updates_per_step,
+    with_processor,
+)
 from rft_fn.run.run_folder import Run
-from rft_fn.run.setup import load_data, load_processing, placed, plan_steps, with_processor
-from rft_fn.strategy import StrategyConfig
+from rft_fn.strategy import StrategyConfig, check_data
 from rft_fn.types import Engine, Experience, Rollout, Sampling, Strategy, TokenOut
 
 __all__ = [
-    "Task", "check_engine_media", "check_rewards", "evaluate", "judge", "judges_here", "load_rewards",
-    "load_task", "normalized_reward", "plan_rollouts", "reward_modules", "rewards_of", "shaped_reward",
+    "Task", "check_engine_media", "check_rewards", "draw_examples", "evaluate", "judge", "judges_here",
+    "load_rewards", "load_task", "normalized_reward", "reward_modules", "rewards_of",
 ]  # fmt: skip
 
 
@@ -254,9 +263,16 @@ class Task(NamedTuple):
 
     tokenizer: Any
     dataset: data.Dataset  # the prompts to train on
-    unseen: data.Dataset  # the prompts to evaluate on
-    score: reward.Weighted
+    unseen: data.Dataset | None  # the prompts to evaluate on
+    score: reward.Weighted | None
     processing: data.Processing | None = None  # of media, where the model takes any
+    others: Mapping[str, data.Dataset] = MappingProxyType({})  # further rows, by the options that name them
+
+    @property
+    def datasets(self) -> dict[str, data.Dataset]:
+        """Return all rows, by the options that name them."""
+        unseen = {} if self.unseen is None else {"eval_data": self.unseen}
+        return {"data": self.dataset, **unseen, **self.others}
 
     @property
     def saved(self) -> Any:
@@ -279,7 +295,13 @@ def rewards_of(cfg: options.Reward, sources: Sequence[str]) -> tuple[str, ...]:
 
 
 def load_task(cfg: options.Reinforcement, st: Strategy) -> Task:
-    """Load the task that the options name, the same on every rank. ValueError for an invalid one."""
+    """Load the task that the options name, the same on every rank. ValueError for an invalid one.
+
+    With `options.Ptx` it has the examples that the policy also learns from.
+    """
+    with_examples = isinstance(cfg, options.Ptx) and cfg.ptx > 0
+    if cfg.messages and not with_examples:  # these have questions by the template
+        without(cfg, "template", prefix="", instead="--messages takes its place")
     tokenizer = model.load_tokenizer(cfg.model)
     processing = load_processing(cfg, cfg.model)
     score = load_rewards(rewards_of(cfg, cfg.data), cfg, st)
@@ -296,7 +318,46 @@ def load_task(cfg: options.Reinforcement, st: Strategy) -> Task:
     )
     if processing is not None:
         check_engine_media(st, cfg.model, dataset)
-    return Task(tokenizer, dataset, unseen, score, processing)
+    task = Task(tokenizer, dataset, unseen, score, processing)
+    if not with_examples:
+        return task
+    return task._replace(others={"ptx_data": _load_examples(cfg, st, task)})
+
+
+def _load_examples(cfg: Any, st: Strategy, task: Task) -> data.Dataset:
+    """Load the examples that a policy also learns from; `cfg` is of `options.Ptx` and `Reinforcement`."""
+    examples = data.load(
+        cfg.ptx_data,
+        task.tokenizer,
+        seed=cfg.seed + 2,
+        max_prompt=cfg.max_prompt,
+        loss_on="all",
+        window=model.read_window(cfg.model),
+        response=cfg.ptx_response,
+        **(data_options(cfg, task.processing) | {"messages": cfg.ptx_messages}),
+    )
+    examples = replace(examples, seed=cfg.seed)  # drawn with the run's seed
+    check_data(st, examples)
+    return examples
+
+
+def draw_examples(cfg: Any, task: Task, step: int, i: int) -> Experience:
+    """Return the examples of update i of a step; w adds up to their coefficient."""
+    update = step * updates_per_step(cfg) + i
+    prompts, _ = data.draw(task.others["ptx_data"], cfg.ptx_batch, update, cfg.seed)
+    lessons = [
+        lesson
+        for prompt in prompts
+        for lesson in data.lessons(
+            prompt,
+            task.tokenizer,
+            response=cfg.ptx_response,
+            messages=cfg.ptx_messages,
+            chat_template_kwargs=data.literals(cfg.chat_template_kwargs),
+        )
+    ]
+    exp = packing.conversations(lessons)
+    return tree.replace(exp, w=cfg.ptx * exp.w, extra={"ptx": exp.mask.float()})
 
 
 def check_engine_media(st: Strategy, model_name: str, dataset: data.Dataset) -> None:
@@ -308,13 +369,6 @@ def check_engine_media(st: Strategy, model_name: str, dataset: data.Dataset) -> 
     prompts, _ = data.take(dataset, _LOOKED_AT, st.config.seed)
     if any(prompt.media_names for prompt in prompts):
         engine.check_media(engine.config_of(st.config), model_name)
-
-
-def plan_rollouts(cfg: OptionsT, st: Strategy, task: Task, *, usual: int) -> OptionsT:
-    """Decide the number of steps, with `prompts` prompts in a step; see `plan_steps`."""
-    return plan_steps(
-        cfg, st, task.dataset, task.unseen, batch=cfg.prompts, usual=usual, passes="data_epochs"
-    )
 
 
 def check_rewards(cfg: options.Reward, st: Strategy, task: Task) -> None:
@@ -357,16 +411,6 @@ def normalized_reward(
     if not cfg.reward_norm:
         return judged.reward
     return reward.normalized(task.score, judged, prompts, over=cfg.reward_norm)
-
-
-def shaped_reward(cfg: options.Reinforcement, reward: Tensor, rollout: Rollout) -> Tensor:
-    """Return the rewards [N, G] clipped, less the penalty of long responses."""
-    if cfg.reward_clip:
-        reward = reward_shaping.clip(reward, cfg.reward_clip)
-    if cfg.overlong:
-        length = rollout.mask.sum(-1).view_as(reward)
-        reward = reward + reward_shaping.overlong_penalty(length, max_new=cfg.max_new, buffer=cfg.overlong)
-    return reward
 
 
 def evaluate(

@@ -20,9 +20,9 @@ from rft_fn.check import printable
 from rft_fn.collect import asynchronous
 from rft_fn.engine import BadRequest, EngineDead, lifetime
 from rft_fn.run import options
+from rft_fn.run.opening import with_weights
 from rft_fn.run.reward_task import Task
 from rft_fn.run.run_folder import Run
-from rft_fn.run.setup import with_weights
 from rft_fn.types import Apply, Engine, Packed, Rollout, Sampling, Strategy, TrainState
 from rft_fn.types.engine import Delivered, EngineStatus, record
 
@@ -243,26 +243,24 @@ def _save_alone(run: Run) -> str:
 # ---------- what samples the rollouts of a run: its engine, called when a step needs it or ahead of that
 
 
-def start_sampler(
-    cfg: options.Reinforcement, st: Strategy, task: Task, saved: Sequence[dict[str, Any]] = ()
-) -> tuple[collect.AsyncSampler, Push]:
+def start_sampler(cfg: options.Rollouts, st: Strategy, task: Task) -> tuple[collect.AsyncSampler, Push]:
     """Return (what samples the rollouts, the function that sends it weights).
 
-    As `start_engine`, with `ahead`. `saved` are the rollouts that a checkpoint has kept. With `ahead` the
+    As `start_engine`, with `ahead`. With `ahead` the
     engine has a separate process, this process keeps the threads that it leaves, and its thread builds it
     again where it dies: every rank independently, with the weights that it had, which the trainer no longer
     has. With `canary` it must pass that again.
     """
     if not cfg.ahead:
         inner, push = start_engine(cfg, st, task)
-        return collect.AsyncSampler(inner, st, saved=saved), push
+        return collect.AsyncSampler(inner, st), push
     config, threads = asynchronous.split_threads(engine_lib.config_of(st.config), torch.get_num_threads())
     torch.set_num_threads(threads)
     build = partial(engine_lib.get_engine, config, cfg.model, task.tokenizer)
     check = partial(_check, cfg, st, task) if cfg.canary else None
     calls = collect.EngineWorker(build, rebuilds=cfg.rebuilds, check=check)
     inner, push = start_engine(replace(cfg, rebuilds=0), st, task, build=calls.engine)
-    return collect.AsyncSampler(inner, st, calls=calls, saved=saved), push
+    return collect.AsyncSampler(inner, st, calls=calls), push
 
 
 def _check(
@@ -329,7 +327,7 @@ def correct_mismatch(
 
 def check_gap(
     cfg: options.Rollouts,
-    extra: dict[str, Any],
+    floor: float,
     values: Mapping[str, float],
     rollout: Rollout,
     sampling: Sampling,
@@ -338,20 +336,18 @@ def check_gap(
     packs: Sequence[Packed],
     *,
     engine: Engine | None = None,
-) -> dict[str, float]:
-    """Return the numbers of `collect.MISMATCH` among `values`, within the limits of the options.
+) -> tuple[dict[str, float], float]:
+    """Return (the numbers of `collect.MISMATCH` among `values`, within the limits of the options; the floor).
 
-    The first gap of a run is its noise floor, which `extra["floor"]` keeps for later steps and for a resumed
-    run. Stale rows differ by more than noise: where they are corrected or asked for they have no limit.
+    The first gap of a run is its noise floor, for later steps and for a resumed run; before it `floor` is 0.
+    Stale rows differ by more than noise: where they are corrected or asked for they have no limit.
     ValueError, with an explanation, for a gap above the limit; an `engine` that is idle helps to find it.
     """
     found = {name: values[name] for name in collect.MISMATCH}
     expected = correction_of(cfg) != "none" or cfg.ahead > 0 or cfg.partial > 0
     if expected and values["rollout/staleness_max"] > 0:
-        return found
-    floor = extra.get("floor", 0.0)
+        return found, floor
     limit = collect.gap_limit(cfg.max_gap, cfg.gap_factor, floor)
     idle = None if cfg.ahead else engine
     collect.check_mismatch(found, limit, rollout, sampling, apply, params, packs, engine=idle)
-    extra["floor"] = floor or collect.noise_floor(found["policy/logp_gap"], sampling)
-    return found
+    return found, floor or collect.noise_floor(found["policy/logp_gap"], sampling)

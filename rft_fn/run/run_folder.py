@@ -18,13 +18,14 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from rft_fn import check, ckpt, dist, optim
+from rft_fn.ckpt.folder import read_meta
 from rft_fn.data.templates import fix_day
 from rft_fn.metric import Calibration
 from rft_fn.reward import Judged
@@ -298,17 +299,36 @@ class Run:
 def restore_latest(st: Strategy, run: Run, state: Any, extra: Any = None) -> tuple[Any, Any]:
     """Return (state, extra) of the run's newest checkpoint, or the given ones where it has none.
 
-    `state` is donated.
+    `state` is donated. A checkpoint of rft_fn 0.1 has the parts of a loop side by side, or none.
     """
     saved = ckpt.latest(run.checkpoints)
     if saved is None:
         return state, extra
-    return st.restore(saved, state, extra)
+    if extra is None or not _is_flat(saved):
+        return st.restore(saved, state, extra)
+    state, flat = st.restore(saved, state)
+    return state, _nested(state, flat, extra)
 
 
-def final_weights(cfg: options.Updates, st: Strategy, state: TrainState) -> Iterable[tuple[str, Tensor]]:
+def _is_flat(saved: Path) -> bool:
+    """Return whether a checkpoint has the parts of a loop side by side, or no loop at all."""
+    with suppress(ValueError):  # a damaged one is named where it is restored
+        names = read_meta(saved)["names"]
+        return "extra/step" not in names or "extra/moments/count" in names
+    return False
+
+
+def _nested(state: Any, flat: dict[str, Any] | None, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the loop of a checkpoint of rft_fn 0.1 as one tree."""
+    if flat is None:
+        return {**like, "step": state.step}
+    collecting = {name: flat.pop(name, None) for name in ("ahead", "waiting", "curriculum")}
+    return {**flat, "shaping": flat.pop("moments"), "collect": collecting}
+
+
+def final_weights(cfg: Any, st: Strategy, state: TrainState) -> Iterable[tuple[str, Tensor]]:
     """Return full tensors by name: the weights to save at the end, with `ema` their average."""
-    if cfg.ema:
+    if getattr(cfg, "ema", 0):
         return optim.ema_params(state.opt).items()
     return st.export(state)
 
@@ -319,25 +339,22 @@ def checkpoint(
     run: Run,
     step: int,
     state: Any,
-    extra: Any = None,
+    extra: Callable[[], Any],
     *,
     score: float | None = None,
     best: int = 0,
-    before: Callable[[], None] | None = None,
 ) -> None:
     """Save the state after `step` steps when it is time, and stop if a signal asked for that.
 
     It is time every `save_every` steps, at the end of the run, and before the process stops, which raises
-    `Stopped`. Only the newest `keep` checkpoints stay, and the `best` ones by `score`. `before` is called
-    before a checkpoint is written, to put into `extra` what only a checkpoint needs. All ranks call it.
+    `Stopped`. Only the newest `keep` checkpoints stay, and the `best` ones by `score`. `extra` is called for
+    what else a checkpoint holds, when one is written. All ranks call it.
     """
 
     def save(*, wait: bool = True) -> None:
         with run.phase("save"):
-            if before is not None:
-                before()
             path = run.checkpoints / f"step_{step:08d}"
-            st.save(path, state, extra, score=score, wait=wait)
+            st.save(path, state, extra(), score=score, wait=wait)
             limit = cfg.max_bytes or None
             st.rotate(run.checkpoints, keep=cfg.keep, best=best, max_bytes=limit)
 

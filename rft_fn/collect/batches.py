@@ -1,0 +1,174 @@
+"""A collector of the groups that each step of a run learns from, over explicit state."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+from rft_fn import data
+from rft_fn.collect.asynchronous import AsyncSampler, due
+from rft_fn.collect.gather import gather_and_generate
+from rft_fn.collect.partial import VariedGroups, judged_groups, sample_partial, sample_varied_groups
+from rft_fn.data import curriculum as shares
+from rft_fn.reward import Judged
+from rft_fn.types import Rollout, Sampling, Strategy
+
+__all__ = ["Batch", "Collector", "Source", "check_ways", "collector"]
+
+State: TypeAlias = Mapping[str, Any]
+"""What a checkpoint keeps of collecting: {"ahead": rollouts, "waiting": groups, "curriculum": shares}."""
+
+
+class Source(NamedTuple):
+    """Where prompts come from, and what answers and judges them."""
+
+    strategy: Strategy
+    samples: AsyncSampler
+    dataset: data.Dataset
+    judge: Callable[[Rollout, Sequence[Any], int], Judged]  # (rollout, prompts, step), the same on every rank
+    sampling: Sampling
+    seed: int
+    steps: int  # of the run: nothing is sampled beyond them
+    sampling_block: Callable[[], AbstractContextManager[None]] = nullcontext  # what sampling happens within
+
+
+class Batch(NamedTuple):
+    """The groups of one step: N prompts with G responses each, the same on every rank."""
+
+    prompts: list[Any]  # N
+    rollout: Rollout  # B = N G rows
+    judged: Judged  # reward [N, G]
+    greedy: tuple[Rollout, Judged] | None = None  # one greedy answer to each prompt, where they are asked for
+    metrics: Mapping[str, float] = MappingProxyType({})  # how the groups were drawn
+
+
+class Collector(NamedTuple):
+    """Collects the batch of each step: a pair like optax's Transform, and what a checkpoint needs."""
+
+    init: Callable[[], State]
+    next: Callable[[State, int], tuple[Batch, State]]  # (state, step) -> (batch, state), on every rank
+    save: Callable[[State], State]  # finishes the rollouts under way, and puts them into the state
+
+
+def collector(
+    source: Source,
+    *,
+    prompts: int,
+    group: int,
+    ahead: int = 0,
+    partial_budget: int = 0,
+    rounds: int = 1,
+    curriculum: int = 0,
+    floor: float = 0.02,
+    greedy: bool = False,
+) -> Collector:
+    """Return the collector of batches of `prompts` prompts with `group` responses each.
+
+        ahead           steps by which sampling is ahead of learning, by the schedule of `due`
+        partial_budget  tokens by which a response grows in a step; groups that are not finished wait for the
+                        next one (`sample_partial`). It excludes `ahead`, `rounds` and `curriculum`
+        rounds          most rounds of sampling, to fill the batch with groups whose rewards differ
+                        (`sample_varied_groups`)
+        curriculum      prompts in the mean success of each source of the dataset, which decides its share;
+                        `floor` is the least p (1 - p). It excludes `ahead`
+        greedy          whether a batch also has a greedy answer to each prompt, as ReMax needs
+
+    Keys name what is drawn, so a batch is a function of the state, the step and the weights. ValueError for
+    ways that exclude each other.
+    """
+    check_ways(ahead=ahead, partial_budget=partial_budget, rounds=rounds, curriculum=curriculum)
+    samples = source.samples
+    sampling = source.sampling
+    by_shares = curriculum > 0 and len(source.dataset.parts) > 1
+    if curriculum and not by_shares:
+        source.strategy.print(f"curriculum: off, for there is one source of data, {source.dataset.name}")
+
+    def init() -> State:
+        levels = shares.init(source.dataset) if by_shares else None
+        return {"ahead": [], "waiting": None, "curriculum": levels}
+
+    def draw(step: int, i: int = 0) -> tuple[list[Any], list[int]]:
+        """Return the prompts of round i of a step, and a key for each."""
+        return data.draw(source.dataset, prompts, step, source.seed, round=i)
+
+    def answer(
+        asked: Sequence[Any], keys: Sequence[int], step: int, n: int = group, sampling: Sampling = sampling
+    ) -> tuple[Rollout, Judged]:
+        """Return n responses to each prompt, and their rewards [N, n]."""
+        with source.sampling_block():
+            rollout = samples.generate(asked, keys, n=n, sampling=sampling)
+        return rollout, source.judge(rollout, asked, step)
+
+    def finished(step: int, waiting: Any) -> tuple[VariedGroups, Any]:
+        """Return the groups that are finished after each response grew, and those that wait."""
+        with source.sampling_block():
+            asked, rollout, waiting = sample_partial(
+                partial(gather_and_generate, samples.engine, source.strategy),
+                draw,
+                step,
+                n=group,
+                sampling=sampling,
+                budget=partial_budget,
+                waiting=waiting,
+                strategy=source.strategy,
+            )
+        return judged_groups(asked, rollout, source.judge(rollout, asked, step)), waiting
+
+    def varied(step: int, levels: Any) -> tuple[VariedGroups, Any]:
+        """Return the groups of all rounds, and the shares after their rewards."""
+
+        def draw_round(i: int) -> tuple[list[Any], list[int]]:
+            nonlocal levels
+            if levels is None:
+                return draw(step, i)
+            asked, keys, levels = shares.draw(levels, source.dataset, prompts, step, source.seed, floor=floor)
+            return asked, keys
+
+        def answer_round(asked: Sequence[Any], keys: Sequence[int]) -> tuple[Rollout, Judged]:
+            nonlocal levels
+            rollout, judged = answer(asked, keys, step)
+            if levels is not None:
+                levels = shares.observe(levels, source.dataset, asked, judged.reward, window=curriculum)
+            return rollout, judged
+
+        return sample_varied_groups(answer_round, draw_round, prompts, rounds=rounds), levels
+
+    def next_batch(state: State, step: int) -> tuple[Batch, State]:
+        samples.resume(state["ahead"])
+        if ahead:
+            for later in due(step, ahead, source.steps):
+                samples.begin(*draw(later), n=group, sampling=sampling)
+
+        waiting = state["waiting"]
+        levels = state["curriculum"]
+        if partial_budget:
+            groups, waiting = finished(step, waiting)
+        else:
+            groups, levels = varied(step, levels)
+
+        graded = None
+        if greedy:  # for which keys do not matter
+            keys = range(len(groups.prompts))
+            graded = answer(groups.prompts, keys, step, 1, Sampling(temperature=0, max_new=sampling.max_new))
+        metrics = groups.metrics()
+        if levels is not None:
+            metrics |= shares.metrics(levels, source.dataset, floor=floor)
+        batch = Batch(groups.prompts, groups.rollout, groups.judged, graded, metrics)
+        return batch, {"ahead": [], "waiting": waiting, "curriculum": levels}
+
+    def save(state: State) -> State:
+        return {**state, "ahead": samples.save()}
+
+    return Collector(init, next_batch, save)
+
+
+def check_ways(*, ahead: int, partial_budget: int, rounds: int, curriculum: int) -> None:
+    """Raise ValueError for ways to collect that exclude each other."""
+    if partial_budget and (ahead or rounds > 1):
+        raise ValueError(f"partial: expected it without ahead and rounds, got ahead {ahead}, rounds {rounds}")
+    if curriculum and (ahead or partial_budget):
+        raise ValueError(
+            "curriculum: expected it without ahead and partial, which draw prompts before the rewards that "
+            f"decide their shares, got ahead {ahead}, partial {partial_budget}"
+        )

@@ -1,0 +1,429 @@
+"""What the loop of a training script works with: checked, loaded and laid out, in one record of values.
+
+A `Setup` has data and functions of one call. It holds no loop over steps, no loss, no advantage and no state
+that changes; the model's state and the loop's are arguments and results.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from rft_fn import check, collect, metric, model, reward, reward_shaping
+from rft_fn.collect import AsyncSampler, Batch
+from rft_fn.optim import Schedule
+from rft_fn.run import opening, options
+from rft_fn.run.opening import (
+    free_options,
+    initial_model,
+    load_policy,
+    open_folder,
+    plan_steps,
+    print_preflight,
+    start,
+)
+from rft_fn.run.reward_task import (
+    Task,
+    check_rewards,
+    draw_examples,
+    evaluate,
+    judge,
+    judges_here,
+    load_task,
+    normalized_reward,
+    reward_modules,
+)
+from rft_fn.run.rollout_engine import (
+    Corrected,
+    Push,
+    check_gap,
+    correct_mismatch,
+    saved_if_lost,
+    start_sampler,
+)
+from rft_fn.run.run_folder import Run, checkpoint, final_weights, restore_latest
+from rft_fn.run.tokens import TokenLog
+from rft_fn.types import Apply, LossFn, Packed, Rollout, Sampling, Strategy, TrainState, Transform
+
+__all__ = ["Model", "Setup", "setup"]
+
+
+class Model(NamedTuple):
+    """A model that is trained."""
+
+    module: nn.Module
+    apply: Apply
+    state: TrainState  # at the start of the run
+    schedule: Schedule  # its learning rate as a function of the updates done
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the loop of a script works with."""
+
+    cfg: Any  # the options, with the number of steps decided
+    st: Strategy
+    run: Run
+    task: Task
+    policy: Model
+    critic: Model | None
+    initial: tuple[Apply, Any] | None  # of the initial model; its params are None where they are the policy's
+    sampling: Sampling | None  # None, like the next two, where nothing is sampled
+    samples: AsyncSampler | None
+    send: Push | None  # of the weights to the engine
+    greedy: bool = False  # whether each prompt has a greedy answer too
+
+    @property
+    def apply(self) -> Apply:
+        """Return the policy as a function of its parameters."""
+        return self.policy.apply
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps of the run."""
+        return self.cfg.steps
+
+    # ---------- the beginning and the end of a run
+
+    def restore(self, state: Any, loop: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return (state, loop) of the newest checkpoint, or the given ones where there is none.
+
+        Donates `state`. `loop` is the tree of everything else that a run goes on from; `loop["step"]` steps
+        are done. The files of the run are cut back to them.
+        """
+        state, loop = restore_latest(self.st, self.run, state, dict(loop))
+        self.run.resume(loop["step"])
+        return state, loop
+
+    def finish(self, state: TrainState, *, merge: bool | None = None) -> None:
+        """Save the model that came out, and end the run, its engine and its processes."""
+        cfg = self.cfg
+        merge = cfg.lora_merge if merge is None else merge
+        weights = final_weights(cfg, self.st, state)
+        folder = self.run.folder / "model"
+        self.st.save_pretrained(folder, self.policy.module, self.task.saved, weights, merge=merge)
+        if self.samples is not None:
+            self.samples.close()
+        if self.task.score is not None:
+            self.task.score.close()
+        self.run.finish()
+        self.st.close()
+
+    # ---------- collect
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Count the seconds of the block under `name` in the step's row of timing.jsonl."""
+        return self.run.phase(name)
+
+    @contextmanager
+    def sampling_block(self, name: str = "generate") -> Iterator[None]:
+        """Count the seconds of the block, and save the last whole step if the engine is lost in it."""
+        with self.run.phase(name), saved_if_lost(self.run):
+            yield
+
+    def collector(self) -> collect.Collector:
+        """Return the collector that the options ask for."""
+        cfg = self.cfg
+        return collect.collector(
+            self.source,
+            prompts=cfg.prompts,
+            group=cfg.group,
+            ahead=cfg.ahead,
+            partial_budget=cfg.partial,
+            rounds=getattr(cfg, "rounds", 1),
+            curriculum=getattr(cfg, "curriculum", 0),
+            floor=getattr(cfg, "curriculum_floor", options.Collect.curriculum_floor),
+            greedy=self.greedy,
+        )
+
+    @property
+    def source(self) -> collect.Source:
+        """Return where a collector draws its prompts, and what answers and judges them."""
+        samples, sampling = self._engine()
+        return collect.Source(
+            strategy=self.st,
+            samples=samples,
+            dataset=self.task.dataset,
+            judge=self.judge,
+            sampling=sampling,
+            seed=self.cfg.seed,
+            steps=self.steps,
+            sampling_block=self.sampling_block,
+        )
+
+    def judge(self, rollout: Rollout, prompts: Sequence[Any], step: int) -> reward.Judged:
+        """Return the rewards of responses, the same on every rank."""
+        with self.run.phase("judge"):
+            return judge(self.cfg, self.st, self.task, rollout, prompts, step=step)
+
+    def push(self, state: TrainState, *, version: int) -> None:
+        """Send the weights of the policy to the engine, as those after `version` steps."""
+        assert self.send is not None, "nothing is sampled"
+        with self.run.phase("sync"):
+            self.send(state, version=version)
+
+    def evaluation(self, step: int) -> dict[str, float]:
+        """Return the mean rewards of greedy answers to unseen prompts after `step` steps; {} if not due."""
+        if not self.evaluates(step):
+            return {}
+        samples, _ = self._engine()
+        return evaluate(self.cfg, self.st, self.run, self.task, samples.engine, step=step)
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether an evaluation is due after `step` steps: at both ends, and every --eval-every."""
+        return step == self.steps or step % self.cfg.eval_every == 0
+
+    def _engine(self) -> tuple[AsyncSampler, Sampling]:
+        assert self.samples is not None and self.sampling is not None, "nothing is sampled"
+        return self.samples, self.sampling
+
+    # ---------- rewards
+
+    def shaping(self, *, kl: float = 0.0) -> reward_shaping.Shaping:
+        """Return the changes to rewards that the options ask for, with a KL to the initial model."""
+        return reward_shaping.chain(
+            clip=self.cfg.reward_clip,
+            overlong=self.cfg.overlong,
+            max_new=self.cfg.max_new,
+            kl=kl,
+            normalize=self.cfg.normalize_reward,
+        )
+
+    def reward(self, batch: Batch) -> Tensor:
+        """Return the rewards [N, G] of a batch, with normalised parts where the options ask for it."""
+        return normalized_reward(self.cfg, self.task, batch.judged, batch.prompts)
+
+    def baseline(self, batch: Batch) -> dict[str, Tensor]:
+        """Return {"greedy_reward": [N]}, the shaped reward of the greedy answers; {} without them."""
+        if batch.greedy is None:
+            return {}
+        answers, graded = batch.greedy
+        shaping = self.shaping()
+        shaped, _, _ = shaping.apply(graded.reward, shaping.init(), answers)
+        return {"greedy_reward": shaped[:, 0]}
+
+    def steered(self, coef: float, kl: float, count: int) -> float:
+        """Return the next coefficient of the KL in the reward, after `count` responses of `kl` nats."""
+        if not self.cfg.kl_target:
+            return coef
+        target, horizon = self.cfg.kl_target, self.cfg.kl_horizon
+        return reward_shaping.adaptive_kl(coef, kl, target=target, horizon=horizon, count=count)
+
+    # ---------- learn
+
+    def reference_logp(self, state: TrainState, rollout: Rollout) -> Tensor | None:
+        """Return the initial model's log-probs [B, S], None where no option asks for it."""
+        if self.initial is None:
+            return None
+        apply, params = self.initial
+        with self.run.phase("score"):
+            params = state.params if params is None else params
+            return self.st.score(apply, params, rollout, self.cfg.budget).logp
+
+    def value(self, state: TrainState, rollout: Rollout) -> Tensor:
+        """Return the critic's values [B, S] of a rollout, without gradient."""
+        assert self.critic is not None, "there is no critic"
+        with self.run.phase("score"):
+            found = self.st.score(
+                self.critic.apply, state.params, rollout, self.cfg.budget, fields=("value",)
+            )
+        (value,) = check.given(value=found.value)
+        return value
+
+    def trainer_logp(self, state: TrainState, rollout: Rollout, step: int) -> Corrected:
+        """Return the log-probs that the update starts from: the sampler's, unless --mismatch corrects it."""
+        with self.run.phase("score"):
+            return correct_mismatch(
+                self.cfg, self.st, self.apply, state.params, rollout, budget=self.cfg.budget, version=step
+            )
+
+    def check_gap(
+        self,
+        floor: float,
+        metrics: Mapping[str, metric.Metric],
+        own: Corrected,
+        batch: Batch,
+        state: TrainState,
+        packs: Sequence[Packed],
+    ) -> tuple[dict[str, float], float]:
+        """Return (the gap of trainer and sampler before the first update, its floor), within the limits.
+
+        Both have the same weights then. `metrics` are of the first gradient, which is of `packs`; `own` are
+        the trainer's log-probs, with metrics that come along.
+        """
+        samples, sampling = self._engine()
+        gap, floor = check_gap(
+            self.cfg,
+            floor,
+            metric.results(metrics) | own.metrics,
+            batch.rollout,
+            sampling,
+            self.apply,
+            state.params,
+            packs,
+            engine=samples.engine,
+        )
+        return own.metrics | gap, floor
+
+    def example_packs(self, step: int, i: int) -> list[Packed]:
+        """Return the packs of the examples of update i of a step, with `options.Ptx`; [] without."""
+        if not self.cfg.ptx:
+            return []
+        return self.st.shard(draw_examples(self.cfg, self.task, step, i), self.cfg.budget)
+
+    def tokens(
+        self, loss_fn: LossFn, *, group: int = 1, unit: int = 1, names: tuple[str, ...] = ()
+    ) -> TokenLog:
+        """Return what records single tokens, every --tokens-every steps."""
+        return TokenLog(
+            self.st,
+            self.run,
+            self.apply,
+            loss_fn,
+            self.task.tokenizer,
+            every=self.cfg.tokens_every,
+            budget=self.cfg.budget,
+            group=group,
+            unit=unit,
+            names=names,
+        )
+
+    # ---------- report and save
+
+    def report(self, step: int, batch: Batch, learned: Tensor, values: Mapping[str, float]) -> float:
+        """Write the metrics of a step and some of its responses, and return the mean reward.
+
+        `values` are joined by what one reads of the rollout, and of its rewards; `learned` [N, G] are the
+        rewards after shaping.
+        """
+        values = {**values, **metric.rollout(batch.rollout, learned), **reward.means(batch.judged, "reward")}
+        if self.samples is not None:
+            self.run.beside("engine", self.samples.busy())
+        self.run.write(step, values, tokens=int(batch.rollout.length.sum()))
+        self.run.trajectories(step, batch.prompts, batch.rollout, batch.judged)
+        return values["reward/mean"]
+
+    def checkpoint(
+        self,
+        state: Any,
+        loop: Mapping[str, Any],
+        *,
+        score: float | None = None,
+        collector: collect.Collector | None = None,
+    ) -> None:
+        """Save the state and the loop when it is time, and stop where a signal asked for that.
+
+        With a `collector` its rollouts under way are finished for the checkpoint, and saved with it.
+        """
+
+        def whole() -> Mapping[str, Any]:
+            if collector is None:
+                return loop
+            return {**loop, "collect": collector.save(loop["collect"])}
+
+        best = getattr(self.cfg, "best", 0)
+        checkpoint(self.cfg, self.st, self.run, loop["step"], state, whole, score=score, best=best)
+
+
+def one_update_a_step(cfg: Any) -> tuple[Transform, Schedule]:
+    """Return the optimizer of the options, and its learning rate, for one update a step."""
+    return opening.optimizer(cfg, cfg.lr, updates=cfg.steps, warmup=cfg.warmup)
+
+
+def setup(
+    cfg: Any,
+    *,
+    usual: int,
+    load: Callable[[Any, Strategy], Task] = load_task,
+    batch: int | None = None,
+    what: str = "prompts",
+    load_module: Callable[[Any, Strategy], nn.Module] = load_policy,
+    optimizer: Callable[[Any], tuple[Transform, Schedule]] = one_update_a_step,
+    critic: Callable[[Any, Strategy], tuple[nn.Module, Transform, Schedule]] | None = None,
+    anchor: bool = False,
+    greedy: bool = False,
+    sampled: bool = True,
+    length: int = 0,
+) -> Setup:
+    """Return all that the loop of a script works with, by its options.
+
+    Mistakes in options, data, rewards and folder are raised before a model is loaded, as ValueError.
+
+    usual       the number of steps, where the options give none
+    load        loads the rows, and what judges responses to them
+    batch       rows of a step, by default the option `prompts`; `what` a row makes, for the line about them
+    optimizer   (cfg) -> (transform, schedule), by default for one update a step
+    critic      loads a second model that is trained, with its optimizer
+    anchor      whether the initial model is needed, for a KL to it
+    greedy      whether the baseline is the reward of a greedy answer to each prompt
+    sampled     whether there is an engine
+    length      tokens of the longest sequence, for the forecast of memory
+    """
+    passes = "data_epochs" if hasattr(cfg, "data_epochs") else "epochs"
+    check.at_most_one(steps=cfg.steps, **{passes: getattr(cfg, passes)})
+    for name, off in (("reward_norm", "none"), ("normalize_reward", "off")):
+        if greedy and getattr(cfg, name):
+            raise ValueError(f"{name}: expected {off} with {cfg.algorithm}: its baseline is a raw reward")
+    st = start(cfg, unread=() if sampled else options.ENGINE)
+    model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
+
+    # data and rewards, and the folder of the run
+    task = load(cfg, st)
+    cfg = plan_steps(
+        cfg,
+        st,
+        task.dataset,
+        task.unseen,
+        batch=batch or cfg.prompts,
+        usual=usual,
+        passes=passes,
+        what=what,
+    )
+    if task.score is not None:
+        check_rewards(cfg, st, task)
+    run = open_folder(
+        cfg,
+        st,
+        free=free_options(cfg, "steps", passes),
+        datasets=task.datasets,
+        tokenizer=task.tokenizer,
+    )
+
+    # the models and their optimizers
+    sampling = None
+    module = load_module(cfg, st)
+    tx, schedule = optimizer(cfg)
+    trained = [(module, tx)]
+    if critic is not None:
+        critic_module, critic_tx, critic_schedule = critic(cfg, st)
+        trained.append((critic_module, critic_tx))
+    print_preflight(
+        cfg,
+        st,
+        *trained,
+        initial=anchor,
+        engine=sampled,
+        length=length,
+        dataset=task.dataset,
+        prompts=batch or cfg.prompts,
+        rewards=reward_modules(task.score) if task.score is not None else (),
+        judges=judges_here(task.score) if task.score is not None else (),
+    )
+    aux = cfg.router_aux > 0
+    if sampled:
+        sampling = Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
+        apply, state = st.init(module, tx, sampling=sampling, entropy=True, aux=aux)
+    else:
+        apply, state = st.init(module, tx, aux=aux)
+    valuer = None
+    if critic is not None:
+        valuer = Model(critic_module, *st.init(critic_module, critic_tx), critic_schedule)
+    initial = initial_model(cfg, st, module, apply, sampling=sampling) if anchor else None
+
+    samples = send = None
+    if sampled:
+        samples, send = start_sampler(cfg, st, task)
+    policy = Model(module, apply, state, schedule)
+    return Setup(cfg, st, run, task, policy, valuer, initial, sampling, samples, send, greedy)
