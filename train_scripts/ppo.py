@@ -125,7 +125,8 @@ def main(cfg: Config) -> None:
         )
 
         # learn: passes over the minibatches, in each the critic, then the actor
-        logs, learns = [], step >= cfg.freeze_actor_steps
+        logs = []
+        learns = step >= cfg.freeze_actor_steps
         with env.phase("train"):
             for i, part in enumerate(minibatches(cfg, row, exp, step)):
                 packs = st.shard(part, cfg.budget)
@@ -134,12 +135,7 @@ def main(cfg: Config) -> None:
                 del metrics["loss"]  # the same as value/loss
                 metrics |= {f"value/{name}": x for name, x in more.items()}
                 if learns or i == 0:  # a frozen actor is still compared with its sampler
-                    if cfg.ptx:
-                        examples = rft.run.draw_examples(
-                            cfg, env.task, step * rft.run.updates_per_step(cfg) + i
-                        )
-                        packs = packs + st.shard(examples, cfg.budget)
-                    grads, more = st.grad(actor, env.apply, loss_fn, packs)
+                    grads, more = st.grad(actor, env.apply, loss_fn, packs + env.example_packs(step, i))
                     metrics |= more
                 if i == 0:  # before the first update trainer and sampler have the same weights
                     gap, floor = env.check_gap(loop["floor"], metrics, own, batch, actor, packs)
@@ -159,6 +155,7 @@ def main(cfg: Config) -> None:
         coef = env.steered(loop["kl"], kl, len(mask))
         loop = {"step": step + 1, "floor": floor, "kl": coef, "collect": collected, "shaping": moments}
         env.checkpoint({"actor": actor, "critic": critic}, loop, score=score, collector=collector)
+
     if cfg.save_critic:
         st.save_pretrained(env.run.folder / "critic", env.critic.module, None, st.export(critic))
     env.finish(actor)
