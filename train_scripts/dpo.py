@@ -59,9 +59,8 @@ class Config(
 
 
 def check(cfg: Config) -> None:
-    """ValueError for options that do not go together."""
+    """Raise ValueError for options that do not go together."""
     # packs and batches hold whole pairs
-    rft.check.at_most_one(steps=cfg.steps, epochs=cfg.epochs)
     rft.run.without(cfg.strategy, "train_batch_size", instead="use --batch, which counts pairs")
     if cfg.strategy.micro_train_batch_size == 1:
         raise ValueError("micro_train_batch_size: expected 0 or at least 2, a pair shares a pack, got 1")
@@ -79,24 +78,33 @@ def check(cfg: Config) -> None:
         raise ValueError("system: expected none with an empty template: the texts hold their own turns")
 
 
-def load_pairs(
-    cfg: Config, st: rft.Strategy, tokenizer, processing
-) -> tuple[rft.data.Dataset, rft.data.Dataset]:
-    """(the pairs to train on, the unseen ones to evaluate on)."""
-    how = {"chosen": cfg.chosen, "rejected": cfg.rejected, "kind": rft.data.PAIRS}
-    how |= {"max_length": cfg.max_length, "max_tokens": cfg.budget}
-    how["window"] = rft.model.read_window(cfg.model)
-    return rft.run.load_data(cfg, st, tokenizer, processing, **how)
+def load(cfg: Config, st: rft.Strategy) -> rft.run.Task:
+    """Load the pairs to train on, and the unseen ones to evaluate on."""
+    tokenizer = rft.model.load_tokenizer(cfg.model)
+    processing = rft.run.load_processing(cfg, cfg.model)
+    dataset, unseen = rft.run.load_data(
+        cfg,
+        st,
+        tokenizer,
+        processing,
+        kind=rft.data.PAIRS,
+        chosen=cfg.chosen,
+        rejected=cfg.rejected,
+        max_length=cfg.max_length,
+        max_tokens=cfg.budget,
+        window=rft.model.read_window(cfg.model),
+    )
+    return rft.run.Task(tokenizer, dataset, unseen, None, processing)
 
 
 def experience(pairs: Sequence[rft.data.Pair]) -> rft.Experience:
-    """Pairs as rows 2i, chosen, and 2i + 1, rejected; w is the mean over pairs."""
+    """Return pairs as rows 2i, chosen, and 2i + 1, rejected; w is the mean over pairs."""
     exp = rft.packing.conversations([side for pair in pairs for side in (pair.chosen, pair.rejected)])
     return rft.tree.replace(exp, w=rft.weight.pair_mean(exp.mask))
 
 
 def pair_loss(cfg: Config, sides: Sequence[Tensor], tokens: Tensor) -> Tensor:
-    """The loss [P] of each pair.
+    """Return the loss [P] of each pair.
 
     `sides` are log-probs [P]: chosen, rejected, and the reference's of both. `tokens` [P] are the chosen's.
     """
@@ -112,7 +120,7 @@ def pair_loss(cfg: Config, sides: Sequence[Tensor], tokens: Tensor) -> Tensor:
 
 
 def policy_loss(cfg: Config, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
-    """The loss of a pair at each of its tokens [T]; w makes the mean over pairs."""
+    """Return the loss of a pair at each of its tokens [T]; w makes the mean over pairs."""
     sides = *rft.packing.sides(out.logp, b), *rft.packing.sides(b.ref_logp, b)
     tokens, _ = rft.packing.sides(b.mask.float(), b)
     metrics = rft.metric.pairs("pairs", *sides, rft.packing.real(b), beta=cfg.beta)
@@ -124,87 +132,58 @@ def policy_loss(cfg: Config, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, 
     return loss, metrics
 
 
-# The whole run is one function, as long as it is, so that it is read in the order in which it happens: setup,
-# then collect, learn and report in every step.
+def evaluation(cfg: Config, held_out: rft.Experience, logp: Tensor, ref_logp: Tensor) -> dict[str, float]:
+    """Return the loss and the metrics of unseen pairs, by the log-probs [B, S] of both models."""
+    sides = *logp.sum(-1).view(-1, 2).T, *ref_logp.sum(-1).view(-1, 2).T
+    every = torch.ones(len(logp) // 2, dtype=torch.bool)
+    loss = pair_loss(cfg, sides, held_out.mask[::2].sum(-1))
+    metrics = rft.metric.pairs("eval", *sides, every, beta=cfg.beta)
+    return rft.metric.results(metrics | {"eval/loss": rft.metric.mean(loss, every)})
+
+
 def main(cfg: Config) -> None:
-    # ---- setup: processes, pairs and folder; mistakes in them are found before a model is loaded
     check(cfg)
-    st = rft.run.start(cfg, unread=options.ENGINE)
-    rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
-    tokenizer = rft.model.load_tokenizer(cfg.model)
-    processing = rft.run.load_processing(cfg, cfg.model)
-    dataset, unseen = load_pairs(cfg, st, tokenizer, processing)
-    cfg = rft.run.plan_steps(cfg, st, dataset, unseen, batch=cfg.batch, usual=100, what="pairs")
-    free = rft.run.free_options(cfg, "steps", "epochs")
-    used = {"data": dataset, "eval_data": unseen}
-    run = rft.run.open_folder(cfg, st, free=free, datasets=used, tokenizer=tokenizer)
-
-    # ---- setup: the policy and its optimizer, the reference, and where the last checkpoint left them
-    module = rft.run.load_policy(cfg, st)
-    tx, schedule = rft.run.optimizer(cfg, cfg.lr, updates=cfg.steps, warmup=cfg.warmup)
-    rft.run.print_preflight(cfg, st, (module, tx), initial=True, engine=False)
-    apply, state = st.init(module, tx, aux=cfg.router_aux > 0)
-    score_initial = rft.run.initial_scorer(cfg, st, module, apply)
-    state, _ = rft.run.restore_latest(st, run, state)
-    run.resume(state.step)
+    env = rft.run.setup(cfg, usual=100, load=load, batch=cfg.batch, what="pairs", anchor=True, sampled=False)
+    cfg, st, task = env.cfg, env.st, env.task
     loss_fn = partial(policy_loss, cfg)
-    how = {"every": cfg.tokens_every, "group": 2, "unit": 2, "budget": cfg.budget}
-    sides = "chosen", "rejected"
-    tokens = rft.run.TokenLog(st, run, apply, loss_fn, tokenizer, **how, names=sides)
+    tokens = env.tokens(loss_fn, group=2, unit=2, names=("chosen", "rejected"))
+    state, loop = env.restore(env.policy.state, {"step": 0})
 
-    def scored(exp, score):
-        """Log-probs [B, S], the same on every rank."""
-        packs = st.shard(exp, cfg.budget, unit=2)
-        return rft.run.gather_rows(st, score(state.params, packs), packs, exp.old_logp)
-
-    # ---- setup: the pairs of the evaluations, whose reference log-probs never change
-    pairs, _ = rft.data.take(unseen, cfg.eval_pairs, cfg.seed)
+    # the pairs of the evaluations, whose reference log-probs never change
+    pairs, _ = rft.data.take(task.unseen, cfg.eval_pairs, cfg.seed)
     held_out = experience(pairs)
-    held_out_ref = scored(held_out, score_initial).sum(-1).view(-1, 2)
+    held_out_ref = env.reference_logp(state, held_out, unit=2)
 
-    def evaluate():
-        """The loss and the metrics of unseen pairs."""
-        with run.phase("evaluate"):
-            logp = scored(held_out, partial(rft.model.score, apply)).sum(-1).view(-1, 2)
-        sides = *logp.T, *held_out_ref.T
-        tokens = held_out.mask[::2].sum(-1)
-        every = torch.ones(len(logp), dtype=torch.bool)
-        metrics = rft.metric.pairs("eval", *sides, every, beta=cfg.beta)
-        metrics["eval/loss"] = rft.metric.mean(pair_loss(cfg, sides, tokens), every)
-        return rft.metric.results(metrics)
+    def evaluate(state: rft.TrainState) -> dict[str, float]:
+        """Return the loss and the metrics of unseen pairs."""
+        with env.phase("evaluate"):
+            logp = st.score(env.apply, state.params, held_out, cfg.budget, unit=2).logp
+        return evaluation(cfg, held_out, logp, held_out_ref)
 
-    for step in range(state.step, cfg.steps):
-        values = {}
-        if step == 0:
-            values |= evaluate()
+    for step in range(loop["step"], env.steps):
+        values = evaluate(state) if step == 0 else {}
 
-        # ---- collect: pairs, and how probable the reference finds both sides
-        pairs, _ = rft.data.draw(dataset, cfg.batch, step, cfg.seed)
+        # collect: pairs, and how probable the reference finds both sides
+        pairs, _ = rft.data.draw(task.dataset, cfg.batch, step, cfg.seed)
         exp = experience(pairs)
-        with run.phase("score"):
-            exp = rft.tree.replace(exp, ref_logp=scored(exp, score_initial))
+        exp = rft.tree.replace(exp, ref_logp=env.reference_logp(state, exp, unit=2))
 
-        # ---- learn, and note what that does to single tokens
+        # learn, and note what that does to single tokens
         tokens.before(step, state.params, exp)
-        with run.phase("train"):
+        with env.phase("train"):
             packs = st.shard(exp, cfg.budget, unit=2)
-            rate = schedule(rft.optim.count(state.opt))
-            grads, metrics = st.grad(state, apply, loss_fn, packs)
+            rate = env.policy.schedule(rft.optim.count(state.opt))
+            grads, metrics = st.grad(state, env.apply, loss_fn, packs)
             state, more = st.update(state, grads)
         tokens.after(step, state.params, exp)
 
-        # ---- report, save, and stop where a signal asked for it
+        # report, save, and stop where a signal asked for it
         values |= rft.metric.results(metrics | more) | {"lr": rate}
-        if state.step == cfg.steps or state.step % cfg.eval_every == 0:
-            values |= evaluate()
-        run.write(step, values, tokens=int(exp.length.sum()))
-        rft.run.checkpoint(cfg, st, run, state.step, state)
-
-    # ---- the model that came out
-    saved = rft.run.with_processor(tokenizer, processing)
-    st.save_pretrained(run.folder / "model", module, saved, st.export(state), merge=cfg.lora_merge)
-    run.finish()
-    st.close()
+        if env.evaluates(step + 1):
+            values |= evaluate(state)
+        env.run.write(step, values, tokens=int(exp.length.sum()))
+        env.checkpoint(state, {"step": step + 1})
+    env.finish(state)
 
 
 if __name__ == "__main__":

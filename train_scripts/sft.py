@@ -43,16 +43,47 @@ class Config(
 
 
 def check(cfg: Config) -> None:
-    """ValueError for options that do not go together."""
-    rft.check.at_most_one(steps=cfg.steps, epochs=cfg.epochs)
+    """Raise ValueError for options that do not go together."""
     if cfg.messages:
         rft.run.without(cfg, "template", "response", prefix="", instead="--messages takes its place")
     else:
         rft.run.without(cfg, "loss_on", prefix="", instead="it is for --messages")
 
 
+def load(cfg: Config, st: rft.Strategy) -> rft.run.Task:
+    """Load the examples to learn from."""
+    tokenizer = rft.model.load_tokenizer(cfg.model)
+    processing = rft.run.load_processing(cfg, cfg.model)
+    dataset = rft.data.load(
+        cfg.data,
+        tokenizer,
+        seed=cfg.seed,
+        response=cfg.response,
+        loss_on=cfg.loss_on,
+        max_prompt=cfg.max_prompt,
+        max_tokens=cfg.budget,
+        window=rft.model.read_window(cfg.model),
+        **rft.run.data_options(cfg, processing),
+    )
+    rft.strategy.check_data(st, dataset)
+    return rft.run.Task(tokenizer, dataset, None, None, processing)
+
+
+def lessons(cfg: Config, prompts: list, tokenizer) -> rft.Experience:
+    """Return questions with their answers, or conversations with the turns that are learned."""
+    learn = partial(
+        rft.data.lessons,
+        tokenizer=tokenizer,
+        response=cfg.response,
+        messages=cfg.messages,
+        loss_on=cfg.loss_on,
+        chat_template_kwargs=rft.data.literals(cfg.chat_template_kwargs),
+    )
+    return rft.packing.conversations([lesson for prompt in prompts for lesson in learn(prompt)])
+
+
 def nll(cfg: Config, out: rft.TokenOut, b: rft.Packed):
-    """The negative log-likelihood [T], with the balance of experts if asked for."""
+    """Return the negative log-likelihood [T], with the balance of experts if asked for."""
     loss = rft.loss.nll(out.logp)
     if not cfg.router_aux:
         return loss
@@ -60,60 +91,33 @@ def nll(cfg: Config, out: rft.TokenOut, b: rft.Packed):
 
 
 def main(cfg: Config) -> None:
-    # ---- setup: processes, data and folder; mistakes in them are found before a model is loaded
     check(cfg)
-    st = rft.run.start(cfg, unread=options.ENGINE)
-    rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
-    tokenizer = rft.model.load_tokenizer(cfg.model)
-    processing = rft.run.load_processing(cfg, cfg.model)
-    learn = {"response": cfg.response, "messages": cfg.messages, "loss_on": cfg.loss_on}
-    learn["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
-    how = rft.run.data_options(cfg, processing) | learn
-    how |= {"max_prompt": cfg.max_prompt, "max_tokens": cfg.budget}
-    how["window"] = rft.model.read_window(cfg.model)
-    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **how)
-    rft.strategy.check_data(st, dataset)
-    batch = cfg.strategy.train_batch_size or cfg.batch
-    cfg = rft.run.plan_steps(cfg, st, dataset, batch=batch, usual=30)
-    free = rft.run.free_options(cfg, "steps", "epochs")
-    run = rft.run.open_folder(cfg, st, free=free, datasets={"data": dataset}, tokenizer=tokenizer)
-
-    # ---- setup: the model and its optimizer, and where the last checkpoint left them
-    module = rft.run.load_policy(cfg, st)
-    tx, schedule = rft.run.optimizer(cfg, cfg.lr, updates=cfg.steps, warmup=cfg.warmup)
-    rft.run.print_preflight(cfg, st, (module, tx), engine=False, dataset=dataset, prompts=batch)
-    apply, state = st.init(module, tx, aux=cfg.router_aux > 0)
-    state, _ = rft.run.restore_latest(st, run, state)
-    run.resume(state.step)
+    size = cfg.strategy.train_batch_size or cfg.batch
+    env = rft.run.setup(cfg, usual=30, load=load, batch=size, sampled=False)
+    cfg, st, task = env.cfg, env.st, env.task
     loss_fn = partial(nll, cfg)
-    how = {"every": cfg.tokens_every, "budget": cfg.budget}
-    tokens = rft.run.TokenLog(st, run, apply, loss_fn, tokenizer, **how)
+    tokens = env.tokens(loss_fn)
+    state, loop = env.restore(env.policy.state, {"step": 0})
 
-    for step in range(state.step, cfg.steps):
-        # ---- examples: a question and its answer, or a conversation of which some turns are learned
-        prompts, _ = rft.data.draw(dataset, batch, step, cfg.seed)
-        lessons = [x for p in prompts for x in rft.data.lessons(p, tokenizer, **learn)]
-        exp = rft.packing.conversations(lessons)
+    for step in range(loop["step"], env.steps):
+        # examples
+        prompts, _ = rft.data.draw(task.dataset, size, step, cfg.seed)
+        exp = lessons(cfg, prompts, task.tokenizer)
 
-        # ---- learn, and note what that does to single tokens
+        # learn, and note what that does to single tokens
         tokens.before(step, state.params, exp)
-        with run.phase("train"):
+        with env.phase("train"):
             packs = st.shard(exp, cfg.budget)
-            rate = schedule(rft.optim.count(state.opt))
-            grads, metrics = st.grad(state, apply, loss_fn, packs)
+            rate = env.policy.schedule(rft.optim.count(state.opt))
+            grads, metrics = st.grad(state, env.apply, loss_fn, packs)
             state, more = st.update(state, grads)
         tokens.after(step, state.params, exp)
 
-        # ---- report, save, and stop where a signal asked for it
+        # report, save, and stop where a signal asked for it
         values = rft.metric.results(metrics | more) | {"lr": rate}
-        run.write(step, values, tokens=int(exp.length.sum()))
-        rft.run.checkpoint(cfg, st, run, state.step, state)
-
-    # ---- the model that came out
-    saved = rft.run.with_processor(tokenizer, processing)
-    st.save_pretrained(run.folder / "model", module, saved, st.export(state), merge=cfg.lora_merge)
-    run.finish()
-    st.close()
+        env.run.write(step, values, tokens=int(exp.length.sum()))
+        env.checkpoint(state, {"step": step + 1})
+    env.finish(state)
 
 
 if __name__ == "__main__":

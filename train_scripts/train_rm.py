@@ -240,8 +240,7 @@ def both_sides(x: Tensor, b: rft.Packed) -> tuple[Tensor, Tensor]:
 
 
 def check(cfg: Config) -> None:
-    """ValueError for options that do not go together."""
-    rft.check.at_most_one(steps=cfg.steps, epochs=cfg.epochs)
+    """Raise ValueError for options that do not go together."""
     rft.run.without(cfg.strategy, "train_batch_size", instead="use --batch, which counts rows")
     rft.run.check_labelled(cfg)
 
@@ -253,81 +252,73 @@ def check(cfg: Config) -> None:
         raise ValueError(f"heads: expected one with --kind {cfg.kind}, got {', '.join(cfg.heads)}")
 
 
-# The whole run is one function, as long as it is, so that it is read in the order in which it happens: setup,
-# then learn and report in every step.
-def main(cfg: Config) -> None:
-    # ---- setup: processes, rows and folder; mistakes in them are found before a model is loaded
-    check(cfg)
-    kind = KINDS[cfg.kind]
-    st = rft.run.start(cfg, unread=options.ENGINE)
-    rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
+def load(cfg: Config, st: rft.Strategy) -> rft.run.Task:
+    """Load the rows to train on, and the unseen ones to evaluate on."""
     tokenizer = rft.model.load_tokenizer(cfg.model)
     processing = rft.run.load_processing(cfg, cfg.model)
-    shares = cfg.loss == "bce"
-    dataset, unseen = rft.run.load_labelled(cfg, st, tokenizer, processing, kind.items, shares=shares)
-    cfg = rft.run.plan_steps(cfg, st, dataset, unseen, batch=cfg.batch, usual=300, what=cfg.kind)
-    free = rft.run.free_options(cfg, "steps", "epochs")
-    used = {"data": dataset, "eval_data": unseen}
-    run = rft.run.open_folder(cfg, st, free=free, datasets=used, tokenizer=tokenizer)
+    items, shares = KINDS[cfg.kind].items, cfg.loss == "bce"
+    dataset, unseen = rft.run.load_labelled(cfg, st, tokenizer, processing, items, shares=shares)
+    return rft.run.Task(tokenizer, dataset, unseen, None, processing)
 
-    # ---- setup: the model with its heads and its optimizer, and where the last checkpoint left them
-    module = rft.run.load_reward_model(cfg, st)
-    tx, schedule = rft.run.optimizer(cfg, cfg.lr, updates=cfg.steps, warmup=cfg.warmup)
-    rft.run.print_preflight(cfg, st, (module, tx), engine=False)
-    apply, state = st.init(module, tx)
-    state, _ = rft.run.restore_latest(st, run, state)
-    run.resume(state.step)
+
+def main(cfg: Config) -> None:
+    check(cfg)
+    env = rft.run.setup(
+        cfg,
+        usual=300,
+        load=load,
+        batch=cfg.batch,
+        what=cfg.kind,
+        load_module=rft.run.load_reward_model,
+        sampled=False,
+    )
+    cfg, st, task, kind = env.cfg, env.st, env.task, KINDS[cfg.kind]
+    state, loop = env.restore(env.policy.state, {"step": 0})
     loss_fn = partial(kind.loss, cfg, cfg.kind)
+    unseen, _ = rft.data.take(task.unseen, cfg.eval_items, cfg.seed)
+    held_out, unit_of_held_out = kind.batch(unseen)
 
-    # ---- setup: the rows of the evaluations
-    unseen_items, _ = rft.data.take(unseen, cfg.eval_items, cfg.seed)
-    held_out, unit_of_held_out = kind.batch(unseen_items)
-
-    def score_held_out():
-        """(the outputs, the rows) of the evaluation as one pack, the same on every rank."""
-        with run.phase("evaluate"):
-            found = st.score(apply, state.params, held_out, cfg.budget, fields=("score",))
+    def score_held_out(state: rft.TrainState):
+        """Return (the outputs, the rows) of the evaluation as one pack, the same on every rank."""
+        with env.phase("evaluate"):
+            found = st.score(env.apply, state.params, held_out, cfg.budget, fields=("score",))
         return rft.run.as_one_pack(held_out, unit_of_held_out, found.score)
 
-    def evaluate():
-        """The loss and the metrics of unseen rows."""
-        out, b = score_held_out()
+    def evaluate(state: rft.TrainState) -> dict[str, float]:
+        """Return the loss and the metrics of unseen rows."""
+        out, b = score_held_out(state)
         loss, metrics = kind.loss(cfg, "eval", out, b)
         if cfg.kind == "pairs":
-            metrics |= pairs_by_negative(unseen_items, out, b)
+            metrics |= pairs_by_negative(unseen, out, b)
         return rft.metric.results(metrics | {"eval/loss": rft.metric.sum(b.w * loss)})
 
-    for step in range(state.step, cfg.steps):
-        values = {}
-        if step == 0:
-            values |= evaluate()
+    for step in range(loop["step"], env.steps):
+        values = evaluate(state) if step == 0 else {}
 
-        # ---- learn
-        items, _ = rft.data.draw(dataset, cfg.batch, step, cfg.seed)
+        # learn
+        items, _ = rft.data.draw(task.dataset, cfg.batch, step, cfg.seed)
         exp, unit = kind.batch(items)
-        with run.phase("train"):
+        with env.phase("train"):
             packs = st.shard(exp, cfg.budget, unit=unit)
-            rate = schedule(rft.optim.count(state.opt))
-            grads, metrics = st.grad(state, apply, loss_fn, packs)
+            rate = env.policy.schedule(rft.optim.count(state.opt))
+            grads, metrics = st.grad(state, env.apply, loss_fn, packs)
             state, more = st.update(state, grads)
 
-        # ---- report, save, and stop where a signal asked for it
+        # report, save, and stop where a signal asked for it
         values |= rft.metric.results(metrics | more) | {"lr": rate}
-        if state.step == cfg.steps or state.step % cfg.eval_every == 0:
-            values |= evaluate()
-        run.write(step, values, tokens=int(exp.length.sum()))
-        rft.run.checkpoint(cfg, st, run, state.step, state)
+        if env.evaluates(step + 1):
+            values |= evaluate(state)
+        env.run.write(step, values, tokens=int(exp.length.sum()))
+        env.checkpoint(state, {"step": step + 1})
 
-    # ---- the model that came out, with the calibration and its picture by held-out rows
-    shown = score_held_out()
+    # the calibration of the scores by held-out rows, with its picture
+    module = env.policy.module
+    shown = score_held_out(state)
     rft.run.calibrate(st, module, partial(kind.calibration, module.heads, *shown))
     _, metrics = kind.loss(cfg, "eval", *shown)
     if "eval/ece" in metrics:
-        run.reliability(metrics["eval/ece"])
-    saved = rft.run.with_processor(tokenizer, processing)
-    st.save_pretrained(run.folder / "model", module, saved, st.export(state))
-    run.finish()
-    st.close()
+        env.run.reliability(metrics["eval/ece"])
+    env.finish(state, merge=False)
 
 
 if __name__ == "__main__":

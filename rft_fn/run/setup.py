@@ -45,7 +45,7 @@ from rft_fn.run.rollout_engine import (
 )
 from rft_fn.run.run_folder import Run, checkpoint, final_weights, restore_latest
 from rft_fn.run.tokens import TokenLog
-from rft_fn.types import Apply, LossFn, Packed, Rollout, Sampling, Strategy, TrainState, Transform
+from rft_fn.types import Apply, Experience, LossFn, Packed, Rollout, Sampling, Strategy, TrainState, Transform
 
 __all__ = ["Model", "Setup", "setup"]
 
@@ -213,14 +213,19 @@ class Setup:
 
     # ---------- learn
 
-    def reference_logp(self, state: TrainState, rollout: Rollout) -> Tensor | None:
-        """Return the initial model's log-probs [B, S], None where no option asks for it."""
+    def reference_logp(
+        self, state: TrainState, batch: Rollout | Experience, *, unit: int = 1
+    ) -> Tensor | None:
+        """Return the initial model's log-probs [B, S], None where no option asks for it.
+
+        `unit` consecutive rows share a pack, as in `st.shard`.
+        """
         if self.initial is None:
             return None
         apply, params = self.initial
+        params = state.params if params is None else params
         with self.run.phase("score"):
-            params = state.params if params is None else params
-            return self.st.score(apply, params, rollout, self.cfg.budget).logp
+            return self.st.score(apply, params, batch, self.cfg.budget, unit=unit).logp
 
     def value(self, state: TrainState, rollout: Rollout) -> Tensor:
         """Return the critic's values [B, S] of a rollout, without gradient."""
