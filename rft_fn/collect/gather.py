@@ -174,6 +174,7 @@ def gather_and_generate(
     of_rows = {name: x[rows] for name, x in requests.given(max_new, start).items()}  # without the None
 
     prompts = own_part(strategy, prompts)
+    strategy.make_room()
     engine.wake()
     refused: requests.BadRequest | None = None
     rollout = requests.empty()

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rft_fn.model import attention
 from rft_fn.model.parts import find
@@ -270,10 +271,10 @@ def mover_of(device: torch.device) -> Mover | None:
 
 
 class Residence:
-    """Where the weights of one bound model are.
+    """Where the weights of one bound model are, and the optimizer of one that is trained.
 
-    Every parameter and buffer of the module moves, trained or not. The parameters stay the same objects,
-    so a tree of them stays valid: whoever reads one gets its values on either side.
+    Every parameter and buffer of the module moves, trained or not. The tensors stay the same objects, so a
+    tree of them stays valid: whoever reads one gets its values on either side.
     """
 
     def __init__(self, root: nn.Module, module: nn.Module):
@@ -282,7 +283,10 @@ class Residence:
         origin = getattr(getattr(module, "config", None), "name_or_path", "")
         self.name = f"{type(module).__name__} {origin}".strip()
         self.on_host = False
-        self.mover: Mover | None = None  # chosen by the device of the weights when they first leave it
+        self.mover: Mover | None = None  # chosen by the device of the weights when anything first leaves it
+        self.trained = False
+        self.opt: list[Tensor] = []  # the optimizer's tensors that move, of the newest state
+        self.opt_on_host = False
 
     def require_device(self, what: str) -> None:
         """Raise ValueError while the weights are on the host; `what` is the argument with them."""
@@ -301,18 +305,48 @@ class Residence:
         if where not in ("device", "host"):
             raise ValueError(f"where: expected 'device' or 'host', got {where!r}")
         if where == "host" and not self.on_host:
-            self.mover = self.mover or mover_of(next(self.root.parameters()).device)
+            self._choose_mover()
             self.on_host = True
             if self.mover is not None:
                 self.apply(self.mover.to_host)
-                if torch.cuda.is_available():  # for engines, which take their memory on the device
-                    torch.cuda.empty_cache()
+                _return_memory()
         if where == "device" and self.on_host:
             if self.mover is not None:
                 self.apply(self.mover.to_device)
             self.on_host = False
 
+    def move_opt(self, where: Where) -> None:
+        """Move the optimizer's tensors there; do nothing if they are there already."""
+        if where == "host" and not self.opt_on_host:
+            self._choose_mover()
+            self.opt_on_host = True
+            if self.mover is not None:
+                self._apply_opt(self.mover.to_host)
+                _return_memory()
+        if where == "device" and self.opt_on_host:
+            if self.mover is not None:
+                self._apply_opt(self.mover.to_device)
+            self.opt_on_host = False
+
+    def _choose_mover(self) -> None:
+        self.mover = self.mover or mover_of(next(self.root.parameters()).device)
+
     def apply(self, copy: Callable[[Tensor], Tensor]) -> None:
         """Put `copy` of each parameter and buffer in its place."""
         # as Module.to does it: FSDP2 then registers the shards that it finds in the new memory
         self.root._apply(copy)
+
+    def _apply_opt(self, copy: Callable[[Tensor], Tensor]) -> None:
+        """Put `copy` of each tensor of the optimizer in its place."""
+        for x in self.opt:
+            moved = copy(x)
+            if is_traceable_wrapper_subclass(x):  # a DTensor, as Module.to does it
+                torch.utils.swap_tensors(x, moved)
+            else:
+                x.data = moved
+
+
+def _return_memory() -> None:
+    """Give back what is free on the device, for engines, which take their memory there."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

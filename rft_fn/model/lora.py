@@ -326,6 +326,7 @@ def without_adapters(module: nn.Module, apply: Apply) -> Apply:
             for layer in layers:
                 layer._disable_adapters = False
 
+    plain.__wrapped__ = apply  # type: ignore[attr-defined]  # where `Strategy.score` finds the weights
     return plain
 
 

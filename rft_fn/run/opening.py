@@ -4,16 +4,15 @@ Plain functions, which a script calls in the order that it chooses. None of them
 loss or an advantage.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
-from rft_fn import algorithm, data, dist, engine, model, optim, packing, strategy, tree
+from rft_fn import algorithm, data, dist, engine, model, optim, strategy
 from rft_fn.data.templates import fix_day
 from rft_fn.memory import Sampler
 from rft_fn.memory.phases import largest
@@ -22,75 +21,13 @@ from rft_fn.run import files, options
 from rft_fn.run.claim import Inputs, files_of, lock_folder
 from rft_fn.run.cli import without
 from rft_fn.run.run_folder import Run
-from rft_fn.types import Apply, Packed, Sampling, Strategy, TrainState, Transform
+from rft_fn.types import Apply, Sampling, Strategy, Transform
 
 __all__ = [
-    "actor_critic", "data_options", "free_options", "gather_rows", "initial_model", "load_critic",
-    "load_data", "load_policy", "load_processing", "open_folder", "optimizer", "placed", "plan_steps",
-    "print_preflight", "start", "to_device", "to_host", "updates_per_pass", "updates_per_step",
-    "with_processor", "with_weights",
+    "actor_critic", "data_options", "free_options", "initial_model", "load_critic", "load_data",
+    "load_policy", "load_processing", "open_folder", "optimizer", "plan_steps", "print_preflight", "start",
+    "updates_per_pass", "updates_per_step", "with_processor",
 ]  # fmt: skip
-
-
-# ---------- models that are on the device only in the phases that use them, with offload_models
-
-
-@contextmanager
-def placed(st: Strategy, *applies: Apply) -> Iterator[None]:
-    """Have models that are not trained on the device inside the block, and on the host outside of it.
-
-    Without offload_models they stay where they are.
-    """
-    if not st.config.offload_models:
-        yield
-        return
-    try:
-        for apply in applies:
-            st.place(apply, "device")
-        yield
-    finally:
-        for apply in applies:
-            st.place(apply, "host")
-
-
-def to_host(st: Strategy, apply: Apply, state: TrainState) -> TrainState:
-    """Return the state with the weights and the optimizer of its model on the host.
-
-    Donates `state`. Until `to_device` it is neither used nor updated; the `Push` of a run exports it all the
-    same. Without offload_models it is returned unchanged.
-    """
-    if not st.config.offload_models:
-        return state
-    st.place(apply, "host")
-    return st.offload(state)
-
-
-def to_device(st: Strategy, apply: Apply, state: TrainState) -> TrainState:
-    """Return the state with the weights and the optimizer of its model where they work.
-
-    With adam_offload or fsdp_cpu_offload the optimizer works on the host. `state` is not donated: until the
-    next update it can still be saved.
-    """
-    if not st.config.offload_models:
-        return state
-    st.place(apply, "device")
-    if st.config.adam_offload or st.config.fsdp_cpu_offload:
-        return state
-    return st.reload(tree.map(lambda x: x, state))
-
-
-@contextmanager
-def with_weights(state: TrainState) -> Iterator[None]:
-    """Have the weights of a state on the device inside the block, and then where they were before."""
-    residence = state.residence
-    if residence is None or not residence.on_host:
-        yield
-        return
-    residence.move("device")
-    try:
-        yield
-    finally:
-        residence.move("host")
 
 
 # ---------- the opening of a training script
@@ -394,8 +331,6 @@ def initial_model(
         return model.without_adapters(module, apply), None
     copy = model.load(cfg.model, meta=st.world > 1)
     frozen, params = st.bind(copy, sampling=sampling)
-    if st.config.offload_models:
-        st.place(frozen, "host")
     return frozen, params
 
 
@@ -412,12 +347,3 @@ def updates_per_pass(cfg: options.ReinforcementRun) -> int:
 def updates_per_step(cfg: options.ReinforcementRun) -> int:
     """Return the updates that a rollout gives, in all of its passes."""
     return cfg.epochs * updates_per_pass(cfg)
-
-
-def gather_rows(st: Strategy, found: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:
-    """Return [B, S] on every rank, from the numbers [T] of the packs of this rank.
-
-    0 where no pack has a number. `like` is any [B, S] of the batch that the packs are made of.
-    """
-    mine = packing.unpack(found, packs, like)
-    return st.gather(mine[None]).sum(0)

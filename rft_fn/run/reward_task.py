@@ -23,7 +23,6 @@ from rft_fn.run.opening import (
     data_options,
     load_data,
     load_processing,
-    placed,
     updates_per_step,
     with_processor,
 )
@@ -211,8 +210,7 @@ class _Scalar:
         if self.bound is None:
             self.bound = self.st.bind(model.load_reward(self.folder, meta=self.st.world > 1))
         apply, params = self.bound
-        with placed(self.st, apply):
-            return self.st.score(apply, params, rows, self.budget or self.usual, fields=("score",))
+        return self.st.score(apply, params, rows, self.budget or self.usual, fields=("score",))
 
 
 def _engine_config(

@@ -20,7 +20,6 @@ from rft_fn.check import printable
 from rft_fn.collect import asynchronous
 from rft_fn.engine import BadRequest, EngineDead, lifetime
 from rft_fn.run import options
-from rft_fn.run.opening import with_weights
 from rft_fn.run.reward_task import Task
 from rft_fn.run.run_folder import Run
 from rft_fn.types import Apply, Engine, Packed, Rollout, Sampling, Strategy, TrainState
@@ -97,8 +96,7 @@ class _Kept:
         assert self.pushed is not None
         state, version = self.pushed
         fresh = bool(self._any(self.fresh))
-        with with_weights(state):
-            self.load_weights(state, self.inner, version=version, fresh=fresh)
+        self.load_weights(state, self.inner, version=version, fresh=fresh)
         self.fresh = False
 
     def _try(self, act: Callable[[], None]) -> str:

@@ -1,7 +1,10 @@
 """What all strategies do alike: cut a batch into packs, and run a backend's part of each function."""
 
+import inspect
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -45,6 +48,11 @@ def residence_of(apply: Apply) -> Residence:
     if residence is None:
         raise ValueError(f"apply: expected one that st.init or st.bind gave, got {type(apply).__name__}")
     return residence
+
+
+def _residence_below(apply: Apply) -> Residence | None:
+    """Return the place of the weights that a function scores with, such as one without adapters, or None."""
+    return getattr(inspect.unwrap(apply), "residence", None)
 
 
 def _require_own_apply(state: TrainState, apply: Apply) -> None:
@@ -146,7 +154,7 @@ class Packer:
 
 def require_same_sampling(apply: Apply, drawn: Sampling | None) -> None:
     """Raise ValueError for a model that scores another distribution than a rollout was drawn from."""
-    residence = getattr(apply, "residence", None)
+    residence = _residence_below(apply)
     if drawn is None or residence is None:
         return
     for part in residence.root.modules():
@@ -205,10 +213,11 @@ class Backend(ABC):
         self.world = world
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.packer = Packer(config)
+        self.trained: list[weakref.ref[Residence]] = []  # of the models that `make_room` moves
 
     # ----- models
 
-    @abstractmethod
+    @watched
     def bind(
         self,
         module: nn.Module,
@@ -218,7 +227,23 @@ class Backend(ABC):
         aux: bool = False,
         shard_size: int | None = None,
     ) -> tuple[Apply, tree.Named]:
-        """Lay out a module that only scores: (apply, params); see `types.strategy.Bind`."""
+        """Lay out a module that only scores; with offload_models it is then on the host."""
+        apply, params = self._bind(module, sampling=sampling, entropy=entropy, aux=aux, shard_size=shard_size)
+        if self.config.offload_models:
+            residence_of(apply).move("host")
+        return apply, params
+
+    @abstractmethod
+    def _bind(
+        self,
+        module: nn.Module,
+        *,
+        sampling: Sampling | None = None,
+        entropy: bool = False,
+        aux: bool = False,
+        shard_size: int | None = None,
+    ) -> tuple[Apply, tree.Named]:
+        """Lay out a module: (apply, params); see `types.strategy.Bind`."""
 
     @watched
     def init(self, module: nn.Module, tx: Transform, **options: Any) -> tuple[Apply, TrainState]:
@@ -229,16 +254,65 @@ class Backend(ABC):
                 f"tx: expected a Transform, such as optim.adamw(1e-6), got {name}; one of your own is "
                 "Transform(init, update, spec)"
             )
-        return self._init(module, tx, **options)
+        apply, state = self._init(module, tx, **options)
+        residence = residence_of(apply)
+        residence.trained = True
+        if self.config.offload_models:
+            self.trained.append(weakref.ref(residence))
+            self._follow(state)
+        return apply, state
 
     def _init(self, module: nn.Module, tx: Transform, **options: Any) -> tuple[Apply, TrainState]:
-        apply, params = self.bind(module, **options)
+        apply, params = self._bind(module, **options)
         return apply, step.start(params, tx, self.config, module, residence_of(apply))
 
     @watched
     def place(self, apply: Apply, where: Where, /) -> None:
         """Move the weights of a bound model to the "device" or to the "host"."""
         residence_of(apply).move(where)
+
+    # With offload_models a model is on the device from the call that needs it on:
+    #   generate: no model, after `make_room`
+    #   score: one that only scores, for the time of the call; a trained one stays, without its optimizer
+    #   grad: the weights; update: the optimizer too; both stay until `make_room`
+    #   export: the weights; a push to an engine makes room before and after
+    # With adam_offload or fsdp_cpu_offload the optimizer is on the host all the time, and does not move.
+
+    @watched
+    def make_room(self) -> None:
+        """Move all trained models with their optimizers to the host, with offload_models."""
+        known = [(ref, ref()) for ref in self.trained]
+        self.trained = [ref for ref, residence in known if residence is not None]
+        for _, residence in known:
+            if residence is not None:
+                residence.move_opt("host")
+                residence.move("host")
+
+    def _bring(self, residence: Residence | None, *, opt: bool = False) -> None:
+        """Move weights to the device, with `opt` their optimizer too, with offload_models."""
+        if not self.config.offload_models or residence is None:
+            return
+        residence.move("device")
+        if opt:
+            residence.move_opt("device")
+
+    @contextmanager
+    def _brought(self, residence: Residence | None) -> Iterator[None]:
+        """Have weights on the device in the block; a model that only scores is then where it was before."""
+        leaves = residence is not None and residence.on_host and not residence.trained
+        try:
+            self._bring(residence)
+            yield
+        finally:
+            if self.config.offload_models and residence is not None and leaves:
+                residence.move("host")
+
+    def _follow(self, state: TrainState) -> None:
+        """Have the optimizer of the newest state move, unless it works on the host."""
+        if self.config.offload_models and state.residence is not None and not self.config.adam_offload:
+            tensors = {id(x): x for x in tree.leaves(state.opt) if isinstance(x, Tensor)}
+            weights = {id(x) for x in state.params.values()}  # move anyway
+            state.residence.opt = [x for key, x in tensors.items() if key not in weights]
 
     # ----- batches
 
@@ -287,7 +361,8 @@ class Backend(ABC):
         require_same_sampling(apply, batch.sampling)
         exp = _all_rows(batch)
         packs = self.shard(exp, budget)
-        outs = [apply(params, pack) for pack in to_params_device(apply, params, packs)]
+        with self._brought(_residence_below(apply)):
+            outs = [apply(params, pack) for pack in to_params_device(apply, params, packs)]
 
         def rows(name: str) -> Tensor:
             """Return one field of the packs of all ranks as [B, S, ...], 0 outside mask."""
@@ -311,6 +386,7 @@ class Backend(ABC):
         _require_own_apply(state, apply)
         for pack in packs:
             require_same_sampling(apply, pack.sampling)
+        self._bring(residence_of(apply))
         grads, metrics = self._grad(state, apply, loss_fn, packs)
         return diagnose.with_source(grads, diagnose.Source(apply, loss_fn, packs)), metrics
 
@@ -321,16 +397,19 @@ class Backend(ABC):
 
     def update(self, state: TrainState, grads: Any, /) -> tuple[TrainState, dict[str, Any]]:
         """Take a step; gradients that are not finite are diagnosed when they stop the run."""
+        self._bring(state.residence, opt=True)
         _require_device(state)
         source = getattr(grads, "source", None)
         try:
-            return self._update(state, grads)
+            new, metrics = self._update(state, grads)
         except diagnose.NonFinite as error:
             if source is None:  # gradients that a script made itself
                 raise
             with self.session.phase(f"diagnosis of step {state.step + 1}"):
                 line = self._diagnose(state, source)
             raise diagnose.NonFinite(f"{error}; {line}") from None
+        self._follow(new)
+        return new, metrics
 
     def _update(self, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, Any]]:
         return step.update(state, grads, config=self.config, session=self.session)
@@ -352,10 +431,14 @@ class Backend(ABC):
 
     def offload(self, state: TrainState, /) -> TrainState:
         """Move the optimizer to the host. Donates `state`."""
+        if self.config.offload_models and state.residence is not None:
+            state.residence.move_opt("host")
         return step.move_opt(state, "cpu")
 
     def reload(self, state: TrainState, /) -> TrainState:
         """Move the optimizer to the device of this process. Donates `state`."""
+        if self.config.offload_models and state.residence is not None:
+            state.residence.move_opt("device")
         return step.move_opt(state, self.device)
 
     # ----- weights and checkpoints
@@ -370,6 +453,7 @@ class Backend(ABC):
 
     def export(self, state: TrainState, /) -> Export:
         """Return the trained weights by the plain model's names, adapters merged."""
+        self._bring(state.residence)
         _require_device(state)
         return self._export(state)
 

@@ -23,7 +23,7 @@ from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.layers import Residence, blocks
 from rft_fn.strategy import step
-from rft_fn.strategy.common import Backend, Packer, all_true, watched
+from rft_fn.strategy.common import Backend, Packer, all_true
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.local import layout as local_layout
 from rft_fn.strategy.step import Session
@@ -298,8 +298,7 @@ class FSDP2Backend(Backend):
         super().__init__(config, session, rank=dist.rank(), world=dist.world())
         self.packer = Packer(config, all_true)
 
-    @watched
-    def bind(
+    def _bind(
         self,
         module: nn.Module,
         *,

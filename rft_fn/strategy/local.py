@@ -10,8 +10,9 @@ from rft_fn import memory, precision, tree
 from rft_fn import model as model_lib
 from rft_fn.model import quantize
 from rft_fn.model.bind import applied
+from rft_fn.model.layers import Residence
 from rft_fn.strategy import step
-from rft_fn.strategy.common import Backend, watched
+from rft_fn.strategy.common import Backend
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.step import Session
 from rft_fn.types import Apply, Packed, Sampling, Strategy, TokenOut, TrainState, Transform, record
@@ -22,8 +23,7 @@ __all__ = ["LocalBackend", "fork", "layout", "local"]
 class LocalBackend(Backend):
     """The strategy of one process: real code on one device and no mocks."""
 
-    @watched
-    def bind(
+    def _bind(
         self,
         module: nn.Module,
         *,
@@ -73,6 +73,8 @@ class LocalBackend(Backend):
 def fork(state: TrainState) -> TrainState:
     """Copy a state, to train both with the same `apply`: parameters, optimizer and counts.
 
+    The copy is on the device, and stays there with offload_models too.
+
     Only for the local strategy, where apply is a function of the parameters it is given. ValueError for a
     state of FSDP2 or ZeRO, where apply takes only its own module's parameters.
     """
@@ -89,7 +91,18 @@ def fork(state: TrainState) -> TrainState:
     def clone(x: Any) -> Any:
         return x.detach().clone() if isinstance(x, Tensor) else x
 
-    copy = tree.map(clone, tree.replace(state, residence=None))
+    home: Residence | None = state.residence
+    mover = None if home is None else home.mover
+
+    def bring(x: Any) -> Any:
+        return mover.to_device(x.detach()) if isinstance(x, Tensor) and mover is not None else clone(x)
+
+    copy = tree.replace(
+        state,
+        params=tree.map(bring if home is not None and home.on_host else clone, state.params),
+        opt=tree.map(bring if home is not None and home.opt_on_host else clone, state.opt),
+        residence=None,
+    )
     for p in copy.params.values():
         p.requires_grad_()
     return copy

@@ -159,20 +159,27 @@ def push(strategy: Strategy, state: TrainState, engine: Engine, *, version: int)
     ask for a `dtype` and for `tied` names. Returns the engine's record of what it took. ManifestError, which
     names the tensor, for weights that are not the module's own. ValueError for weights that the engine's
     model does not have, and for an engine that took less than was sent.
+
+    With offload_models the device has these weights meanwhile, without their optimizer, and no trained model
+    afterwards.
     """
     status = engine.status()
-    weights = CheckedWeights(
-        strategy.export(state),
-        manifest_of(state),
-        dtype=status.get("dtype"),
-        tied=status.get("tied", False),
-    )
+    strategy.make_room()
     try:
-        delivered = engine.load(weights, version=version)
-    except BaseException:
-        if strategy.world > 1:
-            weights.drain()
-        raise
+        weights = CheckedWeights(
+            strategy.export(state),
+            manifest_of(state),
+            dtype=status.get("dtype"),
+            tied=status.get("tied", False),
+        )
+        try:
+            delivered = engine.load(weights, version=version)
+        except BaseException:
+            if strategy.world > 1:
+                weights.drain()
+            raise
+    finally:
+        strategy.make_room()
 
     # an engine of another process may drop what it does not know, and answer that all is well
     sent = len(weights.names)

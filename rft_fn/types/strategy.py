@@ -233,6 +233,8 @@ class Place(Protocol):
 
         On the host its weights can be neither used, updated nor exported: ValueError. They are the same to
         the bit when they are back. Where the device is a CPU both are one memory, and nothing is copied.
+        With offload_models `score`, `grad`, `update` and `export` bring a model to the device themselves, and
+        `bind` leaves it on the host, where `score` returns it.
         ValueError for an apply of another kind, and for a model that ZeRO trains.
         """
         ...
@@ -309,6 +311,7 @@ class Strategy(NamedTuple):
     world: int
     device: torch.device
     config: Any  # the StrategyConfig
+    make_room: Callable[[], None]  # with offload_models: all trained models to the host, for an engine
 
     if not TYPE_CHECKING:  # where every name would be an attribute
 

@@ -9,10 +9,9 @@ from test_house import load_script as script
 from test_kept_engine import Fragile
 
 import rft_fn as rft
-from rft_fn import engine, optim
+from rft_fn import engine
 from rft_fn.model import layers
 from rft_fn.strategy import StrategyConfig
-from rft_fn.strategy.common import residence_of
 from rft_kernels import products
 
 pytestmark = pytest.mark.usefixtures("plain_runs")
@@ -69,30 +68,6 @@ def test_a_run_goes_on_from_a_checkpoint_of_models_on_the_host(tmp_path, host):
     run("grpo", folder, strategy=PLACED, lr_end=1.0)
     got = run("grpo", folder, strategy=PLACED, lr_end=1.0, steps=3)
     assert got == run("grpo", tmp_path / "straight", lr_end=1.0, steps=3)
-
-
-def test_only_the_option_moves_anything(host):
-    st = rft.strategy.get_fake_strategy()
-    apply, state = st.init(rft.model.load("tiny"), optim.adamw(1e-3))
-    assert rft.run.to_host(st, apply, state) is state and rft.run.to_device(st, apply, state) is state
-    with rft.run.placed(st, apply):
-        pass
-    assert not host.bytes and not residence_of(apply).on_host
-
-
-def test_a_block_has_its_models_and_leaves_none(host):
-    """Also where the block fails; the state on the device can still be saved as it came."""
-    st = rft.strategy.get_strategy(PLACED)
-    apply, state = st.init(rft.model.load("tiny"), optim.adamw(1e-3))
-    with pytest.raises(RuntimeError, match="lost"), rft.run.placed(st, apply):
-        assert not residence_of(apply).on_host
-        raise RuntimeError("lost")
-    assert residence_of(apply).on_host
-    away = rft.run.to_host(st, apply, state)
-    with pytest.raises(rft.tree.UseAfterDonate):
-        _ = state.opt
-    back = rft.run.to_device(st, apply, away)
-    assert all(torch.equal(x, back.params[n]) for n, x in away.params.items())  # not donated
 
 
 def saved_reward_model(folder, seed=0):

@@ -119,8 +119,7 @@ class ZeroBackend(Backend):
         super().__init__(config, session, rank=dist.rank(), world=dist.world())
         self.packer = Packer(config, all_true)
 
-    @watched
-    def bind(
+    def _bind(
         self,
         module: nn.Module,
         *,
