@@ -63,7 +63,8 @@ BEFORE = {
     ): "import torch\n\nscores = torch.randn(3, 2)\n",  # of a model that is trained
     ("docs/scaling.md", 0): IMPORTS
     + STATE.replace("get_strategy()", "get_strategy(rft.strategy.StrategyConfig(offload_models=True))")
-    + ROLLOUT,
+    + ROLLOUT
+    + "packs = st.shard(exp, budget)\n",
     ("kernels/README.md", 0): "import torch\n\n"
     "h, w, y = torch.randn(7, 8), torch.randn(11, 8), torch.randint(11, (7,))\n",
 }

@@ -11,7 +11,7 @@ from test_kept_engine import Fragile
 import rft_fn as rft
 from rft_fn import engine
 from rft_fn.model import layers
-from rft_fn.strategy import StrategyConfig
+from rft_fn.strategy import StrategyConfig, common
 from rft_kernels import products
 
 pytestmark = pytest.mark.usefixtures("plain_runs")
@@ -110,7 +110,7 @@ def test_reward_models_and_judges_are_in_the_forecast_and_judges_sleep_while_oth
     """Also without enable_engine_sleep: offload_models has a judge on the device while it judges alone."""
     monkeypatch.setattr(products, "_vectors", lambda: "")  # engines have no packs, on any processor
     built, asleep = [], []
-    get_engine, to_device = engine.get_engine, rft.run.to_device
+    get_engine, grad = engine.get_engine, common.Backend.grad
 
     def noted_engine(*given, **how):
         built.append(get_engine(*given, **how))
@@ -118,10 +118,10 @@ def test_reward_models_and_judges_are_in_the_forecast_and_judges_sleep_while_oth
 
     def noted_phase(*given):
         asleep.append([one.status()["asleep"] for one in built])
-        return to_device(*given)
+        return grad(*given)
 
     monkeypatch.setattr(engine, "get_engine", noted_engine)
-    monkeypatch.setattr(rft.run, "to_device", noted_phase)
+    monkeypatch.setattr(common.Backend, "grad", noted_phase)
     rewards = (saved_reward_model(tmp_path / "rm"), "judge:tiny(patience=99,max_new=2)", "task:sort_digits")
     strategy = StrategyConfig(engine_batch=512, offload_models=True, enable_engine_sleep=False)
     with pytest.warns(UserWarning, match="expected answers with a verdict"):
