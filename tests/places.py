@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import profile
 
 from rft_fn.model.layers import Mover
-from rft_fn.strategy.common import residence_of
+from rft_fn.strategy.placing import residence_of
 
 MARK = 77_654_321  # bytes that no tensor of a test has
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below, each profile prints two lines that nobody reads

@@ -1,10 +1,7 @@
 """What all strategies do alike: cut a batch into packs, and run a backend's part of each function."""
 
-import inspect
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -17,10 +14,11 @@ from rft_fn import model as model_lib
 from rft_fn.model import reader
 from rft_fn.model.bind import Scorer, read_field, require_fields, to_params_device
 from rft_fn.model.forward import ONE_SEQUENCE
-from rft_fn.model.layers import Residence, Where
+from rft_fn.model.layers import Where
 from rft_fn.model.lora import Export
 from rft_fn.strategy import diagnose, step
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.placing import Placing, require_device, require_own_apply, residence_below, residence_of
 from rft_fn.strategy.step import Session, disable_malloc_trim
 from rft_fn.types import (
     Apply,
@@ -36,45 +34,7 @@ from rft_fn.types import (
 )
 from rft_fn.types.media import MEDIA_COST
 
-__all__ = ["Backend", "Packer", "all_true", "residence_of", "watched"]
-
-
-# ---------- the weights of models on the device in some phases of a run, on the host in others
-
-
-def residence_of(apply: Apply) -> Residence:
-    """Return the place of a bound model's weights; ValueError for an apply that no strategy gave."""
-    residence = getattr(apply, "residence", None)
-    if residence is None:
-        raise ValueError(f"apply: expected one that st.init or st.bind gave, got {type(apply).__name__}")
-    return residence
-
-
-def _residence_below(apply: Apply) -> Residence | None:
-    """Return the place of the weights that a function scores with, such as one without adapters, or None."""
-    return getattr(inspect.unwrap(apply), "residence", None)
-
-
-def _require_own_apply(state: TrainState, apply: Apply) -> None:
-    """Raise ValueError for an apply that `init` did not give with this state or the one it forks."""
-    residence = getattr(apply, "residence", None)
-    own = residence is not None and residence is state.residence
-    if state.residence is None:  # a fork, or a state of ZeRO, which knows its own
-        own = residence is not None and (state.module is None or residence.module is state.module)
-    if not own:
-        got = getattr(apply, "__name__", type(apply).__name__)
-        if residence is not None:
-            got = f"that of another {residence.name}"
-        raise ValueError(
-            f"apply: expected the one that init gave with this state, got {got}; a model that computes "
-            "something else is a module of its own: apply, state = st.init(module, tx)"
-        )
-
-
-def _require_device(state: TrainState) -> None:
-    """Raise ValueError for a state with weights on the host."""
-    if state.residence is not None:
-        state.residence.require_device("state")
+__all__ = ["Backend", "Packer", "all_true", "watched"]
 
 
 # ---------- the cut of a batch into packs
@@ -154,7 +114,7 @@ class Packer:
 
 def require_same_sampling(apply: Apply, drawn: Sampling | None) -> None:
     """Raise ValueError for a model that scores another distribution than a rollout was drawn from."""
-    residence = _residence_below(apply)
+    residence = residence_below(apply)
     if drawn is None or residence is None:
         return
     for part in residence.root.modules():
@@ -213,7 +173,7 @@ class Backend(ABC):
         self.world = world
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.packer = Packer(config)
-        self.trained: list[weakref.ref[Residence]] = []  # of the models that `make_room` moves
+        self.placing = Placing(config)
 
     # ----- models
 
@@ -229,8 +189,7 @@ class Backend(ABC):
     ) -> tuple[Apply, tree.Named]:
         """Lay out a module that only scores; with offload_models it is then on the host."""
         apply, params = self._bind(module, sampling=sampling, entropy=entropy, aux=aux, shard_size=shard_size)
-        if self.config.offload_models:
-            residence_of(apply).move("host")
+        self.placing.rest(residence_of(apply))
         return apply, params
 
     @abstractmethod
@@ -255,11 +214,7 @@ class Backend(ABC):
                 "Transform(init, update, spec)"
             )
         apply, state = self._init(module, tx, **options)
-        residence = residence_of(apply)
-        residence.trained = True
-        if self.config.offload_models:
-            self.trained.append(weakref.ref(residence))
-            self._follow(state)
+        self.placing.begin(residence_of(apply), state)
         return apply, state
 
     def _init(self, module: nn.Module, tx: Transform, **options: Any) -> tuple[Apply, TrainState]:
@@ -271,48 +226,10 @@ class Backend(ABC):
         """Move the weights of a bound model to the "device" or to the "host"."""
         residence_of(apply).move(where)
 
-    # With offload_models a model is on the device from the call that needs it on:
-    #   generate: no model, after `make_room`
-    #   score: one that only scores, for the time of the call; a trained one stays, without its optimizer
-    #   grad: the weights; update: the optimizer too; both stay until `make_room`
-    #   export: the weights; a push to an engine makes room before and after
-    # With adam_offload or fsdp_cpu_offload the optimizer is on the host all the time, and does not move.
-
     @watched
     def make_room(self) -> None:
         """Move all trained models with their optimizers to the host, with offload_models."""
-        known = [(ref, ref()) for ref in self.trained]
-        self.trained = [ref for ref, residence in known if residence is not None]
-        for _, residence in known:
-            if residence is not None:
-                residence.move_opt("host")
-                residence.move("host")
-
-    def _bring(self, residence: Residence | None, *, opt: bool = False) -> None:
-        """Move weights to the device, with `opt` their optimizer too, with offload_models."""
-        if not self.config.offload_models or residence is None:
-            return
-        residence.move("device")
-        if opt:
-            residence.move_opt("device")
-
-    @contextmanager
-    def _brought(self, residence: Residence | None) -> Iterator[None]:
-        """Have weights on the device in the block; a model that only scores is then where it was before."""
-        leaves = residence is not None and residence.on_host and not residence.trained
-        try:
-            self._bring(residence)
-            yield
-        finally:
-            if self.config.offload_models and residence is not None and leaves:
-                residence.move("host")
-
-    def _follow(self, state: TrainState) -> None:
-        """Have the optimizer of the newest state move, unless it works on the host."""
-        if self.config.offload_models and state.residence is not None and not self.config.adam_offload:
-            tensors = {id(x): x for x in tree.leaves(state.opt) if isinstance(x, Tensor)}
-            weights = {id(x) for x in state.params.values()}  # move anyway
-            state.residence.opt = [x for key, x in tensors.items() if key not in weights]
+        self.placing.make_room()
 
     # ----- batches
 
@@ -361,7 +278,7 @@ class Backend(ABC):
         require_same_sampling(apply, batch.sampling)
         exp = _all_rows(batch)
         packs = self.shard(exp, budget)
-        with self._brought(_residence_below(apply)):
+        with self.placing.brought(residence_below(apply)):
             outs = [apply(params, pack) for pack in to_params_device(apply, params, packs)]
 
         def rows(name: str) -> Tensor:
@@ -383,10 +300,10 @@ class Backend(ABC):
         # not before: what the loading of models frees would fall into pieces, and be held for nothing
         if self.config.keep_memory and self.device.type == "cpu":
             disable_malloc_trim()
-        _require_own_apply(state, apply)
+        require_own_apply(state, apply)
         for pack in packs:
             require_same_sampling(apply, pack.sampling)
-        self._bring(residence_of(apply))
+        self.placing.bring(residence_of(apply))
         grads, metrics = self._grad(state, apply, loss_fn, packs)
         return diagnose.with_source(grads, diagnose.Source(apply, loss_fn, packs)), metrics
 
@@ -397,8 +314,8 @@ class Backend(ABC):
 
     def update(self, state: TrainState, grads: Any, /) -> tuple[TrainState, dict[str, Any]]:
         """Take a step; gradients that are not finite are diagnosed when they stop the run."""
-        self._bring(state.residence, opt=True)
-        _require_device(state)
+        self.placing.bring(state.residence, opt=True)
+        require_device(state)
         source = getattr(grads, "source", None)
         try:
             new, metrics = self._update(state, grads)
@@ -408,7 +325,7 @@ class Backend(ABC):
             with self.session.phase(f"diagnosis of step {state.step + 1}"):
                 line = self._diagnose(state, source)
             raise diagnose.NonFinite(f"{error}; {line}") from None
-        self._follow(new)
+        self.placing.follow(new)
         return new, metrics
 
     def _update(self, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -431,14 +348,12 @@ class Backend(ABC):
 
     def offload(self, state: TrainState, /) -> TrainState:
         """Move the optimizer to the host. Donates `state`."""
-        if self.config.offload_models and state.residence is not None:
-            state.residence.move_opt("host")
+        self.placing.move_opt(state, "host")
         return step.move_opt(state, "cpu")
 
     def reload(self, state: TrainState, /) -> TrainState:
         """Move the optimizer to the device of this process. Donates `state`."""
-        if self.config.offload_models and state.residence is not None:
-            state.residence.move_opt("device")
+        self.placing.move_opt(state, "device")
         return step.move_opt(state, self.device)
 
     # ----- weights and checkpoints
@@ -453,8 +368,8 @@ class Backend(ABC):
 
     def export(self, state: TrainState, /) -> Export:
         """Return the trained weights by the plain model's names, adapters merged."""
-        self._bring(state.residence)
-        _require_device(state)
+        self.placing.bring(state.residence)
+        require_device(state)
         return self._export(state)
 
     @watched

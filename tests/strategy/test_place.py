@@ -14,7 +14,7 @@ import rft_fn as rft
 from rft_fn import dist, engine, model, optim, packing, strategy, sync, tree
 from rft_fn.model import apply_lora_configuration, layers
 from rft_fn.strategy import StrategyConfig, get_strategy
-from rft_fn.strategy.common import residence_of
+from rft_fn.strategy.placing import residence_of
 
 SHARDED = {
     "fsdp2": {},
