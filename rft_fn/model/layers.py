@@ -317,7 +317,7 @@ class Residence:
 
     def move_opt(self, where: Where) -> None:
         """Move the optimizer's tensors there; do nothing if they are there already."""
-        if where == "host" and not self.opt_on_host:
+        if where == "host" and self.opt and not self.opt_on_host:
             self._choose_mover()
             self.opt_on_host = True
             if self.mover is not None:

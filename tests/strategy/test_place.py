@@ -327,6 +327,7 @@ def test_an_optimizer_that_works_on_the_host_stays_there(host, moves):
     where = [x.data_ptr() for x in Leaves(state.opt).found]
     st.make_room()
     assert [x.data_ptr() for x in Leaves(state.opt).found] == where
+    assert not residence_of(apply).opt_on_host  # so a fork leaves it there too
     assert host.bytes == Storages(residence_of(apply).root).bytes
     st.update(state, st.grad(state, apply, loss_fn, st.shard(tiny.experience(), 100))[0])
 
