@@ -87,6 +87,7 @@ def actor_loss(cfg: Config, row, out: rft.TokenOut, b: rft.Packed) -> tuple[Tens
     return loss + b.extra["positive"] * nll, metrics | rft.metric.policy(out, b)
 
 
+# The run is one function, read in the order in which it happens.
 def main(cfg: Config) -> None:
     row = rft.run.actor_critic(cfg)
     env = rft.run.setup(cfg, usual=60, optimizer=optimizer, critic=load_critic, anchor=cfg.kl > 0)

@@ -337,6 +337,7 @@ def one_update_a_step(cfg: Any) -> tuple[Transform, Schedule]:
     return opening.optimizer(cfg, cfg.lr, updates=cfg.steps, warmup=cfg.warmup)
 
 
+# The opening of every script is one function, read in the order in which it happens.
 def setup(
     cfg: Any,
     *,

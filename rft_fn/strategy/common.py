@@ -272,12 +272,13 @@ class Backend(ABC):
         budget: int,
         *,
         fields: Sequence[str] = ("logp",),
+        unit: int | Sequence[int] = 1,
     ) -> TokenOut:
         """Score whole rows: every rank its own packs, and every rank gets all rows."""
         require_fields(fields)
         require_same_sampling(apply, batch.sampling)
         exp = _all_rows(batch)
-        packs = self.shard(exp, budget)
+        packs = self.shard(exp, budget, unit=unit)
         with self.placing.brought(residence_below(apply)):
             outs = [apply(params, pack) for pack in to_params_device(apply, params, packs)]
 

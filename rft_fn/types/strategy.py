@@ -122,12 +122,14 @@ class ScoreRows(Protocol):
         budget: int,
         *,
         fields: Sequence[str] = ("logp",),
+        unit: int | Sequence[int] = 1,
     ) -> TokenOut:
         """Return `fields` of TokenOut for every token in mask [B, S, ...], 0 elsewhere.
 
-        The result is the same on every rank, without gradient, in packs of at most `budget` tokens. Log-probs
-        are always in it. ValueError for a field that TokenOut or the model does not have, and for a
-        rollout that was drawn from another distribution than a language model was bound with.
+        The result is the same on every rank, without gradient, in packs of at most `budget` tokens, with
+        units of rows as in `shard`. Log-probs are always in it. ValueError for a field that TokenOut or the
+        model does not have, and for a rollout that was drawn from another distribution than a language model
+        was bound with.
         """
         ...
 
