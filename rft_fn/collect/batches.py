@@ -51,7 +51,7 @@ class Collector(NamedTuple):
     save: Callable[[State], State]  # finishes the rollouts under way, and puts them into the state
 
 
-# Its functions share what it is given, and little else: they are read in the order in which a step calls them.
+# Its functions share what it is given: they are read in the order in which a step calls them.
 def collector(
     source: Source,
     *,
