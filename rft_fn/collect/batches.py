@@ -26,7 +26,7 @@ class Source(NamedTuple):
     strategy: Strategy
     samples: AsyncSampler
     dataset: data.Dataset
-    judge: Callable[[Rollout, Sequence[Any], int], Judged]  # (rollout, prompts, step), the same on every rank
+    judge: Callable[[Rollout, list[Any], int], Judged]  # (rollout, prompts, step), the same on every rank
     sampling: Sampling
     seed: int
     steps: int  # of the run: nothing is sampled beyond them

@@ -21,12 +21,15 @@ from rft_fn.reward import concat as concat_judged
 from rft_fn.rollout import Prefix, concat, extend, prefixes, take
 from rft_fn.strategy import get_fake_strategy
 from rft_fn.types import Rollout, Sampling, Strategy
-from rft_fn.types.engine import Generate
 
 __all__ = ["Finished", "VariedGroups", "Waiting", "judged_groups", "sample_partial", "sample_varied_groups"]
 
 Draw = Callable[[int], tuple[Sequence[Any], Sequence[int]]]
 """Draws (prompts, a key for each) by a number: that of a step, or of a round of one step; pure."""
+
+
+GenerateAll = Callable[..., Rollout]
+"""Samples the rollout of the global batch, as `gather_and_generate` does on an engine and a strategy."""
 
 
 # ---------- partial rollouts
@@ -52,7 +55,7 @@ class Finished(NamedTuple):
 
 
 def sample_partial(
-    generate: Generate,
+    generate: GenerateAll,
     draw: Draw,
     step: int,
     *,
@@ -114,7 +117,7 @@ def _chosen(groups: Waiting, which: Tensor, n: int) -> Waiting:
 
 
 def _grown(
-    generate: Generate, draw: Draw, groups: Waiting, n: int, sampling: Sampling, budget: int
+    generate: GenerateAll, draw: Draw, groups: Waiting, n: int, sampling: Sampling, budget: int
 ) -> Waiting:
     """Grow the unfinished rows of the groups."""
     rows = _open(groups, sampling).nonzero().flatten().tolist()

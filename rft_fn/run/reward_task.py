@@ -261,8 +261,8 @@ class Task(NamedTuple):
 
     tokenizer: Any
     dataset: data.Dataset  # the prompts to train on
-    unseen: data.Dataset | None  # the prompts to evaluate on
-    score: reward.Weighted | None
+    unseen: Any  # a Dataset: the prompts to evaluate on; None without
+    score: Any  # a reward.Weighted: what judges responses; None without
     processing: data.Processing | None = None  # of media, where the model takes any
     others: Mapping[str, data.Dataset] = MappingProxyType({})  # further rows, by the options that name them
 

@@ -241,7 +241,7 @@ def _save_alone(run: Run) -> str:
 # ---------- what samples the rollouts of a run: its engine, called when a step needs it or ahead of that
 
 
-def start_sampler(cfg: options.Rollouts, st: Strategy, task: Task) -> tuple[collect.AsyncSampler, Push]:
+def start_sampler(cfg: Any, st: Strategy, task: Task) -> tuple[collect.AsyncSampler, Push]:
     """Return (what samples the rollouts, the function that sends it weights).
 
     As `start_engine`, with `ahead`. With `ahead` the
@@ -261,9 +261,7 @@ def start_sampler(cfg: options.Rollouts, st: Strategy, task: Task) -> tuple[coll
     return collect.AsyncSampler(inner, st, calls=calls), push
 
 
-def _check(
-    cfg: options.Reinforcement, st: Strategy, task: Task, engine: Engine, weights: collect.Weights
-) -> None:
+def _check(cfg: Any, st: Strategy, task: Task, engine: Engine, weights: collect.Weights) -> None:
     """Run the canary on this rank's engine only, with a copy of the trained weights as the trainer."""
 
     def export(state: TrainState, /) -> collect.Weights:

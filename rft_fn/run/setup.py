@@ -93,14 +93,17 @@ class Setup:
         Donates `state`. `loop` is the tree of everything else that a run goes on from; `loop["step"]` steps
         are done. The files of the run are cut back to them.
         """
-        state, loop = restore_latest(self.st, self.run, state, dict(loop))
-        self.run.resume(loop["step"])
-        return state, loop
+        state, found = restore_latest(self.st, self.run, state, dict(loop))
+        self.run.resume(found["step"])
+        return state, found
 
-    def finish(self, state: TrainState, *, merge: bool | None = None) -> None:
-        """Save the model that came out, and end the run, its engine and its processes."""
+    def finish(self, state: TrainState, *, merge: bool = True) -> None:
+        """Save the model that came out, and end the run, its engine and its processes.
+
+        Adapters become part of it with `merge`, unless --no-lora-merge asks for a folder of them.
+        """
         cfg = self.cfg
-        merge = cfg.lora_merge if merge is None else merge
+        merge = merge and cfg.lora_merge
         weights = final_weights(cfg, self.st, state)
         folder = self.run.folder / "model"
         self.st.save_pretrained(folder, self.policy.module, self.task.saved, weights, merge=merge)
@@ -153,7 +156,7 @@ class Setup:
             sampling_block=self.sampling_block,
         )
 
-    def judge(self, rollout: Rollout, prompts: Sequence[Any], step: int) -> reward.Judged:
+    def judge(self, rollout: Rollout, prompts: list[Any], step: int) -> reward.Judged:
         """Return the rewards of responses, the same on every rank."""
         with self.run.phase("judge"):
             return judge(self.cfg, self.st, self.task, rollout, prompts, step=step)
@@ -365,7 +368,7 @@ def setup(
     anchor      whether the initial model is needed, for a KL to it
     greedy      whether the baseline is the reward of a greedy answer to each prompt
     sampled     whether there is an engine
-    length      tokens of the longest sequence, for the forecast of memory
+    length      tokens of the longest sequence, for the forecast of memory; with a critic by the options
     """
     passes = "data_epochs" if hasattr(cfg, "data_epochs") else "epochs"
     check.at_most_one(steps=cfg.steps, **{passes: getattr(cfg, passes)})
@@ -398,17 +401,16 @@ def setup(
     )
 
     # the models and their optimizers
-    sampling = None
     module = load_module(cfg, st)
     tx, schedule = optimizer(cfg)
-    trained = [(module, tx)]
-    if critic is not None:
-        critic_module, critic_tx, critic_schedule = critic(cfg, st)
-        trained.append((critic_module, critic_tx))
+    second = None if critic is None else critic(cfg, st)
+    if second is not None:
+        length = length or cfg.max_prompt + cfg.max_new
     print_preflight(
         cfg,
         st,
-        *trained,
+        (module, tx),
+        *([second[:2]] if second is not None else []),
         initial=anchor,
         engine=sampled,
         length=length,
@@ -417,6 +419,7 @@ def setup(
         rewards=reward_modules(task.score) if task.score is not None else (),
         judges=judges_here(task.score) if task.score is not None else (),
     )
+    sampling = None
     aux = cfg.router_aux > 0
     if sampled:
         sampling = Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
@@ -424,8 +427,8 @@ def setup(
     else:
         apply, state = st.init(module, tx, aux=aux)
     valuer = None
-    if critic is not None:
-        valuer = Model(critic_module, *st.init(critic_module, critic_tx), critic_schedule)
+    if second is not None:
+        valuer = Model(second[0], *st.init(second[0], second[1]), second[2])
     initial = initial_model(cfg, st, module, apply, sampling=sampling) if anchor else None
 
     samples = send = None
