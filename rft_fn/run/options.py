@@ -6,18 +6,19 @@
         lr: Positive = 3e-4  # learning rate
 
 A type holds the limits of an option, `Free` marks one that may change when a run is resumed, and the comment
-behind it is its help. To change the default or the help of an inherited option, repeat its whole line.
+behind it is its help. To change the default or the help of an inherited option, repeat its whole line. --help
+groups options by `subject`.
 """
 
 # Why inheritance, and not one field for each subject: `cfg.lr`, `Config(lr=3e-4)`, `--lr` and the "lr" of
 # config.json are then one name, and a config is a plain flat dataclass, which is all a reader has to know.
 #
 # A dataclass takes its fields from the last base to the first. So a script lists its bases from the last
-# subject of --help to the first, and ends with Data and Model.
+# subject of --help to the first, and ends with Data and Model. Its own options come before them in --help.
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from rft_fn import check
 from rft_fn.check import (
@@ -51,7 +52,17 @@ Rank = Annotated[int, Range(0, 1 << 16)]  # no layer is as wide
 
 @dataclass(frozen=True)
 class Options:
-    """The base of every record of options, which checks each field against its type and limits."""
+    """The base of every record of options, which checks each field against its type and limits.
+
+    `subject` is the heading in --help over the options that a class adds. Without one it is the class' name;
+    over those of a script's own Config it is the script's.
+    """
+
+    __subject__ = ""
+
+    def __init_subclass__(cls, *, subject: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__subject__ = subject
 
     def __post_init__(self) -> None:
         check.fields(self)
@@ -61,14 +72,14 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Model(Options):
+class Model(Options, subject="Model"):
     """Which model."""
 
     model: Filled = "tiny"  # tiny, tiny-vl or tiny-audio (:TASK:LEVEL), smollm2-135m, a folder, or a hub name
 
 
 @dataclass(frozen=True)
-class Data(Options):
+class Data(Options, subject="Data"):
     """Which rows, and how a row becomes a prompt."""
 
     data: tuple[str, ...] = ("sort_digits:1",)  # tasks as TASK:LEVEL, files, folders, hub names; =SHARE
@@ -84,14 +95,14 @@ class Data(Options):
 
 
 @dataclass(frozen=True)
-class Prompts(Data):
+class Prompts(Data, subject="Data"):
     """Data whose rows are prompts."""
 
     max_prompt: Count = 512  # most tokens in a prompt; longer prompts of a file are left out
 
 
 @dataclass(frozen=True)
-class Policy(Model):
+class Policy(Model, subject="Model"):
     """The model that is trained: its adapters, its precision, and what it takes at a time."""
 
     lora_rank: Rank = 0  # rank of the policy's low-rank adapters, its only trained weights; 0 trains all
@@ -117,7 +128,7 @@ class Policy(Model):
 
 
 @dataclass(frozen=True)
-class Sampling(Options):
+class Sampling(Options, subject="Rollouts"):
     """How tokens are drawn."""
 
     temperature: AtLeast0 = 1.0  # of sampling, and of the log-probs
@@ -126,7 +137,7 @@ class Sampling(Options):
 
 
 @dataclass(frozen=True)
-class Rollouts(Sampling):
+class Rollouts(Sampling, subject="Rollouts"):
     """How many responses a step learns from."""
 
     prompts: Count = 32  # prompts per step
@@ -142,7 +153,7 @@ class Rollouts(Sampling):
 
 
 @dataclass(frozen=True)
-class Collect(Rollouts):
+class Collect(Rollouts, subject="Rollouts"):
     """How prompts become the groups that a step learns from."""
 
     rounds: Count = 1  # most sampling rounds of a step, to fill it with groups whose rewards differ (DAPO)
@@ -161,7 +172,7 @@ class Collect(Rollouts):
 
 
 @dataclass(frozen=True)
-class Reward(Options):
+class Reward(Options, subject="Rewards"):
     """How responses are rewarded."""
 
     reward: tuple[str, ...] = ()  # math, task:NAME, FILE.py:FN, model:FOLDER, judge:FOLDER, URL; =WEIGHT
@@ -170,7 +181,7 @@ class Reward(Options):
 
 
 @dataclass(frozen=True)
-class Shaping(Reward):
+class Shaping(Reward, subject="Rewards"):
     """Which changes are made to a reward before it is learned."""
 
     reward_norm: Literal["", "batch", "group"] = ""  # each part is normalised over these before its weight
@@ -183,14 +194,14 @@ class Shaping(Reward):
 
 
 @dataclass(frozen=True)
-class Length(Options):
+class Length(Options, subject="Updates"):
     """How long a run is."""
 
     steps: Count | None = None  # updates; None is the usual number of the script
 
 
 @dataclass(frozen=True)
-class Examples(Length):
+class Examples(Length, subject="Updates"):
     """How many examples an update learns from, where nothing is sampled."""
 
     epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
@@ -198,7 +209,7 @@ class Examples(Length):
 
 
 @dataclass(frozen=True)
-class Updates(Rollouts, Length):
+class Updates(Rollouts, Length, subject="Updates"):
     """How many updates a run makes of its rollouts, and how far one of them may go."""
 
     data_epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
@@ -217,7 +228,7 @@ class Updates(Rollouts, Length):
 
 
 @dataclass(frozen=True)
-class ActorCritic(Options):
+class ActorCritic(Options, subject="Actor and critic"):
     """Advantages by a critic, what the critic learns, and the KL in the reward of each token."""
 
     algorithm: str = "ppo"  # a row of rft_fn.algorithm.TABLE with a critic: ppo or vapo
@@ -246,7 +257,7 @@ class ActorCritic(Options):
 
 
 @dataclass(frozen=True)
-class Ptx(Options):
+class Ptx(Options, subject="Examples"):
     """Examples that a policy also learns from, at each update."""
 
     ptx: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of examples
@@ -264,7 +275,7 @@ class Ptx(Options):
 
 
 @dataclass(frozen=True)
-class Optimizer(Options):
+class Optimizer(Options, subject="Optimizer"):
     """AdamW and its learning rate."""
 
     lr: Positive = 1e-3  # learning rate
@@ -281,7 +292,7 @@ class Optimizer(Options):
 
 
 @dataclass(frozen=True)
-class HeldOut(Data):
+class HeldOut(Data, subject="Evaluation"):
     """The data of evaluations."""
 
     eval_data: tuple[str, ...] = ()  # data of the evaluation; if empty, a test split, or rows held out
@@ -290,7 +301,7 @@ class HeldOut(Data):
 
 
 @dataclass(frozen=True)
-class Evaluation(HeldOut):
+class Evaluation(HeldOut, subject="Evaluation"):
     """Evaluations that answer prompts."""
 
     eval_prompts: Count = 128  # questions of an evaluation, answered greedily
@@ -310,7 +321,7 @@ class Reinforcement(Evaluation, Updates, Shaping, Prompts, Model):
 
 
 @dataclass(frozen=True)
-class Labelled(HeldOut):
+class Labelled(HeldOut, subject="Data"):
     """Data whose rows are responses that are compared or labelled."""
 
     kind: Literal["pairs", "lists", "points", "steps"] = "pairs"  # what a row holds
@@ -331,7 +342,7 @@ class Labelled(HeldOut):
 
 
 @dataclass(frozen=True)
-class Heads(Policy):
+class Heads(Policy, subject="Model"):
     """A model with heads in place of log-probs."""
 
     heads: tuple[str, ...] = ()  # names; pairs, points: each learns the column of its name; none: score
@@ -343,7 +354,7 @@ class Heads(Policy):
 
 
 @dataclass(frozen=True)
-class Run(Length):
+class Run(Length, subject="Run"):
     """The folder of a run, its checkpoints and trackers, and where it computes."""
 
     seed: Seed = 0  # seed of everything random
@@ -359,14 +370,14 @@ class Run(Length):
 
 
 @dataclass(frozen=True)
-class Recorded(Run):
+class Recorded(Run, subject="Run"):
     """A run that records single tokens of some responses."""
 
     tokens_every: Free[Whole] = 10  # steps between records of single tokens, which rft report shows; 0: none
 
 
 @dataclass(frozen=True)
-class ScoredRun(Recorded):
+class ScoredRun(Recorded, subject="Run"):
     """A run whose checkpoints have a reward."""
 
     keep: Free[Count] = 2  # how many of the newest checkpoints are kept

@@ -111,18 +111,73 @@ def comment(config, name):
     raise AssertionError(f"{name} has no help")
 
 
+def shown(config, columns, monkeypatch, capsys, prog="mine.py"):
+    """The lines of --help in a terminal of some width."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as end:
+        parsing.parse(config, ["--steps", "3", "--help"], prog=prog)
+    assert end.value.code is None
+    return capsys.readouterr().out.splitlines()
+
+
 @each("name", SCRIPTS)
-def test_help_has_a_line_for_every_option(name, capsys, monkeypatch):
-    """Inherited ones too; the model and the data come first, where a script has them."""
-    monkeypatch.setenv("COLUMNS", "120")
-    with pytest.raises(SystemExit):
-        parsing.parse(CONFIGS[name], ["--help"])
-    text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    own = [f.name for f in dataclasses.fields(CONFIGS[name]) if f.name != "strategy"]
-    places = [text.index(" ".join(comment(CONFIGS[name], option).split())) for option in own]
-    assert places == sorted(places)
-    if "data" in own:
-        assert own[:2] == ["model", "data"]
+@each("columns", [80, 120])
+def test_help_has_a_line_for_every_option(name, columns, capsys, monkeypatch):
+    """Inherited ones too, in the terminal's width, without an empty default."""
+    lines = shown(CONFIGS[name], columns, monkeypatch, capsys)
+    assert max(map(len, lines)) <= columns
+    text = " ".join(" ".join(lines).split())
+    for f in dataclasses.fields(CONFIGS[name]):
+        if f.name != "strategy":
+            assert " ".join(comment(CONFIGS[name], f.name).split()) in text
+    assert not re.search(r"default: (\)|'')", text) and str(Path.cwd()) not in text
+
+
+@dataclass(frozen=True)
+class Shared(options.Options):
+    """A record that the scripts of a user share."""
+
+    turns: Count = 2  # turns of a game
+
+
+@dataclass(frozen=True)
+class Game(Shared, Config):
+    """A script that inherits from another one."""
+
+    rules: tuple[str, ...] = ("a", "b")  # of the game
+    strict: bool = True  # as they say
+    lr: Positive = 1e-2  # another help and default
+
+
+def test_help_is_grouped_by_subject(capsys, monkeypatch):
+    """A script's own options come first; one that it repeats stays in its subject, with the new help."""
+    lines = shown(Game, 80, monkeypatch, capsys)
+    heads = [line for line in lines if line and line[0].isalpha()][2:]  # behind the usage and the summary
+    assert heads[:-1] == ["mine", "Model", "Data", "Optimizer", "Updates", "Run", "Config", "Shared"]
+    assert heads[-1] == "Strategy (strategy. may be left out of a name that no other option has)"
+    place = {head: lines.index(head) for head in heads}
+    assert lines[:4] == ["usage: mine.py [OPTIONS]", "", "A script that inherits from another one.", ""]
+    assert lines[place["mine"] + 1 : place["Model"] - 1] == [
+        "  --rules STR ...         of the game (default: a b)",
+        "  --[no-]strict           as they say (default: True)",
+        "  -h, --help              show this help and exit",
+    ]
+    assert (
+        lines[place["Optimizer"] + 1] == "  --lr FLOAT              another help and default (default: 0.01)"
+    )
+    assert lines[place["Config"] + 1] == "  --beta FLOAT            hold on the reference (default: 0.1)"
+    assert lines[place["Shared"] + 1] == "  --turns INT             turns of a game (default: 2)"
+    assert "  --save-every INT        steps between checkpoints (default: 7)" in lines
+    assert "  --quantize {int8,nf4}   precision of the frozen base under adapters; empty: as" in lines
+
+
+def test_the_first_words_of_help_are_what_one_types(capsys, monkeypatch):
+    """Arguments without a name come before the options, and an installed script is no long path."""
+    (usage, *_) = shown(CONFIGS["export"], 80, monkeypatch, capsys, prog="rft export")
+    assert usage == "usage: rft export RUN [OPTIONS]"
+    monkeypatch.setattr("sys.argv", ["/usr/lib/site-packages/rft_scripts/export.py", "--help"])
+    (usage, *_) = shown(CONFIGS["export"], 80, monkeypatch, capsys, prog=None)
+    assert usage == "usage: export.py RUN [OPTIONS]"
 
 
 @pytest.mark.parametrize(("package", "act"), [("math_verify", reward.math), ("vllm", import_vllm)])
