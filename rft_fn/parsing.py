@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import difflib
 import inspect
 import io
 import re
@@ -10,14 +11,14 @@ import shutil
 import sys
 import textwrap
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["names", "owners", "parse", "qualify", "usage"]
+__all__ = ["names", "owners", "parse", "qualify", "unknown", "usage"]
 
 
 _RULE = re.compile(r"[╭╮╰╯─-]+")
@@ -95,6 +96,21 @@ def parse(
             return tyro.cli(config, args=args, prog=prog)
     except SystemExit:
         raise ValueError(_line(_sections(printed.getvalue()))) from None
+
+
+def unknown(keys: Sequence[str], config: type, known: Collection[str]) -> str:
+    """Return the line about keys of a file that are no options of a config, which are `known`."""
+    from rft_fn.tools import other_libraries  # to the right, for its texts only
+
+    own = names(config)
+    hints = {key: other_libraries.answer(key, key.replace("-", "_"), own) for key in keys}
+    lines = [line for line in hints.values() if line]
+    if rest := [key for key, line in hints.items() if not line]:
+        like = [name for key in rest for name in difflib.get_close_matches(key, known, n=1, cutoff=0.75)]
+        remedy = f"did you mean {' or '.join(dict.fromkeys(like))}?" if like else _HELP
+        more = f" and {len(rest) - 4} more" if len(rest) > 4 else ""
+        lines.append(f"unrecognized options: {', '.join(rest[:4])}{more}; {remedy}")
+    return "; ".join(lines)
 
 
 # ---------- --help: the options by subject, each with the comment behind it

@@ -128,8 +128,14 @@ def targets():
 
 
 def parsed(name, args):
-    """The config of a script from a command line; one with `...` is not whole, and none of it is parsed."""
+    """The config of a script from a command line; one with `...` is not whole, and none of it is parsed.
+
+    The file of --config is not there.
+    """
     config = load_script(name).Config
+    if "--config" in args:
+        place = args.index("--config")
+        args = [*args[:place], *args[place + 2 :]]
     if "..." not in args and "--help" not in args:
         parsing.parse(config, parsing.qualify(args, config))
 

@@ -15,7 +15,7 @@ from typing import Any
 from rft_fn import dist, parsing
 from rft_fn.check import printable
 from rft_fn.engine import EngineDead
-from rft_fn.run import signals
+from rft_fn.run import config_file, signals
 
 __all__ = ["cli", "error_line", "explain", "fail", "guard", "without"]
 
@@ -33,12 +33,12 @@ def cli(main: Callable[[Any], None], config: type) -> None:
     """Run a script with the options of the dataclass `config`, and show user mistakes as one line.
 
     An option of a part, as `--strategy.chunk-size`, may be named without the part (`--chunk_size`) where
-    nothing else has the name. Mistakes in options, files or rewards exit with 2, lost processes with 3,
-    SIGTERM and SIGINT with 143 and 130. With RFT_FN_TRACEBACK=1 errors keep their traceback; any other error
-    is a bug and always keeps it. Warnings to the user are one line each.
+    nothing else has the name. --config FILE gives options too. Mistakes in options, files or rewards exit
+    with 2, lost processes with 3, SIGTERM and SIGINT with 143 and 130. With RFT_FN_TRACEBACK=1 errors keep
+    their traceback; any other error is a bug and always keeps it. Warnings to the user are one line each.
     """
     with signals.unbroken(), signals.listen(), _plain_warnings():
-        options = guard(partial(parsing.parse, config), parsing.qualify(sys.argv[1:], config))
+        options = guard(partial(config_file.parse, config), parsing.qualify(sys.argv[1:], config))
         guard(main, options)
 
 
