@@ -110,7 +110,7 @@ def _hints(config: type, prefix: str = "") -> dict[str, Any]:
     found = {}
     for f in dataclasses.fields(config):
         hint = hints[f.name]
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             found |= _hints(hint, f"{prefix}{f.name}.")
         elif get_origin(hint) is not Mapping and Positional not in get_args(marked[f.name])[1:]:
             found[prefix + f.name] = hint

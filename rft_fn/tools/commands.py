@@ -7,7 +7,7 @@ import difflib
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -172,7 +172,7 @@ def complete(options: Completion) -> None:
 
 def words() -> scripts.Words:
     """Return all that may follow `rft`: commands, and names of scripts where a command takes one."""
-    configs = {name: scripts.config(path) for name, path in scripts.named().items()}
+    configs = {name: _with_file(scripts.config(path)) for name, path in scripts.named().items()}
     words: dict[str, scripts.Options | dict[str, scripts.Options]] = {}
     for name, command in COMMANDS.items():
         words[name] = command.options or configs[name]
@@ -180,6 +180,13 @@ def words() -> scripts.Words:
     words |= {"new": names, "run": configs, "where": names}
     words["completion"] = dict.fromkeys(scripts.SHELLS, Nothing)
     return words
+
+
+def _with_file(options: type) -> type:
+    """Return the options of a script with the file that it takes more of them from."""
+    return make_dataclass(
+        options.__name__, [("config", str, field(default=""))], bases=(options,), frozen=True
+    )
 
 
 def run_script(args: Sequence[str]) -> Script:

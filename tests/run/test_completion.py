@@ -71,7 +71,7 @@ def test_every_option_of_a_script_is_offered(name, offers):
     config = scripts.config(scripts.find(name))
     owners = parsing.owners(config)
     parts = {part.rstrip(".") for found in owners.values() for part in found} - {""}
-    want = set()
+    want = {"--config"}
     for option, found in owners.items():
         if option in parts or option in ("extra", "run"):  # not of a command line; the folder of export.py
             continue
