@@ -212,6 +212,7 @@ def test_the_wheel_holds_everything(tmp_path):
     kinds = ("*.py", "*.js", "*.css", "*.html")  # the parts of a report are files too
     want = {str(p.relative_to(ROOT)) for kind in kinds for p in (ROOT / "rft_fn").rglob(kind)}
     want |= {str(p.relative_to(ROOT / "kernels")) for p in (ROOT / "kernels" / "rft_kernels").rglob("*.py")}
+    want |= {"rft_fn/py.typed", "rft_kernels/py.typed"}  # type checkers read the annotations of a user's copy
     assert want <= names
     assert not any(n.startswith(("kernels/", "tests/", "train_scripts/")) for n in names)
 
