@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from rft_fn.run import options
+from rft_fn.run.card import save_card
 from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.files import last_model, settings
 from rft_fn.run.opening import (
@@ -103,6 +104,7 @@ __all__ = [
     "restore_latest",
     "reward_modules",
     "rewards_of",
+    "save_card",
     "saved_if_lost",
     "serve",
     "settings",

@@ -191,7 +191,7 @@ class Claim:
     """The folder of a run, for a command with the options `config` and the data of `inputs`.
 
     The steps in the folder may have other values of the `free` options. `defaults` are the values of options
-    that an older version did not have.
+    that an older version did not have. `made_by` names the script and the version of the library.
     """
 
     def __init__(
@@ -202,13 +202,14 @@ class Claim:
         *,
         defaults: Mapping[str, Any] | None = None,
         inputs: Inputs | None = None,
+        made_by: Mapping[str, str] | None = None,
     ):
         self.folder = folder
         self.config = config
         self.free = free
         self.defaults = defaults or {}
         self.inputs = inputs
-        self.facts: dict[str, Any] = {}  # the date and the digests
+        self.facts: dict[str, Any] = {"made_by": made_by} if made_by else {}  # also the date and the digests
         self.changed: dict[str, tuple[Any, Any]] = {}  # name -> (old, new) of what is not free
 
     def take(self, *, override: bool) -> None:
@@ -229,7 +230,7 @@ class Claim:
         """Refuse options or data that differ from the ones of the steps that are here, if there are any."""
         if self.inputs is not None:
             day = fixed_day()
-            self.facts = {"date": day and day.isoformat(), "digests": self.inputs.digests()}
+            self.facts |= {"date": day and day.isoformat(), "digests": self.inputs.digests()}
         path = self.folder / "config.json"
         # a command that stopped at its preflight has claimed nothing: the mended one may be another
         if not (self.folder / "metrics.jsonl").exists() or not path.exists():
@@ -238,7 +239,7 @@ class Claim:
         stored = settings(self.folder)
         before = {name: stored.pop(name) for name in FACTS if name in stored}
         if self.inputs is None:
-            self.facts = before
+            self.facts = before | self.facts
         changed = differences(filled(stored, self.defaults), self.config)
         self.changed = {name: pair for name, pair in changed.items() if name not in self.free}
         if self.changed and not override:

@@ -112,8 +112,8 @@ def differences(
 # ---------- an earlier run in a folder: its options, its model, and its rows up to a checkpoint
 
 
-FACTS = ("date", "digests")
-"""What config.json has beyond the options: the day of the first start, and what the run is made of."""
+FACTS = ("date", "digests", "made_by")
+"""What config.json has beyond the options: the day of the first start, digests, and the script."""
 
 _SAVED = ".saved"  # exists once a checkpoint has existed
 _ROWS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl", "distributions.jsonl", "tokens.jsonl")

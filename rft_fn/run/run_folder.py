@@ -1,7 +1,7 @@
 """The folder of a run: what it writes, and what the same command finds there when it starts again.
 
 runs/NAME/config.json         the options, of the last start that changed some; the date of the first start,
-                              and digests of the data, the code of rewards, and the tokenizer
+                              digests of the data, the code of rewards and the tokenizer, and the script
           rows.bin            8 bytes of each row of the data, which tell the row that has changed
           overrides.jsonl     what changed the mathematics in mid-run, with the step of the change
           metrics.jsonl       a row per step, a function of only the config: a resumed run's is equal
@@ -12,11 +12,13 @@ runs/NAME/config.json         the options, of the last start that changed some; 
           samples.png           responses next to the images or spectrograms that they are about, if any
           reliability.png       how often the predictions of a reward model come true on held-out rows
           curve.png  lengths.png  phases.png  checkpoints/
+          model/  critic/       what came out, each with a card in its README.md
 """
 
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -24,18 +26,22 @@ from typing import Any
 
 from torch import Tensor
 
+import rft_fn
 from rft_fn import check, ckpt, dist, optim
 from rft_fn.ckpt.folder import read_meta
 from rft_fn.data.templates import fix_day
 from rft_fn.metric import Calibration
 from rft_fn.reward import Judged
 from rft_fn.run import claim, files, options, report, signals, symptoms
+from rft_fn.run.card import save_card
 from rft_fn.run.claim import Claim, Inputs
 from rft_fn.run.files import append_row, defaults_of, jsonable
 from rft_fn.run.report import Progress, Timing
 from rft_fn.types import Rollout, Session, Strategy, TrainState
 
 __all__ = ["Run", "checkpoint", "final_weights", "restore_latest"]
+
+_MODELS = ("model", "critic")  # folders that a script leaves in that of its run
 
 
 # ---------- the folder of a run
@@ -87,7 +93,10 @@ class Run:
         if dataclasses.is_dataclass(config):
             may_change |= check.free(type(config))
             defaults = defaults_of(config)
-        self._claim = Claim(self.folder, self.config, may_change, defaults=defaults, inputs=inputs)
+        made_by = {"script": _script_of(config), "rft_fn": rft_fn.__version__}
+        self._claim = Claim(
+            self.folder, self.config, may_change, defaults=defaults, inputs=inputs, made_by=made_by
+        )
         from rft_fn.tools.pictures import Pictures
 
         self._timing = Timing()
@@ -246,9 +255,12 @@ class Run:
         raise signals.Stopped(signals.asked(), where)
 
     def finish(self) -> None:
-        """Draw the pictures, show the curve in the terminal, name the files, and unlock the folder."""
+        """Draw the pictures, write the cards of the models, show the curve, and unlock the folder."""
         if self.main:
             self._check_folder()
+            for model in (self.folder / name for name in _MODELS):
+                if model.is_dir():
+                    save_card(model, self.folder)
         self._close()
         fix_day(None)
         if not self.main:
@@ -291,6 +303,12 @@ class Run:
             raise error
         if line is not None and not self.main:
             raise ValueError(line)
+
+
+def _script_of(config: Any) -> str:
+    """Return the name of the file that defines the class of a config; "" where there is none."""
+    module = sys.modules.get(type(config).__module__)
+    return Path(getattr(module, "__file__", None) or "").name if dataclasses.is_dataclass(config) else ""
 
 
 # ---------- checkpoints of a run: restore the newest, save when it is time, and the weights at the end
