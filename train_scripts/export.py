@@ -3,8 +3,9 @@
     python train_scripts/export.py runs/grpo                 # the newest checkpoint, as runs/grpo/model
     python train_scripts/export.py runs/grpo --step 50       # or that of step 50
     python train_scripts/export.py runs/grpo --best --no-merge --out adapters
+    python train_scripts/export.py runs/grpo --push-to-hub me/my-model --private
 
-The run's config.json names the model that it started from and its adapters.
+The run's config.json names the model that it started from and its adapters. The folder has a model card.
 """
 
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ class Config(Options):
     merge: bool = True  # merge adapters into the model; if not, they are saved alone
     critic: bool = False  # the critic of a ppo.py run instead of the actor
     out: str = ""  # the folder to write; if empty, RUN/model, or RUN/model_STEP if that exists
+    push_to_hub: str = ""  # also upload the folder to this repository of the hub, OWNER/NAME
+    private: bool = False  # make a repository that is new a private one
 
 
 def chosen(cfg: Config) -> Path:
@@ -91,6 +94,59 @@ def module_of(cfg: Config, options: dict):
     return rft.model.apply_lora_configuration(module, rank, options["lora_alpha"], target_modules=targets)
 
 
+def hub_repository(cfg: Config):
+    """The hub's client, if the model goes there; its repository is made. ValueError if it cannot be."""
+    name = cfg.push_to_hub
+    if not name:
+        if cfg.private:
+            raise ValueError("private: expected it with --push-to-hub OWNER/NAME, got no repository")
+        return None
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "push_to_hub: expected huggingface_hub, got none; pip install huggingface_hub"
+        ) from error
+
+    # mistakes that can be seen from here
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise ValueError(f"push_to_hub: expected OWNER/NAME, got {name!r}") from None
+    if "/" not in name:
+        raise ValueError(f"push_to_hub: expected OWNER/NAME, got {name!r}")
+    if not hub.get_token():
+        raise ValueError(
+            "push_to_hub: expected a token of the hub, got none; run hf auth login, or set HF_TOKEN"
+        )
+    if why := rft.hub.unreachable():
+        raise ValueError(f"push_to_hub: {why}")
+
+    # and those that only the hub knows: a token that is not valid, or that may not write there
+    api = hub.HfApi()
+    try:
+        api.create_repo(name, private=cfg.private, exist_ok=True)
+        is_private = api.repo_info(name).private
+    except Exception as error:  # its HTTP client is of one library or another
+        raise ValueError(f"push_to_hub: {name} cannot be written: {error}") from error
+    if cfg.private and not is_private:
+        raise ValueError(f"private: {name} is there already, and public; make it private on the hub first")
+    return api
+
+
+def upload(api, name: str, folder: Path, message: str) -> None:
+    """Upload the folder, which stays whatever becomes of that. ValueError with the command to try again."""
+    try:
+        url = api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
+    except Exception as error:  # its HTTP client is of one library or another
+        raise ValueError(
+            f"push_to_hub: {error}; {folder} is whole, and hf upload {name} {folder} tries again"
+        ) from error
+    print(f"{folder} on the hub: {url}")
+
+
 def main(cfg: Config) -> None:
     options = rft.run.settings(cfg.run)
     path = chosen(cfg)
@@ -103,6 +159,7 @@ def main(cfg: Config) -> None:
     if out.exists():
         raise ValueError(f"out: {out} is there already; delete it, or give another --out")
     rft.run.check_results(out)
+    api = hub_repository(cfg)
 
     # the weights of the checkpoint in a module like the one that was trained
     weights = weights_of(cfg, options, path)
@@ -111,7 +168,12 @@ def main(cfg: Config) -> None:
         raise ValueError(f"merge: expected on, got off: the {name} of {cfg.run} has no adapters")
     tokenizer = None if cfg.critic else rft.model.load_tokenizer(options["model"])
     rft.model.save(out, module, tokenizer, weights.items(), merge=cfg.merge)
+    step = int(path.name.removeprefix("step_"))
+    rft.run.save_card(out, cfg.run, step=step)
     print(f"{path} as {out}")
+    if api is not None:
+        message = f"{Path(cfg.run).resolve().name}, step {step}"
+        upload(api, cfg.push_to_hub, out, message)
 
 
 if __name__ == "__main__":
