@@ -33,12 +33,8 @@ STEPS = [
 ARGS = {
     name: shlex.split(x)[0] if x else "" for name, x in (x.split("=", 1) for key, x in STEPS if key == "ARG")
 }
-DOCKER = [
-    shlex.split(x)
-    for block in pages.indented(PAGE)
-    for x in map(str.strip, block.split("\n"))
-    if x[:7] == "docker "
-]
+SHELL = "\n".join(pages.indented(PAGE)).replace("\\\n", " ").split("\n")
+DOCKER = [shlex.split(line) for line in SHELL if line.startswith("    docker ")]
 
 
 def test_the_page_shows_the_files():

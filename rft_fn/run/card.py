@@ -41,7 +41,7 @@ class _Base(NamedTuple):
 
     name: str  # as a reader may know it
     hub: str = ""  # its name on the hub, or of the model that it was made of
-    license: str = "unknown"  # an identifier of the hub's
+    license: Mapping[str, str] = {"license": "unknown"}  # metadata of the hub: license, license_name ...
 
 
 def save_card(folder: str | Path, run: str | Path, *, step: int | None = None) -> Path | None:
@@ -86,17 +86,16 @@ def _card(folder: Path, run: Path, step: int | None) -> str:
     algorithm = str(options.get("algorithm") or Path(script).stem)
 
     about: dict[str, Any] = {"base_model": base.hub} if base.hub else {}
-    about |= {"license": base.license, "library_name": library}
+    about |= {**base.license, "library_name": library}
     about["tags"] = [tag for tag in ("rft_fn", algorithm) if tag]
-    named = [source.name for source in map(sources.parse, _data(options)) if _is_on_hub(source)]
-    if named:
-        about["datasets"] = list(dict.fromkeys(named))
+    if named := _data_sets(options):
+        about["datasets"] = named
 
     by = [f"`{script}`" if script else "", f"rft_fn {made_by['rft_fn']}" if made_by else "rft_fn"]
     body = [
         f"# {run.resolve().name}\n",
         f"{what}, fine-tuned with rft_fn; {how}.\n",
-        f"* Base model: {base.name}; its licence: {base.license}.",
+        f"* Base model: {base.name}; its licence: {list(base.license.values())[-1]}.",
         f"* Algorithm: {algorithm or 'unknown'}, {done} step{'s' * (done != 1)}.",
         f"* Made by: {', '.join(filter(None, [*by, facts.get('date')]))}.\n",
         *_data_lines(options, facts.get("digests", {})),
@@ -119,20 +118,35 @@ def _card(folder: Path, run: Path, step: int | None) -> str:
 def _base(name: str) -> _Base:
     """Return what is known of a base model: a name that is built in, a folder, or a name of the hub."""
     if name == "smollm2-135m":
-        return _Base("SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
+        return _Base(
+            "SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct", {"license": "apache-2.0"}
+        )
     if name.partition(":")[0] in ("tiny", "tiny-vl", "tiny-audio"):
         return _Base(f"`{name}`, a small model that rft_fn builds")
     if not name or not (Path(name).is_dir() or _MODEL.fullmatch(name)):
         return _Base(f"`{_short(name)}`" if name else "a model")
     if not Path(name).is_dir():
-        return _Base(f"`{name}`", name, str(_metadata(_fetched(name)).get("license") or "unknown"))
+        return _Base(f"`{name}`", name, _license(_metadata(_fetched(name)), None))
 
     # a folder: its card may name the model that it was made of
     about = _metadata(Path(name, "README.md"))
-    license = str(about.get("license") or _license_file(Path(name)) or "unknown")
-    above = about.get("base_model")
-    above = above[0] if isinstance(above, list) and above else above
-    return _Base(f"`{_short(name)}`", above if isinstance(above, str) else "", license)
+    return _Base(f"`{_short(name)}`", _first(about.get("base_model")), _license(about, Path(name)))
+
+
+def _license(about: Mapping[str, Any], folder: Path | None) -> dict[str, str]:
+    """Return the licence in the metadata of a model, or else in the LICENSE file of its folder."""
+    found = _first(about.get("license"))
+    if not found:
+        return {"license": (_license_file(folder) if folder else "") or "unknown"}
+    link, name = _first(about.get("license_link")), _first(about.get("license_name"))
+    links = {"license_link": link} if link.startswith("https://") else {}  # others are files of that model
+    return {"license": found} | links | ({"license_name": name} if name else {})
+
+
+def _first(x: Any) -> str:
+    """Return a text of metadata, the first one of a list; "" for anything else."""
+    x = x[0] if isinstance(x, list) and x else x
+    return x if isinstance(x, str) else ""
 
 
 def _fetched(name: str) -> Path:
@@ -169,7 +183,22 @@ def _license_file(folder: Path) -> str:
 
 
 def _data(options: Mapping[str, Any]) -> list[str]:
-    return list(options.get("data") or ())
+    """Return the texts of the sources of the data."""
+    found = options.get("data") or ()
+    return [found] if isinstance(found, str) else [text for text in found if isinstance(text, str)]
+
+
+def _data_sets(options: Mapping[str, Any]) -> list[str]:
+    """Return the names of the data that are data sets of the hub."""
+    found = {}
+    for text in _data(options):
+        try:
+            source = sources.parse(text)
+        except ValueError:  # the data of a script that reads this option in its own way
+            continue
+        if _is_on_hub(source):
+            found[source.name] = None
+    return list(found)
 
 
 def _is_on_hub(source: sources.Source) -> bool:
@@ -197,7 +226,7 @@ def _data_lines(options: Mapping[str, Any], digests: Mapping[str, Any]) -> Itera
 
 
 def _rows(run: Path, step: int | None) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl, those of the first `step` steps where it is given."""
+    """Return the rows of metrics.jsonl, of the first `step` steps where that is given."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     rows: list[dict[str, Any]] = []

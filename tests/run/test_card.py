@@ -1,6 +1,7 @@
 """Model cards: what a folder's README.md says of the run that made it, and whose README.md stays."""
 
 import json
+from dataclasses import dataclass
 
 import huggingface_hub
 import pytest
@@ -71,6 +72,13 @@ def test_a_card_says_what_the_run_knows(tmp_path):
     )
 
 
+def test_options_of_another_meaning_do_not_stop_a_run(tmp_path):
+    about, text = made(run_folder(tmp_path, data="x=-1", model=3, reward=None, algorithm=None, digests={}))
+    assert "datasets" not in about and "| data | x=-1 | generated |  |" in text
+    about, _ = made(run_folder(tmp_path, data=[1, "a/b=0.5"]))
+    assert about["datasets"] == ["a/b"]
+
+
 def test_the_card_of_a_checkpoint_knows_no_later_step(tmp_path):
     run = run_folder(tmp_path)
     change = {"step": 7, "name": "kl", "old": 0.0, "new": 0.01}
@@ -114,6 +122,16 @@ def test_the_base_and_its_licence(tmp_path, monkeypatch):
     assert of(base) == (None, "apache-2.0")
     (base / "README.md").write_text("---\nlicense: mit\nbase_model:\n- owner/first\n---\n# x\n")
     assert of(base) == ("owner/first", "mit")
+    (base / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: terms\nlicense_link: https://x/y\n---\n"
+    )
+    about, text = made(run_folder(tmp_path, model=str(base)))
+    assert (about["license"], about["license_name"], about["license_link"]) == (
+        "other",
+        "terms",
+        "https://x/y",
+    )
+    assert "* Base model: `base`; its licence: terms." in text
     (base / "README.md").write_text("---\nlicense: [\n---\n")
     assert of(base) == (None, "apache-2.0")
 
@@ -141,14 +159,20 @@ def test_what_somebody_has_written_stays(tmp_path):
     made(run)
 
 
+@dataclass(frozen=True)
+class Config:
+    model: str = "tiny"
+
+
 def test_a_run_writes_the_cards_of_its_models(tmp_path):
-    run = rft.run.Run(tmp_path / "r", {"model": "tiny"}, total=1)
+    """And notes the file of its options, which is the script."""
+    run = rft.run.Run(tmp_path / "r", Config(), total=1)
     (run.folder / "model").mkdir()
     run.resume(0)
     run.write(0, {"loss": 0.5})
     run.finish()
     text = (run.folder / "model" / "README.md").read_text()
-    assert "| loss | 0.5 | 1 |" in text and f"* Made by: rft_fn {rft.__version__}." in text
+    assert "| loss | 0.5 | 1 |" in text and f"* Made by: `test_card.py`, rft_fn {rft.__version__}." in text
     assert not (run.folder / "critic").exists()
     with pytest.raises(ValueError, match=r"run: expected the folder of a run, got .*model"):
         rft.run.save_card(run.folder / "model", run.folder / "model")
