@@ -103,7 +103,7 @@ class Progress:
         text = f"{name} {value:.3f}  {tokens_per_s:,.0f} tok/s"
 
         done = step + 1
-        if sys.stderr.isatty():
+        if sys.stdout.isatty() and sys.stderr.isatty():
             bar = self._started()
             bar.update(bar.task_ids[0], completed=done, note=text)
         elif done == self.total or done % max(self.total // _LINES, 1) == 0:

@@ -101,7 +101,7 @@ class Run:
 
         self._timing = Timing()
         self._progress = Progress(self.folder.name, total)
-        self._pictures = Pictures(self.folder, Path(log_dir or folder), every=plot_every)
+        self._pictures = Pictures(self.folder, Path(log_dir or folder), every=plot_every, config=self.config)
         self._trackers: list[report.Track] = []
         self._reached = 0  # whole steps
         self._save: Callable[[], None] | None = None  # what saves them, where they are not saved
@@ -144,7 +144,8 @@ class Run:
             path = self.folder / "metrics.jsonl"
             if path.exists():
                 rows = plot.read_metrics(path)
-                self._rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+                found = [row["reward/mean"] for row in rows if "reward/mean" in row]
+                self._rewards = [math.nan if reward is None else reward for reward in found]
                 self._warnings = symptoms.Warnings(rows)
 
         self._on_rank_0(continue_from)

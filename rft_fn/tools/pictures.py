@@ -3,7 +3,7 @@
 import math
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,9 +123,13 @@ _SECONDS = 20  # between two pictures of samples; to draw one takes a good part 
 class Pictures:
     """The pictures of the run in `run`, drawn into `folder`."""
 
-    def __init__(self, run: Path, folder: Path, *, every: int):
-        """Prepare pictures, with a histogram of lengths after every `every` steps; 0: only at the end."""
+    def __init__(self, run: Path, folder: Path, *, every: int, config: Mapping[str, Any] | None = None):
+        """Prepare pictures, with a histogram of lengths after every `every` steps; 0: only at the end.
+
+        `config` are the options of the run, by which limits are drawn.
+        """
         self.run = run
+        self.config = config
         self.folder = folder
         self.every = every
         self.lengths: list[int] = []  # [tokens] of the responses of the last step
@@ -185,7 +189,7 @@ class Pictures:
             self.draw_responses()
         metrics = self.run / "metrics.jsonl"
         if metrics.exists():
-            plot.curve(metrics, self.curve, title=self.run.name)
+            plot.curve(metrics, self.curve, title=self.run.name, config=self.config)
             plot.phases(self.run / "timing.jsonl", self.folder / "phases.png")
         if self._calibration is not None:
             found = self._calibration

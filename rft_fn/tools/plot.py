@@ -2,43 +2,65 @@
 
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 __all__ = [
     "curve", "figure", "length_histogram", "phases", "read_metrics", "reliability", "save",
-    "terminal_curve",
+    "terminal_curve", "unit",
 ]  # fmt: skip
 
 
+class _Panel(NamedTuple):
+    """A panel of the picture of curves."""
+
+    title: str
+    unit: str
+    keys: Sequence[str]  # of its curves
+
+
+_GAP = "policy/logp_gap"
+_KL = _Panel("KL to the reference", "nats per token", ("policy/kl_ref", "kl/ref"))
 _PANELS = (
-    ("reward", ("reward/mean",)),
-    ("evaluation", ("eval/mean",)),
-    ("accuracy of pairs", ("eval/accuracy", "pairs/accuracy", "lists/accuracy")),
-    ("margin of pairs", ("eval/margin", "pairs/margin", "lists/margin")),
-    ("correct labels", ("eval/correct", "points/correct", "steps/correct")),
-    ("squared error", ("eval/mse", "points/mse", "steps/mse")),
-    ("calibration error", ("eval/ece",)),
-    ("reward of pairs", ("pairs/reward_chosen", "pairs/reward_rejected")),
-    ("log-prob of a response [nats]", ("pairs/logp_chosen", "pairs/logp_rejected")),
-    ("trainer - sampler log-prob [nats]", ("policy/logp_gap",)),
-    ("entropy [nats]", ("policy/entropy",)),
-    ("response length [tokens]", ("rollout/length_mean", "rollout/length_max")),
-    ("gradient norm", ("grad/norm",)),
+    _Panel("reward", "mean reward", ("reward/mean",)),
+    _Panel("evaluation", "mean reward", ("eval/mean",)),
+    _Panel("accuracy of pairs", "share", ("eval/accuracy", "pairs/accuracy", "lists/accuracy")),
+    _Panel("margin of pairs", "reward", ("eval/margin", "pairs/margin", "lists/margin")),
+    _Panel("correct labels", "share", ("eval/correct", "points/correct", "steps/correct")),
+    _Panel("squared error", "score squared", ("eval/mse", "points/mse", "steps/mse")),
+    _Panel("calibration error", "probability", ("eval/ece",)),
+    _Panel("reward of pairs", "reward", ("pairs/reward_chosen", "pairs/reward_rejected")),
+    _Panel("log-prob of a response", "nats", ("pairs/logp_chosen", "pairs/logp_rejected")),
+    _Panel("trainer - sampler log-prob", "nats per token", (_GAP,)),
+    _KL,
+    _Panel("entropy", "nats per token", ("policy/entropy",)),
+    _Panel("response length", "tokens", ("rollout/length_mean", "rollout/length_max")),
+    _Panel("gradient norm", "norm", ("grad/norm",)),
 )
-_LOSS = ("loss", ("eval/loss", "loss"))  # of runs without a reward
-_SHARES = ("reward", "evaluation", "accuracy of pairs", "correct labels")  # panels from 0 to 1
+_LOSS = _Panel("loss", "mean loss", ("eval/loss", "loss"))  # of runs without a reward
+_SHARES = ("accuracy of pairs", "correct labels")  # panels from 0 to 1
 _PHASE = "phase/"  # before the name of a phase in timing.jsonl
 _COLUMNS = 3  # panels side by side
+_BARS = 40  # at most, of a histogram
 _SHORT = 20  # steps: shorter curves have markers, longer ones of rewards a running mean
+_TICKS = (1, 2, 2.5, 5, 10)  # steps between the numbers of an axis, at any power of ten
 _BLUE = "#2a5db0"
 _GREY = "#9aa4b2"
+_RED = "#c0392b"
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """Return the rows of a metrics.jsonl."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def unit(key: str) -> str:
+    """Return the unit of a metric that the picture of curves has, or an empty text."""
+    return next((panel.unit for panel in (*_PANELS, _LOSS) if key in panel.keys), "")
 
 
 def _pyplot() -> Any:
@@ -76,11 +98,13 @@ def _write(fig: Any, out: str | Path) -> Path:
 # ---------------------------------------------------------------------------------------------- curves
 
 
-def curve(metrics: str | Path, out: str | Path, *, title: str = "") -> Path:
-    """Draw the curves of a metrics.jsonl, one panel for each quantity that it has.
+def curve(
+    metrics: str | Path, out: str | Path, *, title: str = "", config: Mapping[str, Any] | None = None
+) -> Path:
+    """Draw the curves of a metrics.jsonl over its steps from 1, one panel for each quantity that it has.
 
-    They are reward or loss, evaluation, the parts of a reward that has several, pairs, log-prob gap, entropy,
-    lengths and gradient norm.
+    They are reward or loss, evaluation, the parts of a reward that has several, pairs, log-prob gap, KL,
+    entropy, lengths and gradient norm. With the `config` of the run the log-prob gap has its limit drawn.
     """
     plt = _pyplot()
     rows = read_metrics(metrics)
@@ -89,8 +113,10 @@ def curve(metrics: str | Path, out: str | Path, *, title: str = "") -> Path:
     width = min(len(panels), _COLUMNS)
     fig, axes = plt.subplots(height, width, figsize=(4 * width, 2.7 * height), squeeze=False)
     _space(fig, height, width)
-    for ax, (name, keys) in zip(axes.flat, panels):
-        _panel(ax, rows, name, keys)
+    for ax, panel in zip(axes.flat, panels):
+        _panel(ax, rows, panel.title, panel.keys, unit=panel.unit)
+        if _GAP in panel.keys:
+            _draw_limit(ax, rows, config or {})
     for ax in list(axes.flat)[len(panels) :]:
         ax.set_visible(False)
     fig.suptitle(title, fontsize=11, x=0.01, ha="left")
@@ -98,12 +124,12 @@ def curve(metrics: str | Path, out: str | Path, *, title: str = "") -> Path:
 
 
 def _space(fig: Any, rows: int, columns: int) -> None:
-    """Leave room around each panel for its title and its numbers.
+    """Leave room around each panel for its title, its numbers and their units.
 
     Their sizes are known. To measure them would take as long as to draw the figure.
     """
     wide, high = fig.get_size_inches()
-    left, right, top, bottom = 0.8, 0.12, 0.62, 0.5  # [inches]
+    left, right, top, bottom = 0.95, 0.12, 0.62, 0.5  # [inches]
     across, down = left + right, 0.8  # between two panels
     panel_width = (wide - columns * across) / columns
     panel_height = (high - top - bottom - (rows - 1) * down) / rows
@@ -117,15 +143,22 @@ def _space(fig: Any, rows: int, columns: int) -> None:
     )
 
 
-def _panels(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, list[str]]]:
-    """Return (title, names of curves) of panels with values; with the loss if there is no reward."""
+def _panels(rows: Sequence[Mapping[str, Any]]) -> list[_Panel]:
+    """Return the panels with values; the loss is among them if there is no reward."""
     wanted = _PANELS if any("reward/mean" in row for row in rows) else (_LOSS, *_PANELS)
     wanted = (*wanted[:2], *_parts(rows), *wanted[2:])
-    found = [(title, [key for key in keys if _series(rows, key)[0]]) for title, keys in wanted]
-    return [(title, keys) for title, keys in found if keys]
+    panels = [panel._replace(keys=[key for key in panel.keys if _numbers(rows, key)]) for panel in wanted]
+    if not any(x for key in _KL.keys for x in _numbers(rows, key)):  # not measured
+        panels = [panel for panel in panels if panel.title != _KL.title]
+    return [panel for panel in panels if panel.keys]
 
 
-def _parts(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, tuple[str, ...]]]:
+def _numbers(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """Return the values of a metric that are numbers: neither missing nor NaN."""
+    return [row[key] for row in rows if row.get(key) is not None and math.isfinite(row[key])]
+
+
+def _parts(rows: Sequence[Mapping[str, Any]]) -> list[_Panel]:
     """Return panels of the parts that training and evaluation both have; none if there is only one."""
     names: dict[str, None] = {}
     for row in rows:
@@ -135,17 +168,19 @@ def _parts(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, tuple[str, ..
                 names[name] = None
     if len(names) < 2:
         return []
-    return [(f"reward: {name}", (f"eval/{name}", f"reward/{name}")) for name in names]
+    return [_Panel(f"reward: {name}", "mean reward", (f"eval/{name}", f"reward/{name}")) for name in names]
 
 
-def _panel(ax: Any, rows: Sequence[Mapping[str, float]], title: str, keys: Sequence[str]) -> None:
+def _panel(
+    ax: Any, rows: Sequence[Mapping[str, Any]], title: str, keys: Sequence[str], *, unit: str = ""
+) -> None:
     for color, key in zip((_BLUE, _GREY), keys):
         x, y = _series(rows, key)
         # rewards are noisy: the line is a running mean over the raw values
         if key == "reward/mean" and len(y) > _SHORT:
             ax.plot(x, y, color=_GREY, lw=0.8, alpha=0.7)
             y = _running_mean(y, max(len(y) // 25, 2))
-        marker = "o" if len(x) < _SHORT else None
+        marker = "o" if len(x) <= _SHORT else None
         ax.plot(x, y, color=color, lw=1.6, marker=marker, ms=3, label=_label(key))
 
     if len(keys) > 1:
@@ -157,23 +192,76 @@ def _panel(ax: Any, rows: Sequence[Mapping[str, float]], title: str, keys: Seque
     ax.grid(alpha=0.25, lw=0.5)
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_xlabel("step", fontsize=8)
+    ax.set_ylabel(unit, fontsize=8)
+    ax.set_xlim(left=max(ax.get_xlim()[0], 0.5))  # there is no step 0
+    _whole_numbers(ax.xaxis)
     ax.yaxis.set_major_formatter("{x:.4g}")  # no power of ten above the panel, where the title is
     ax.tick_params(labelsize=8)
 
 
-def _series(rows: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
-    """Return (steps, values) of the rows that have `key`."""
+def _whole_numbers(axis: Any) -> None:
+    """Number an axis only at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator("auto", steps=_TICKS, integer=True, min_n_ticks=1))
+
+
+def _draw_limit(ax: Any, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> None:
+    """Give the panel of the log-prob gap a logarithmic axis, and draw the gap that would end the run."""
+    limit, steps = _gap_limit(rows, config)
+    gaps = [x for x in _numbers(rows, _GAP) if x > 0]
+    if steps:
+        marker = "_" if len(steps) == 1 else None
+        y = [limit if row["step"] + 1 in steps else math.nan for row in rows]
+        x = [row["step"] + 1 for row in rows]
+        ax.plot(x, y, color=_RED, lw=1, ls="--", marker=marker, label=f"limit {limit:.2g}")
+        ax.legend(frameon=False, fontsize=8)
+        gaps.append(limit)
+    if gaps:  # whole powers of ten, so that there are numbers at the axis
+        low, high = math.log10(min(gaps)), math.log10(max(gaps))
+        ax.set_yscale("log")
+        ax.set_ylim(10 ** math.floor(low), 10 ** (math.floor(high) + 1))
+        ax.yaxis.set_major_formatter("{x:.4g}")
+        ax.yaxis.set_minor_formatter("")
+
+
+def _gap_limit(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> tuple[float, set[int]]:
+    """Return the limit of the log-prob gap, and the steps that it applies to, as `run.check_gap` has them."""
+    from rft_fn.collect import gap_limit, noise_floor
+    from rft_fn.types import Sampling
+
+    corrected = config.get("mismatch") not in (None, "none")
+    stale = bool(corrected or config.get("ahead") or config.get("partial"))  # such rows have no limit
+    checked = [
+        row
+        for row in rows
+        if row.get(_GAP) is not None and not (stale and row.get("rollout/staleness_max", 0) > 0)
+    ]
+    if not checked or not {"max_gap", "gap_factor"} <= set(config):
+        return math.inf, set()
+    floor = noise_floor(checked[0][_GAP], Sampling(top_p=config.get("top_p", 1.0)))
+    limit = gap_limit(config["max_gap"], config["gap_factor"], floor)
+    return limit, {row["step"] + 1 for row in checked}
+
+
+def _series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Return (steps from 1, values) of the rows that have `key`; a value that is no number is NaN."""
     having = [row for row in rows if key in row]
-    return [row["step"] for row in having], [row[key] for row in having]
+    values = [math.nan if row[key] is None else row[key] for row in having]
+    return [row["step"] + 1 for row in having], values
 
 
 def _running_mean(y: Sequence[float], span: int) -> list[float]:
-    """Return the mean of each value and the values before it, `span` in all."""
-    out = []
-    for i in range(len(y)):
-        window = y[max(0, i - span + 1) : i + 1]
-        out.append(sum(window) / len(window))
-    return out
+    """Return the mean of each value and the values before it, `span` in all, without NaN."""
+    values = np.asarray(y, np.float64)
+    known = np.isfinite(values)
+    total = np.concatenate([[0.0], np.where(known, values, 0.0).cumsum()])
+    count = np.concatenate([[0], known.cumsum()])
+    end = np.arange(1, len(values) + 1)
+    first = np.maximum(end - span, 0)
+    found = count[end] - count[first]
+    mean = (total[end] - total[first]) / np.maximum(found, 1)
+    return np.where(found > 0, mean, np.nan).tolist()
 
 
 def _label(key: str) -> str:
@@ -189,16 +277,24 @@ def _label(key: str) -> str:
 
 
 def length_histogram(lengths: Sequence[int], out: str | Path) -> Path:
-    """Draw a histogram of response lengths [tokens], with the median and the 90th percentile marked."""
+    """Draw a histogram of response lengths [tokens], with the median and the 90th percentile marked.
+
+    A bar holds the same number of whole lengths as the others, one where there are few.
+    """
     plt = _pyplot()
     ranked = sorted(lengths)
     fig, ax = plt.subplots(figsize=(5, 3))
-    ax.hist(ranked, bins=min(40, max(len(set(ranked)), 1)), color=_BLUE)
+    width = -(-(ranked[-1] - ranked[0] + 1) // _BARS)
+    edges = np.arange(ranked[0], ranked[-1] + width + 1, width) - 0.5
+    ax.hist(ranked, bins=edges, rwidth=0.9, color=_BLUE)
     for percent, side in ((50, "right"), (90, "left")):  # to the sides of their lines, which may be one
         at = ranked[min(percent * len(ranked) // 100, len(ranked) - 1)]
         ax.axvline(at, color="black", lw=0.8, ls=":")
         ax.text(at, 1, f" p{percent} ", fontsize=8, ha=side, va="bottom", transform=ax.get_xaxis_transform())
     ax.set_xlabel("response length [tokens]")
+    ax.set_ylabel("responses")
+    _whole_numbers(ax.xaxis)
+    _whole_numbers(ax.yaxis)
     ax.spines[["top", "right"]].set_visible(False)
     return save(fig, out)
 
@@ -244,12 +340,11 @@ def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | Non
     if not names:
         return None
     plt = _pyplot()
-    from matplotlib.ticker import MaxNLocator
 
     # the steps of each bar, and the phases on top of each other
     size = math.ceil(len(rows) / bars)
     parts = [rows[i : i + size] for i in range(0, len(rows), size)]
-    middle = [(part[0]["step"] + part[-1]["step"]) / 2 for part in parts]
+    middle = [(part[0]["step"] + part[-1]["step"]) / 2 + 1 for part in parts]
     fig, ax = plt.subplots(figsize=(8, 3.2))
     floor = [0.0] * len(parts)
     for i, name in enumerate(names):
@@ -258,7 +353,8 @@ def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | Non
         ax.bar(middle, seconds, width=0.9 * size, bottom=floor, color=f"C{i}", label=label)
         floor = [a + b for a, b in zip(floor, seconds)]
     ax.set(xlabel="step", ylabel="seconds per step")
-    ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
+    ax.set_xlim(left=max(ax.get_xlim()[0], 0.5))  # there is no step 0
+    _whole_numbers(ax.xaxis)
 
     # the legend lists the phases as they are stacked, from the top
     handles, labels = ax.get_legend_handles_labels()
@@ -270,13 +366,28 @@ def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | Non
 
 
 def terminal_curve(y: Sequence[float], *, title: str, width: int = 72, height: int = 12) -> str:
-    """Return a curve as text, for the end of a run."""
+    """Return a curve over steps from 1 as plain text, for the end of a run.
+
+    It is at most as wide as the terminal, and has no escapes.
+    """
     import plotext
 
+    points = [(i, x) for i, x in enumerate(y, 1) if math.isfinite(x)]
+    if not points:
+        return f"{title}: no number in {len(y)} steps"
+    width = min(width, shutil.get_terminal_size().columns)
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plot_size(width, height)
-    plotext.plot(list(range(len(y))), list(y), marker="braille")
+    plotext.plot([i for i, _ in points], [x for _, x in points], marker="braille")
+    plotext.xticks(_round_steps(points[0][0], points[-1][0], most=width // 12))
     plotext.title(title)
     plotext.xlabel("step")
-    return plotext.build()
+    return "\n".join(line.rstrip() for line in plotext.uncolorize(plotext.build()).splitlines())
+
+
+def _round_steps(first: int, last: int, *, most: int) -> list[int]:
+    """Return `first`, and at most `most` steps after it that are multiples of 1, 2 or 5 x a power of ten."""
+    sizes = (k * 10**power for power in range(12) for k in (1, 2, 5))
+    size = next(size for size in sizes if (last - first) // size <= most)
+    return [first, *(step for step in range(0, last + 1, size) if step > first)]

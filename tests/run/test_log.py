@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from each_case import each
+from hypothesis import given
+from hypothesis import strategies as some
 from matplotlib import image
 
 from rft_fn import check, data, dist, model
@@ -502,14 +504,20 @@ def test_lengths_are_drawn_before_the_last_checkpoint(tmp_path, monkeypatch):
 def test_the_panels_are_those_of_what_a_run_has(tmp_path):
     """A reward in place of the loss; for pairs both the held-out and the training curve."""
     rewarded = [{"step": 0, "reward/mean": 0.5, "loss": 1.0, "grad/norm": 1.0}]
-    assert [title for title, _ in plot._panels(rewarded)] == ["reward", "gradient norm"]
+    assert [panel.title for panel in plot._panels(rewarded)] == ["reward", "gradient norm"]
     supervised = [{"step": 0, "loss": 1.0, "grad/norm": 1.0}]
-    assert plot._panels(supervised) == [("loss", ["loss"]), ("gradient norm", ["grad/norm"])]
+    assert plot._panels(supervised) == [
+        ("loss", "mean loss", ["loss"]),
+        ("gradient norm", "norm", ["grad/norm"]),
+    ]
     pairs = [{"step": 0, "loss": 0.7, "pairs/accuracy": 0.5}, {"step": 1, "eval/accuracy": 1.0, "loss": 0.6}]
     assert plot._panels(pairs) == [
-        ("loss", ["loss"]),
-        ("accuracy of pairs", ["eval/accuracy", "pairs/accuracy"]),
+        ("loss", "mean loss", ["loss"]),
+        ("accuracy of pairs", "share", ["eval/accuracy", "pairs/accuracy"]),
     ]
+    measured = [{"step": i, "loss": 0.1, "kl/ref": kl, "grad/norm": None} for i, kl in enumerate((0, 0.2))]
+    assert [panel.title for panel in plot._panels(measured)] == ["loss", "KL to the reference"]
+    assert [panel.title for panel in plot._panels(measured[:1])] == ["loss"]
     named = ("eval/accuracy", "pairs/accuracy", "loss", "pairs/reward_chosen", "rollout/length_max")
     assert [plot._label(key) for key in named] == ["held out", "training", "training", "chosen", "max"]
 
@@ -518,22 +526,107 @@ def test_a_reward_of_several_parts_has_a_panel_for_each():
     """Training and held out side by side; a single part is the reward itself."""
     row = {"step": 0, "reward/mean": -3.0, "eval/mean": -2.0, "reward/std": 1.0}
     row |= {"reward/model": -3.0, "eval/model": -2.0, "reward/model/skipped": 0.1, "eval/model/skipped": 0.1}
-    assert [title for title, _ in plot._panels([row])] == ["reward", "evaluation"]
+    assert [panel.title for panel in plot._panels([row])] == ["reward", "evaluation"]
     true = {"reward/task:sort_digits": 0.1, "eval/task:sort_digits": 0.3}
     assert plot._panels([row | true])[2:] == [
-        ("reward: model", ["eval/model", "reward/model"]),
-        ("reward: task:sort_digits", ["eval/task:sort_digits", "reward/task:sort_digits"]),
+        ("reward: model", "mean reward", ["eval/model", "reward/model"]),
+        ("reward: task:sort_digits", "mean reward", ["eval/task:sort_digits", "reward/task:sort_digits"]),
     ]
     assert plot._label("reward/task:sort_digits") == "training"
 
 
-@pytest.mark.parametrize("reward", [-3.0, 7.0])
-def test_the_axis_of_rewards_holds_all_of_them(reward):
-    """It is from 0 to 1 for shares, and wider for the scores of a reward model."""
+def drawn(rows, title, keys, config=None):
+    """The axes of one panel."""
     _, axes = plot.figure(1, [4], height=3)
-    plot._panel(axes[0, 0], [{"step": 0, "reward/mean": reward}], "reward", ["reward/mean"])
-    low, high = axes[0, 0].get_ylim()
-    assert low < min(reward, 0) and high > max(reward, 1)
+    plot._panel(axes[0, 0], rows, title, keys, unit="nats")
+    if config is not None:
+        plot._draw_limit(axes[0, 0], rows, config)
+    return axes[0, 0]
+
+
+def test_the_axes_of_a_panel_have_units_and_whole_steps_from_1():
+    for count in (1, 2, 3, 20, 1000):
+        ax = drawn([{"step": i, "reward/mean": 0.1} for i in range(count)], "reward", ["reward/mean"])
+        low, high = ax.get_xlim()
+        ticks = [x for x in ax.get_xticks() if low <= x <= high]
+        assert ticks and min(ticks) >= 1 and all(x == int(x) for x in ticks)
+        assert [ax.lines[-1].get_xdata()[i] for i in (0, -1)] == [1, count]
+        assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "nats")
+
+
+def test_the_axis_of_rewards_fits_them_and_that_of_shares_is_from_0_to_1():
+    for rewards in ((-300.0, -200.0), (0.1, 0.2), (5.0, 7.0)):
+        rows = [{"step": i, "reward/mean": x} for i, x in enumerate(rewards)]
+        low, high = drawn(rows, "reward", ["reward/mean"]).get_ylim()
+        margin = 0.2 * (rewards[1] - rewards[0])
+        assert rewards[0] - margin < low < rewards[0] and rewards[1] < high < rewards[1] + margin
+    low, high = drawn(
+        [{"step": 0, "pairs/accuracy": 0.6}], "accuracy of pairs", ["pairs/accuracy"]
+    ).get_ylim()
+    assert low < 0 and high > 1
+
+
+def test_the_gap_has_the_limit_that_stops_the_run_on_a_logarithmic_axis():
+    gaps = (2e-6, 3e-6, None, 1e-6)
+    rows = [{"step": i, "policy/logp_gap": x} for i, x in enumerate(gaps)]
+    config = {"max_gap": 0.01, "gap_factor": 30.0}
+    ax = drawn(rows, "gap", ["policy/logp_gap"], config)
+    assert ax.get_yscale() == "log" and ax.get_ylim() == pytest.approx((1e-6, 1e-4))
+    line = ax.lines[-1]
+    assert line.get_label() == "limit 6e-05" and list(line.get_xdata()) == [1, 2, 3, 4]
+    np.testing.assert_allclose(line.get_ydata(), [6e-5, 6e-5, np.nan, 6e-5])
+
+    # a floor below the rounding of float32; a sampler that cuts the distribution; the limit of the options
+    tiny = [{"step": 0, "policy/logp_gap": 1e-9}]
+    assert plot._gap_limit(tiny, config) == (pytest.approx(3e-5), {1})
+    assert plot._gap_limit(tiny, config | {"top_p": 0.9}) == (pytest.approx(3e-3), {1})
+    assert plot._gap_limit(tiny, config | {"max_gap": 1e-5}) == (1e-5, {1})
+    assert plot._gap_limit(tiny, {}) == (np.inf, set())
+
+
+@each(
+    "options, steps", [({}, {1, 2}), ({"ahead": 1}, {1}), ({"partial": 2}, {1}), ({"mismatch": "tis"}, {1})]
+)
+def test_stale_steps_have_no_limit_where_the_run_checks_none(options, steps):
+    rows = [{"step": i, "policy/logp_gap": 1e-6, "rollout/staleness_max": float(i)} for i in range(2)]
+    assert plot._gap_limit(rows, {"max_gap": 0.01, "gap_factor": 30.0} | options)[1] == steps
+
+
+@given(some.lists(some.floats(-9, 9) | some.just(float("nan")), min_size=1, max_size=50), some.integers(1, 9))
+def test_the_running_mean_is_of_the_numbers_in_its_window(y, span):
+    windows = [np.array(y[max(0, i - span + 1) : i + 1]) for i in range(len(y))]
+    wanted = [window[~np.isnan(window)].mean() if (window == window).any() else np.nan for window in windows]
+    np.testing.assert_allclose(plot._running_mean(y, span), wanted, atol=1e-12)
+
+
+def test_a_curve_in_the_terminal_is_plain_text_that_fits_it(monkeypatch):
+    for columns in (60, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = plot.terminal_curve([0.5, float("nan"), *(i / 50 for i in range(40))], title="reward")
+        assert max(map(len, text.splitlines())) == min(columns, 72) and not set("\x1b\r") & set(text)
+        assert text.splitlines()[-2].split() == (["1", "10", "20", "30", "40"])
+    assert plot.terminal_curve([float("nan")] * 3, title="reward") == "reward: no number in 3 steps"
+
+
+def test_a_run_whose_rewards_are_no_numbers_ends_and_continues(tmp_path, capsys):
+    for done in (0, 3):
+        run = runs.Run(tmp_path / "r", Config(), total=4)
+        run.resume(done)
+        for step in range(done, 4):
+            run.write(step, {"reward/mean": float("nan") if step < 2 else 1.0, "policy/logp_gap": 1e-6})
+        run.finish()
+        assert "reward: nan, the mean of the last 4 steps" in capsys.readouterr().out
+
+
+def test_a_log_in_a_file_has_lines_of_all_steps_and_no_escapes(monkeypatch, capsys):
+    """Also where only the errors go to a terminal: a bar there would leave the file without its steps."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    progress = report.Progress("r", 3)
+    for step in range(3):
+        progress.show(step, {"reward/mean": 0.5}, 100.0)
+    found = capsys.readouterr()
+    lines = [f"step {step}/3  reward 0.500  100 tok/s" for step in (1, 2, 3)]
+    assert [line.rpartition("  ")[0] for line in found.out.splitlines()] == lines and not found.err
 
 
 def test_pictures_go_where_they_are_asked_for(tmp_path):
@@ -556,9 +649,18 @@ def test_pictures_go_where_they_are_asked_for(tmp_path):
     assert all(0.01 < row["peak_gib"] < 1000 for row in timing)
 
 
-def test_lengths(tmp_path):
-    path = plot.length_histogram([1, 2, 2, 3, 9], tmp_path / "l.png")
-    assert image.imread(path).std() > 0.05
+@each("lengths, width", [([1, 2, 2, 3, 9], 1), ([7], 1), ([1, 4000, 20], 100)])
+def test_the_bars_of_lengths_hold_as_many_whole_lengths_each(lengths, width, monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(plot, "save", lambda figure, out: figures.append(figure))
+    plot.length_histogram(lengths, "unused")
+    (ax,) = figures[0].axes
+    middles = [bar.get_x() + bar.get_width() / 2 for bar in ax.patches]
+    assert len(middles) <= 40 and np.allclose(np.diff(middles), width)
+    assert middles[0] - width / 2 == pytest.approx(min(lengths) - 0.5)
+    assert sum(bar.get_height() for bar in ax.patches) == len(lengths)
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("response length [tokens]", "responses")
+    assert all(tick == int(tick) for tick in (*ax.get_xticks(), *ax.get_yticks()))
 
 
 def test_marks_of_one_length_stand_beside_each_other(monkeypatch):
