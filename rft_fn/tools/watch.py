@@ -16,14 +16,15 @@ from rft_fn.check import printable
 from rft_fn.run import claim
 from rft_fn.run.report import QUANTILES
 from rft_fn.run.symptoms import symptoms
-from rft_fn.tools.page.build import metric_names, phases
+from rft_fn.tools.page.build import metric_names, phases, top_metrics
 from rft_fn.tools.page.recorded import FIELDS, Name, Recorded, full_scale, hue, level, read
 
 __all__ = ["HUES", "follow", "frame", "sparkline"]
 
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_WIDTH = 40  # characters of a sparkline or a bar
+_WIDTH = 40  # characters of a sparkline or a bar, at most
+_WIDE = 72  # characters of a terminal with room for the range of each metric
 _RECENT = 20  # steps in the mean seconds of the phases
 _RESPONSES = 6
 HUES = {"good": (31, 111, 178), "bad": (214, 90, 20), "much": (120, 60, 170)}  # as on the page
@@ -42,8 +43,12 @@ def sparkline(y: Sequence[float], width: int = _WIDTH) -> str:
     return "".join(_BLOCKS[int((x - low) / span * (len(_BLOCKS) - 1) + 0.5)] for x in means)
 
 
-def frame(run: Recorded, color: Name = "push") -> Group:
-    """Return the present state of a run for a terminal, with tokens coloured by the number `color`."""
+def frame(run: Recorded, color: Name = "push", *, width: int = 80) -> Group:
+    """Return the present state of a run for a terminal of `width` columns.
+
+    Tokens are coloured by the number `color`. In a narrow terminal the lines of blocks are shorter, so that
+    their end, the newest steps, is never cut off.
+    """
     last = run.metrics[-1]["step"] + 1
     of = run.config.get("steps")
     head = f"{run.name}  step {last}"
@@ -53,32 +58,57 @@ def frame(run: Recorded, color: Name = "push") -> Group:
     parts += [Text(x.line, style="yellow") for x in symptoms(run.metrics)]
 
     # a low terminal cuts off the end, where the metrics of least interest are
+    names = metric_names([run.metrics])
+    values = {name: [float(row[name]) for row in run.metrics if row.get(name) is not None] for name in names}
+    first = {name: values.pop(name) for name in top_metrics([run.metrics])}
+    parts.append(_metrics(first, width))
     if run.tokens:
         parts.append(_responses(run.tokens, color))
     if run.distributions:
         parts.append(_spread(run.distributions[-1]))
-    return Group(*parts, _phases(run.timing), _metrics(run.metrics))
+    parts.append(_phases(run.timing, width))
+    parts.append(_metrics({name: y for name, y in values.items() if len(set(y)) > 1}, width))
+    still = [f"{printable(name)} {y[0]:.4g}" for name, y in values.items() if len(set(y)) == 1]
+    if still:
+        parts.append(Text("with a single value: " + ", ".join(still), style="dim"))
+    return Group(*parts)
 
 
-def _metrics(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _metrics(values: Mapping[str, Sequence[float]], width: int) -> Table:
+    """Return the last value of each metric, a line of blocks, and the range where there is room for it."""
+    rows = [
+        (_shortened(name, width), f"{y[-1]:.4g}", f"{min(y):.4g}", f"{max(y):.4g}")
+        for name, y in values.items()
+    ]
+    heads = ("metric", "last", "least", "largest")
+    if width < _WIDE:
+        rows = [row[:2] for row in rows]
+        heads = heads[:2]
+    taken = sum(max(map(len, column)) + 2 for column in zip(heads, *rows))
+    blocks = max(min(width - taken, _WIDTH), 1)
+
     table = Table(box=None, pad_edge=False)
-    for name in ("metric", "last", "", "least", "largest"):
-        table.add_column(name)
-    for name in metric_names([rows]):
-        y = [float(row[name]) for row in rows if row.get(name) is not None]
-        if y:
-            # as a text: brackets in a name are no markup
-            table.add_row(
-                Text(printable(name)), f"{y[-1]:.4g}", sparkline(y), f"{min(y):.4g}", f"{max(y):.4g}"
-            )
+    for name in (*heads[:2], "", *heads[2:]):
+        table.add_column(name, no_wrap=True)
+    for (name, last, *ends), y in zip(rows, values.values()):
+        # as a text: brackets in a name are no markup
+        table.add_row(Text(name), last, sparkline(y, blocks), *ends)
     return table
 
 
-def _phases(timing: Sequence[Mapping[str, Any]]) -> Table:
+def _shortened(name: str, width: int) -> str:
+    """Return a name that takes at most two fifths of a line."""
+    name = printable(name)
+    most = 2 * width // 5
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def _phases(timing: Sequence[Mapping[str, Any]], width: int) -> Table:
     """Return the mean seconds of each phase over the last steps, as bars."""
+    head = f"seconds per step, last {_RECENT}"
     table = Table(box=None, pad_edge=False)
-    for name in (f"seconds per step, last {_RECENT}", "", ""):
-        table.add_column(name)
+    for name in (head, "", ""):
+        table.add_column(name, no_wrap=True)
     rows = timing[-_RECENT:]
     if not rows:
         return table
@@ -86,8 +116,12 @@ def _phases(timing: Sequence[Mapping[str, Any]]) -> Table:
     bars = found["seconds"]
     means = [sum(bar[k] for bar in bars) / len(bars) for k in range(len(found["names"]))]
     most = max(*means, 1e-9)
-    for name, seconds in zip(found["names"], means):
-        table.add_row(Text(printable(name)), f"{seconds:.3g}", "█" * round(_WIDTH * seconds / most))
+    names = [_shortened(name, width) for name in found["names"]]
+    numbers = [f"{seconds:.3g}" for seconds in means]
+    taken = max(map(len, (head, *names))) + max(map(len, numbers)) + 4
+    longest = max(min(width - taken, _WIDTH), 1)
+    for name, number, seconds in zip(names, numbers, means):
+        table.add_row(Text(name), number, "█" * round(longest * seconds / most))
     return table
 
 
@@ -179,13 +213,13 @@ def follow(folder: str | Path, *, every: float = 2.0, once: bool = False, color:
     folder = Path(folder)
     console = Console()
     if once or not claim.held(folder):
-        console.print(frame(read(folder), color))
+        console.print(frame(read(folder), color, width=console.width))
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         going = True
         while going:
             going = claim.held(folder)  # asked first, so that the last frame has the last rows
             if (folder / "metrics.jsonl").exists() or not going:
-                live.update(frame(read(folder), color), refresh=True)
+                live.update(frame(read(folder), color, width=console.width), refresh=True)
             if going:
                 time.sleep(every)

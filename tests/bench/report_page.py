@@ -90,6 +90,7 @@ def main():
         with headless.Browser(here / "browser") as browser:
             browser.open(page)
             browser.value("document.getElementById('curves').scrollIntoView()")
+            browser.value("document.querySelectorAll('#curves summary').forEach((x) => x.click())")
             browser.until("document.querySelector('#curves .chart:not(.waiting)') !== null")
             load = browser.value("performance.getEntriesByType('navigation')[0].loadEventEnd / 1000")
             print(f"loaded in              {load:8.2f} s")

@@ -104,13 +104,13 @@ def test_thinning_keeps_the_extremes_the_order_and_the_limit(y, most):
 def test_a_spike_of_one_step_among_ten_thousand_is_on_the_curve():
     rows = [{"step": i, "x": float(i == 7777)} for i in range(10_000)]
     found = build.curve([rows], "x")
-    assert len(found["x"]) <= build.MOST and found["y"][found["x"].index(7777)] == 1.0
+    assert len(found["x"]) <= build.MOST and found["y"][found["x"].index(7778)] == 1.0
 
 
 def test_seeds_are_a_mean_and_a_band_at_each_step():
     runs = [[{"step": i, "x": float(i * k)} for i in range(k)] for k in (1, 2, 3)]
     found = build.curve(runs, "x")
-    assert found == {"x": [0, 1, 2], "y": [0, 2.5, 6], "lo": [0, 2, 6], "hi": [0, 3, 6]}
+    assert found == {"x": [1, 2, 3], "y": [0, 2.5, 6], "lo": [0, 2, 6], "hi": [0, 3, 6]}
     assert "lo" not in build.curve(runs[:1], "x") and build.curve(runs, "y") is None
 
 
@@ -118,6 +118,18 @@ def test_the_band_of_a_thinned_curve_holds_every_value():
     runs = [[{"step": i, "x": (i * 37 % 101) * k} for i in range(10_000)] for k in (-1, 2)]
     found = build.curve(runs, "x")
     assert min(found["lo"]) == -100 and max(found["hi"]) == 200
+
+
+def test_what_matters_most_is_on_top():
+    """Of several names for a quantity the one that changes; losses only where there is no reward."""
+    row = {"reward/mean": 0.5, "loss": 0.1, "grad/norm": 1.0, "policy/entropy": 2.0, "kl/ref": 0.0}
+    rows = [row | {"step": i, "policy/kl_old": i, "rollout/length_mean": None} for i in range(2)]
+    assert build.top_metrics([rows]) == ["reward/mean", "policy/kl_old", "policy/entropy"]
+    assert build.metric_names([rows])[3:] == ["grad/norm", "kl/ref", "loss", "rollout/length_mean"]
+    rows = [
+        {"step": i, "loss": i, "pairs/accuracy": i, "eval/accuracy": 0.5, "eval/loss": 1} for i in range(2)
+    ]
+    assert build.top_metrics([rows]) == ["loss", "eval/loss", "pairs/accuracy"]
 
 
 def test_phases_are_means_of_bars_with_the_rest():
@@ -130,7 +142,7 @@ def test_phases_are_means_of_bars_with_the_rest():
 def test_fans_keep_the_extremes_of_what_they_join():
     rows = [{"step": i, "length": [-float(i), 1.0, float(i)]} for i in range(600)]
     found = build.fan(rows, "length")
-    assert found["x"][:2] == [0, 2] and found["q"][0][1] == -3 and found["q"][2][1] == 3
+    assert found["x"][:2] == [1, 3] and found["q"][0][1] == -3 and found["q"][2][1] == 3
     assert build.fan(rows, "reward") is None
 
 
@@ -138,13 +150,13 @@ def test_symptoms_of_a_run_are_those_that_it_noted():
     """A stretch of 17 steps in 10,000 is found, with its first and its last step."""
     rows = noted([{"step": i, "lr": float(not 5003 <= i < 5020)} for i in range(10_000)])
     (found,) = build.found_symptoms(rows)
-    assert (found["name"], found["first"], found["last"]) == ("learning_rate", 5007, 5019)
+    assert (found["name"], found["first"], found["last"]) == ("learning_rate", 5008, 5020)
     assert found["sentence"] == "the learning rate of the last 5 steps is 0" and "--lr" in found["remedy"]
 
 
 def test_a_symptom_of_an_older_rule_is_said_by_its_condition():
     (found,) = build.found_symptoms([{"step": 3, "warning/truncated": 1.0, "warning/gone": 1.0}])
-    assert (found["first"], found["last"]) == (3, 3) and "are truncated, over 20" in found["sentence"]
+    assert (found["first"], found["last"]) == (4, 4) and "are truncated, over 20" in found["sentence"]
 
 
 def test_runs_that_differ_only_in_seed_are_a_group(tmp_path):
@@ -178,9 +190,9 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path):
     assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"<link|@import|\bfetch\(|XMLHttpRequest|<script src|<!--[A-Z]+-->", text)
     found = blocks(page)
-    assert found["samples-0-11"][0]["response"] == "</script><b>5"
-    assert [row["sample"] for row in found["tokens-0-10"]] == [0, 1, 2, 0, 1, 2]
-    assert found["data"]["runs"][0]["tokens"] == [0, 5, 10] and found["data"]["runs"][1]["tokens"] == []
+    assert found["samples-0-12"][0]["response"] == "</script><b>5"
+    assert [row["sample"] for row in found["tokens-0-11"]] == [0, 1, 2, 0, 1, 2]
+    assert found["data"]["runs"][0]["tokens"] == [1, 6, 11] and found["data"]["runs"][1]["tokens"] == []
 
 
 def test_half_of_a_surrogate_pair_in_a_run_is_replaced_on_its_page(tmp_path):
@@ -200,7 +212,7 @@ def test_a_page_stays_below_its_size(tmp_path):
     page = write_page([folder], tmp_path / "p.html", most_bytes=600_000)
     assert 300_000 < page.stat().st_size <= 600_000
     steps = blocks(page)["data"]["runs"][0]["tokens"]
-    assert steps[0] == 0 and steps[-1] == 398 and 20 < len(steps) < 200
+    assert steps[0] == 1 and steps[-1] == 399 and 20 < len(steps) < 200
 
 
 def test_a_picture_that_is_a_link_is_not_followed(tmp_path):
@@ -295,7 +307,9 @@ def test_a_browser_shows_curves_with_bands_and_numbers(browser, page):
     assert re.fullmatch(r"step \d+", step) and 3000 < int(step.split()[1]) < 7000
     number = r"[\d.e-]+"
     assert re.fullmatch(rf"{number}  \[{number}, {number}\]  seed0 \(2 seeds\)", first), first
-    assert second.startswith("0.1  other (step 11)")
+    assert second.startswith("0.1  other (step 12)")
+    labels = "[...document.querySelectorAll('#curves .chart:nth-child(1) text')].map((x) => x.textContent)"
+    assert browser.value(labels)[-6:] == ["step", "2000", "4000", "6000", "8000", "10000"]
 
     # a group can be hidden, and metrics filtered
     browser.value("document.querySelector('#legend input').click()")
@@ -352,7 +366,7 @@ def test_a_browser_shows_each_token_with_its_numbers(browser, page):
             assert found == NONE if not hue else tuple(rgb) == HUES[hue], (name, found)
 
     # another step, and the run with a conversation and media
-    choose(browser, "Step", "step 0")
+    choose(browser, "Step", "step 1")
     assert browser.value("document.querySelector('#responses .prompt').textContent") == "2+0="
     heads = "[...document.querySelectorAll('#responses .head > span:first-child')].map((x) => x.textContent)"
     assert browser.value(heads) == ["response 0", "response 1", "response 2"]
@@ -365,10 +379,47 @@ def test_a_browser_shows_each_token_with_its_numbers(browser, page):
 
 
 @pytest.mark.slow
+def test_the_page_of_one_run_has_its_name_once_and_folds_what_matters_less(browser, tmp_path):
+    row = {"reward/mean": 0.5, "policy/kl_ref": 0.0, "rollout/length_mean": 9.0, "policy/entropy": 2.0}
+    row |= {"eval/mean": 0.7, "grad/norm": 1.0, "grad/skipped": 0.0, "adv/std": 1.0}
+    rows = [
+        {"step": i} | {name: x + i / 9 * (name != "grad/skipped") for name, x in row.items()}
+        for i in range(5)
+    ]
+    run = write_run(tmp_path / "r", steps=5)
+    write_rows(run / "metrics.jsonl", rows)
+    browser.open(write_page([run], tmp_path / "page.html"))
+    top = "[...document.querySelectorAll('#curves .body > .grid h4')].map((x) => x.textContent)"
+    wanted = ["reward/mean", "eval/mean", "policy/kl_ref", "rollout/length_mean", "policy/entropy"]
+    browser.until(f"{top}.length === 5")
+    assert browser.value(top) == wanted
+    units = "[...document.querySelectorAll('#curves .grid small')].map((x) => x.textContent)"
+    assert browser.value(units) == ["", "", "nats per token", "tokens", "nats per token"]
+    shown = browser.value("document.querySelector('body').innerText")
+    assert [line for line in shown.splitlines() if line.strip() == "r"] == ["r"] and "Run" not in shown
+
+    # the others are drawn when they are opened or looked for; what never changed is a table
+    folds = "[...document.querySelectorAll('#curves summary')].map((x) => x.textContent)"
+    assert browser.value(folds) == ["others (2): adv, grad", "with a single value (1)"]
+    cells = "[...document.querySelectorAll('#curves td')].map((x) => x.textContent)"
+    assert browser.value(cells) == ["grad/skipped", "0"]
+    others = "[...document.querySelectorAll('#curves details h4')].map((x) => x.textContent).join()"
+    assert browser.value(others) == ""
+    browser.value("document.querySelector('#curves summary').click()")
+    browser.until(f"{others} === 'adv/std,grad/norm'")
+    browser.value("document.getElementById('filter').value = 'grad/'")
+    browser.value("document.getElementById('filter').dispatchEvent(new Event('input'))")
+    browser.until(
+        f"{others} === 'grad/norm' && document.querySelectorAll('#curves details[open]').length === 2"
+    )
+    assert not browser.errors
+
+
+@pytest.mark.slow
 def test_a_browser_shows_the_rest(browser, page):
     browser.open(page)
     symptoms = browser.value("[...document.querySelectorAll('#symptoms .symptom')].map((x) => x.textContent)")
-    said = "learning_rate (steps 5007 to 5019): the learning rate of the last 5 steps is 0. raise --lr or"
+    said = "learning_rate (steps 5008 to 5020): the learning rate of the last 5 steps is 0. raise --lr or"
     assert [line.startswith(f"seed{k} {said}") for k, line in enumerate(symptoms)] == [True, True]
     for selector in ("#spread .chart path.band", "#phases .chart rect.bar"):
         section = selector.split()[0]
@@ -394,6 +445,7 @@ def test_a_browser_shows_the_rest(browser, page):
 def test_what_decides_the_speed_of_a_page_is_bounded(browser, page):
     """Runs of 10,000 steps: the points of each chart, the elements of each and of the page, and its bytes."""
     browser.open(page)
+    browser.value("document.querySelectorAll('#curves summary').forEach((x) => x.click())")
     for section in ("curves", "spread", "phases"):
         for i in range(browser.value(f"document.querySelectorAll('#{section} .chart').length")):
             browser.value(f"document.querySelectorAll('#{section} .chart')[{i}].scrollIntoView()")
@@ -405,7 +457,7 @@ def test_what_decides_the_speed_of_a_page_is_bounded(browser, page):
     elements, points = zip(*((n, sum(paths)) for n, *paths in charts))
     assert len(charts) == 13 and max(elements) < 250 and max(points) < 3.1 * build.MOST
     steps = blocks(page)["data"]["runs"][0]["samples"]
-    assert (len(steps), steps[0], steps[-1]) == (1000, 0, 9999)
+    assert (len(steps), steps[0], steps[-1]) == (1000, 1, 10_000)
     assert browser.value("document.querySelectorAll('*').length") < 6_000
     assert page.stat().st_size < 2_500_000
 

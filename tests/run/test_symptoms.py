@@ -194,7 +194,7 @@ def test_a_run_shows_each_symptom_once_notes_it_in_every_row_and_reports_it(name
     # the report has where it was, the last sentence and the remedy
     page = write_page([run.folder], tmp_path / "page.html")
     (entry,) = blocks(page)["data"]["runs"][0]["symptoms"]
-    assert (entry["name"], entry["first"], entry["last"]) == (name, hits[0], hits[-1])
+    assert (entry["name"], entry["first"], entry["last"]) == (name, hits[0] + 1, hits[-1] + 1)
     assert entry["sentence"] == rule.find(found[: hits[-1] + 1]) and entry["remedy"] == rule.remedy
 
 
@@ -211,9 +211,9 @@ def test_a_script_whose_run_cannot_learn_says_why(tmp_path, capsys):
     assert said == ["flat_groups", "learning_rate", "truncated"]
     entries = found_symptoms(plot.read_metrics(tmp_path / "r" / "metrics.jsonl"))
     assert [(x["name"], x["first"], x["last"]) for x in entries] == [
-        ("flat_groups", 2, 19),
-        ("learning_rate", 4, 6),
-        ("truncated", 19, 19),
+        ("flat_groups", 3, 20),
+        ("learning_rate", 5, 7),
+        ("truncated", 20, 20),
     ]
 
 

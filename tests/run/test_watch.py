@@ -63,6 +63,29 @@ def test_a_number_that_is_not_recorded_is_said(tmp_path):
     )
 
 
+@each("width", [60, 80, 200])
+def test_a_frame_fits_its_terminal_and_shows_the_newest_step(width, tmp_path):
+    """The last block of a line is the largest value, which only the last step has."""
+    folder = write_run(tmp_path / "r")
+    names = (
+        "reward/mean",
+        "rollout/length_mean",
+        "policy/a_name_of_many_parts/and_of_fifty_characters_at_least",
+    )
+    rows = [{"step": i, "still": 1.0} | {name: -1.23456e-12 * (i < 99) for name in names} for i in range(100)]
+    write_rows(folder / "metrics.jsonl", rows)
+    console = Console(record=True, width=width)
+    with console.capture() as found:
+        console.print(frame(read(folder), width=width))
+    lines = found.get().splitlines()
+    assert max(map(len, lines)) <= width
+    curves = [line for line in lines if "▁" in line]
+    assert len(curves) == 3 and all("▁█" in line for line in curves)
+    bars = [line for line in lines if "█" in line and line not in curves]
+    assert len(bars) == 3 and not any("…" in line for line in bars)
+    assert "with a single value: still 1" in lines
+
+
 def test_a_frame_has_the_quantiles_of_the_last_step(tmp_path):
     folder = write_run(tmp_path / "r")
     rows = [

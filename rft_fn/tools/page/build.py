@@ -12,18 +12,38 @@ from typing import Any
 from rft_fn.check import writable
 from rft_fn.run.files import write_whole
 from rft_fn.run.symptoms import RULES, WARNING
+from rft_fn.tools import plot
 from rft_fn.tools.page import recorded
 from rft_fn.tools.page.recorded import FIELDS, Recorded
 
-__all__ = ["MOST", "curve", "fan", "found_symptoms", "metric_names", "phases", "thinned", "write_page"]
+__all__ = [
+    "MOST", "curve", "fan", "found_symptoms", "metric_names", "phases", "thinned", "top_metrics",
+    "write_page",
+]  # fmt: skip
 
 
-# ---------- rows of a run as curves
+# ---------- rows of a run as curves, over steps from 1
 
 
 MOST = 2000  # points of a curve
 _BARS = 60
 _BANDS = 300  # steps of a band of quantiles
+_UNITS = ("nats", "nats per token", "tokens", "share", "probability")  # that no name of a metric says
+
+# what a reader wants to see first; of several in a line, one that changes
+_TOP = (
+    ("reward/mean",),
+    ("eval/mean",),
+    ("loss",),
+    ("eval/loss",),
+    ("eval/accuracy", "pairs/accuracy", "lists/accuracy"),
+    ("eval/correct", "points/correct", "steps/correct"),
+    ("eval/mse", "points/mse", "steps/mse"),
+    ("policy/kl_ref", "kl/ref", "policy/kl_old"),
+    ("rollout/length_mean",),
+    ("policy/entropy",),
+)
+_LOSSES = ("loss", "eval/loss")  # of less interest in runs with a reward
 
 
 def short(x: float) -> float:
@@ -31,17 +51,30 @@ def short(x: float) -> float:
     return float(f"{x:.6g}")
 
 
+def top_metrics(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Return the names of the metrics of some runs that matter most.
+
+    They are reward, evaluation, KL, length and entropy; loss and accuracy in place of a reward.
+    """
+    values: dict[str, set[float]] = {name: set() for names in _TOP for name in names}
+    for rows in runs:
+        for row in rows:
+            for name, different in values.items():
+                if row.get(name) is not None:
+                    different.add(row[name])
+    found = []
+    for names in _TOP:
+        having = sorted((name for name in names if values[name]), key=lambda name: len(values[name]) < 2)
+        if having and not (values["reward/mean"] and having[0] in _LOSSES):
+            found.append(having[0])
+    return found
+
+
 def metric_names(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Return the names of the metrics of some runs, what matters most first."""
-    first = ("reward/mean", "eval/mean", "loss")
-    names = dict.fromkeys(name for rows in runs for row in rows for name in row if name != "step")
-
-    def place(name: str) -> tuple[int, str]:
-        if name in first:
-            return first.index(name), ""
-        return len(first), name
-
-    return sorted(names, key=place)
+    """Return the names of the metrics of some runs, the `top_metrics` first."""
+    names = {name for rows in runs for row in rows for name in row if name != "step"}
+    first = top_metrics(runs)
+    return first + sorted(names.difference(first))
 
 
 def thinned(y: Sequence[float], most: int = MOST) -> list[int]:
@@ -66,7 +99,7 @@ def curve(runs: Sequence[Sequence[Mapping[str, Any]]], name: str) -> dict[str, l
     for rows in runs:
         for row in rows:
             if row.get(name) is not None:
-                values.setdefault(row["step"], []).append(row[name])
+                values.setdefault(row["step"] + 1, []).append(row[name])
     if not values:
         return None
 
@@ -97,7 +130,7 @@ def phases(timing: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rest = sum(row.get("seconds") or 0 for row in bar) / len(bar) - sum(parts)
         seconds.append([short(x) for x in (*parts, max(rest, 0))])
     labels = [name.removeprefix("phase/") for name in names] + ["other"]
-    return {"x": [bar[0]["step"] for bar in bars], "size": size, "names": labels, "seconds": seconds}
+    return {"x": [bar[0]["step"] + 1 for bar in bars], "size": size, "names": labels, "seconds": seconds}
 
 
 def fan(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any] | None:
@@ -121,7 +154,7 @@ def fan(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any] | None:
             q.append([short(max(x)) for x in values])
         else:
             q.append([short(sum(x) / len(x)) for x in values])
-    return {"x": [part[0]["step"] for part in parts], "q": q}
+    return {"x": [part[0]["step"] + 1 for part in parts], "q": q}
 
 
 def found_symptoms(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -131,7 +164,7 @@ def found_symptoms(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         places = [i for i, row in enumerate(rows) if row.get(WARNING + rule.name)]
         if places:
             first, last = places[0], places[-1]
-            entry = {"name": rule.name, "first": rows[first]["step"], "last": rows[last]["step"]}
+            entry = {"name": rule.name, "first": rows[first]["step"] + 1, "last": rows[last]["step"] + 1}
             # a rule that has changed since the run finds nothing there
             sentence = rule.find(rows[: last + 1]) or rule.condition
             found.append(entry | {"sentence": sentence, "remedy": rule.remedy})
@@ -188,6 +221,7 @@ def _data(runs: Sequence[Recorded], most_bytes: int) -> tuple[dict[str, Any], di
     """Return (what the page shows at once, {name: the responses that it reads on demand})."""
     groups = recorded.grouped(runs)
     names = metric_names([run.metrics for run in runs])
+    units = {name: plot.unit(name) for name in names}
     metrics = {}
     for name in names:
         found = [curve([runs[i].metrics for i in group], name) for group in groups]
@@ -195,6 +229,8 @@ def _data(runs: Sequence[Recorded], most_bytes: int) -> tuple[dict[str, Any], di
     about: dict[str, Any] = {
         "groups": [{"name": _group_name(runs, group), "runs": group} for group in groups],
         "metrics": metrics,
+        "top": top_metrics([run.metrics for run in runs]),
+        "units": {name: unit for name, unit in units.items() if unit in _UNITS},
         "differences": recorded.config_differences(runs),
         "runs": [_run(run) for run in runs],
     }
@@ -243,10 +279,10 @@ def _pictures(paths: Sequence[Path]) -> list[tuple[str, str]]:
 
 
 def _fitting(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> dict[int, list[Mapping[str, Any]]]:
-    """Return rows by step: of all steps, or evenly of as many as fit, with the first and the last."""
+    """Return rows by step from 1: of all steps, or evenly of as many as fit, with the first and the last."""
     steps: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
-        steps.setdefault(row["step"], []).append(row)
+        steps.setdefault(row["step"] + 1, []).append(row)
     sizes = {}
     for step, found in steps.items():
         sizes[step] = len(writable(json.dumps(found, ensure_ascii=False)).encode())

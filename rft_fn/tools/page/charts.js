@@ -3,6 +3,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const COLORS = ["#1f6fb2", "#d65a14", "#2b8a57", "#8e44ad", "#b8860b", "#c2255c", "#0b7285", "#6b7280", "#66a80f", "#495057"];
+const FEW = 30; // points of a line that are marked
 const SIZE = { width: 360, height: 184, left: 48, right: 8, top: 8, bottom: 22 };
 
 // An element with attributes and children; texts are children too.
@@ -64,9 +65,9 @@ function limits(values) {
   return [low, high];
 }
 
-// An empty chart with axes: {root, svg, x, y} with the scales from numbers to pixels.
-function axes(title, [x0, x1], [y0, y1], logarithmic) {
-  const root = el("div", { class: "chart" }, el("h4", {}, title));
+// An empty chart over steps, with axes: {root, svg, x, y} with the scales from numbers to pixels.
+function axes(title, [x0, x1], [y0, y1], { unit = "", logarithmic = false } = {}) {
+  const root = el("div", { class: "chart" }, el("h4", {}, title), el("small", {}, unit));
   const svg = shape("svg", { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, role: "img", "aria-label": title });
   root.append(svg);
   const bottom = SIZE.height - SIZE.bottom;
@@ -77,10 +78,11 @@ function axes(title, [x0, x1], [y0, y1], logarithmic) {
   const marks = logarithmic ? ticks(to(y0), to(y1), 4).map((v) => 10 ** v) : ticks(y0, y1, 4);
   for (const v of marks) {
     svg.append(shape("line", { class: "axis", x1: SIZE.left, x2: right, y1: y(v), y2: y(v) }));
-    svg.append(shape("text", { x: SIZE.left - 5, y: y(v) + 3, "text-anchor": "end" }, number(v)));
+    svg.append(shape("text", { x: SIZE.left - 5, y: y(v) + 3, "text-anchor": "end" }, String(v).length < 8 ? String(v) : number(v)));
   }
-  for (const v of ticks(x0, x1, 5)) {
-    svg.append(shape("text", { x: x(v), y: SIZE.height - 7, "text-anchor": "middle" }, number(v)));
+  svg.append(shape("text", { x: 0, y: SIZE.height - 7 }, "step"));
+  for (const v of ticks(x0, x1, 5).filter(Number.isInteger)) {
+    svg.append(shape("text", { x: x(v), y: SIZE.height - 7, "text-anchor": "middle" }, v));
   }
   return { root, svg, x, y };
 }
@@ -104,7 +106,7 @@ function nearest(list, v) {
 function hover({ root, svg }, [x0, x1], x, textAt) {
   const cross = shape("line", { class: "cross", y1: SIZE.top, y2: SIZE.height - SIZE.bottom, visibility: "hidden" });
   svg.append(cross);
-  svg.addEventListener("mousemove", (event) => {
+  svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect();
     const scale = Math.min(box.width / SIZE.width, box.height / SIZE.height);
     const inside = (event.clientX - box.left - (box.width - SIZE.width * scale) / 2) / scale;
@@ -115,7 +117,7 @@ function hover({ root, svg }, [x0, x1], x, textAt) {
     cross.setAttribute("visibility", "visible");
     showTip(event, text);
   });
-  svg.addEventListener("mouseleave", () => {
+  svg.addEventListener("pointerleave", () => {
     cross.setAttribute("visibility", "hidden");
     hideTip();
   });
@@ -129,13 +131,13 @@ function smoothed(y, share) {
 }
 
 // Lines over steps. `series`: {name, color, x, y, lo, hi}.
-function lineChart(title, series, { smooth = 0, logarithmic = false } = {}) {
+function lineChart(title, series, { smooth = 0, logarithmic = false, unit = "" } = {}) {
   const all = series.flatMap((s) => [...s.y, ...(s.lo || []), ...(s.hi || [])]);
   const log = logarithmic && all.some((v) => v > 0);
   const shown = log ? all.filter((v) => v > 0) : all;
   const xs = limits(series.flatMap((s) => s.x));
   const ys = limits(shown);
-  const chart = axes(title, xs, ys, log);
+  const chart = axes(title, xs, ys, { unit, logarithmic: log });
   const at = (v) => chart.y(log ? Math.max(v, ys[0]) : v);
   for (const s of series) {
     if (s.lo) {
@@ -145,7 +147,7 @@ function lineChart(title, series, { smooth = 0, logarithmic = false } = {}) {
     const draw = (y, opacity) => chart.svg.append(shape("path", { class: "line", d: path(s.x.map((v, i) => [chart.x(v), at(y[i])])), fill: "none", stroke: s.color, "stroke-width": 1.5, "vector-effect": "non-scaling-stroke", opacity }));
     draw(s.y, smooth ? 0.25 : 1);
     if (smooth) draw(smoothed(s.y, smooth), 1);
-    if (s.x.length === 1) chart.svg.append(shape("circle", { cx: chart.x(s.x[0]), cy: at(s.y[0]), r: 2.5, fill: s.color }));
+    if (s.x.length < FEW) s.x.forEach((v, i) => chart.svg.append(shape("circle", { cx: chart.x(v), cy: at(s.y[i]), r: 2, fill: s.color })));
   }
   return hover(chart, xs, chart.x, (step) => {
     const lines = series.map((s) => {
@@ -158,15 +160,16 @@ function lineChart(title, series, { smooth = 0, logarithmic = false } = {}) {
 }
 
 // Quantiles over steps: two bands, the extremes as thin lines, the median as a thick one.
-function fanChart(title, { x, q }, color) {
+function fanChart(title, { x, q }, color, unit) {
   const xs = limits(x);
-  const chart = axes(title, xs, limits(q.flat()));
+  const chart = axes(title, xs, limits(q.flat()), { unit });
   const last = q.length - 1;
   const line = (k) => x.map((v, i) => [chart.x(v), chart.y(q[k][i])]);
   for (let k = 1; k < last / 2; k++) {
     const edge = [...line(last - k), ...line(k).reverse()];
     chart.svg.append(shape("path", { class: "band", d: path(edge) + "Z", fill: color, opacity: 0.2 }));
   }
+  if (x.length === 1) line(0).forEach(([a], i) => q.forEach((level) => chart.svg.append(shape("circle", { cx: a, cy: chart.y(level[i]), r: 2, fill: color }))));
   for (const k of [0, last / 2, last]) {
     const width = k === last / 2 ? 1.8 : 0.6;
     chart.svg.append(shape("path", { class: "line", d: path(line(k)), fill: "none", stroke: color, "stroke-width": width }));
@@ -178,15 +181,15 @@ function fanChart(title, { x, q }, color) {
   });
 }
 
-// Seconds by phase, stacked over steps.
+// Seconds by phase, stacked over steps; the bar at x is of `size` steps from there.
 function stackChart(title, { x, size, names, seconds }) {
-  const xs = [x[0], x[x.length - 1] + size];
+  const xs = [x[0] - 0.5, x[x.length - 1] + size - 0.5];
   const totals = seconds.map((parts) => parts.reduce((a, b) => a + b, 0));
-  const chart = axes(title, xs, [0, Math.max(...totals) || 1]);
+  const chart = axes(title, xs, [0, Math.max(...totals) || 1], { unit: "seconds" });
   seconds.forEach((parts, i) => {
     let floor = 0;
     parts.forEach((part, k) => {
-      const bar = { class: "bar", x: chart.x(x[i]), width: Math.max(chart.x(x[i] + size * 0.9) - chart.x(x[i]), 0.5) };
+      const bar = { class: "bar", x: chart.x(x[i] - 0.5 + size * 0.05), width: Math.max(chart.x(size * 0.9) - chart.x(0), 0.5) };
       chart.svg.append(shape("rect", { ...bar, y: chart.y(floor + part), height: chart.y(floor) - chart.y(floor + part), fill: COLORS[k % COLORS.length] }));
       floor += part;
     });
@@ -197,8 +200,9 @@ function stackChart(title, { x, size, names, seconds }) {
   }));
   chart.root.append(key);
   return hover(chart, xs, chart.x, (step) => {
-    const i = Math.min(Math.floor((step - x[0]) / size), x.length - 1);
+    const i = Math.min(Math.floor((step - xs[0]) / size), x.length - 1);
     const lines = names.map((name, k) => `${number(seconds[i][k])} s  ${name}`).reverse();
-    return [x[i], [`step ${x[i]}: ${number(totals[i])} s`, ...lines].join("\n")];
+    const steps = size > 1 ? `steps ${x[i]} to ${x[i] + size - 1}` : `step ${x[i]}`;
+    return [x[i] + (size - 1) / 2, [`${steps}: ${number(totals[i])} s`, ...lines].join("\n")];
   });
 }

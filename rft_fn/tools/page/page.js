@@ -3,7 +3,9 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const colors = data.groups.map((_, i) => COLORS[i % COLORS.length]);
+const several = data.runs.length > 1;
 const hidden = new Set();
+const unfolded = new Set();
 
 function body(section) {
   return document.querySelector(`#${section} .body`);
@@ -30,6 +32,7 @@ function stored(name) {
 
 function legend() {
   document.getElementById("title").textContent = document.title;
+  if (!several) return;
   data.groups.forEach((group, i) => {
     const box = el("input", { type: "checkbox", checked: "" });
     box.addEventListener("change", () => {
@@ -47,10 +50,12 @@ function symptoms() {
   for (const run of data.runs) {
     for (const s of run.symptoms) {
       const text = `${s.name} (steps ${s.first} to ${s.last}): ${s.sentence}. ${s.remedy}.`;
-      body("symptoms").append(el("p", { class: "symptom" }, el("b", {}, run.name + " "), text));
+      body("symptoms").append(el("p", { class: "symptom" }, el("b", {}, several ? run.name + " " : ""), text));
     }
   }
-  if (!body("symptoms").childNodes.length) body("symptoms").append("None of the rules found anything.");
+  if (body("symptoms").childNodes.length) return;
+  document.getElementById("symptoms").style.display = "none";
+  document.querySelector("nav").append(el("small", {}, "no symptoms"));
 }
 
 // ---------- curves
@@ -72,18 +77,45 @@ function later(draw) {
   return place;
 }
 
+// A part that is closed until a reader opens it, or looks for a metric.
+function folded(title, ...children) {
+  const summary = el("summary", {}, title);
+  const details = el("details", {}, summary, ...children);
+  const name = children[0].className;
+  details.open = unfolded.has(name) || document.getElementById("filter").value !== "";
+  summary.addEventListener("click", () => (details.open ? unfolded.delete(name) : unfolded.add(name)));
+  return details;
+}
+
+function constant(s) {
+  return [...s.y, ...(s.lo || []), ...(s.hi || [])].every((v) => v === s.y[0]);
+}
+
+// The metrics that matter most on top; the others and those that never change are folded.
 function curves() {
   const wanted = document.getElementById("filter").value;
-  const how = { smooth: Number(document.getElementById("smooth").value), logarithmic: document.getElementById("log").checked };
+  const smooth = Number(document.getElementById("smooth").value);
+  const logarithmic = document.getElementById("log").checked;
+  const top = el("div", { class: "grid" });
   const rooms = new Map();
+  const still = [];
   for (const [name, found] of Object.entries(data.metrics)) {
     const series = found.map((s, i) => s && { ...s, name: data.groups[i].name, color: colors[i] }).filter((s, i) => s && !hidden.has(i));
     if (!name.includes(wanted) || !series.length) continue;
-    const room = ["reward/mean", "eval/mean", "loss"].includes(name) ? "" : name.split("/")[0];
-    if (!rooms.has(room)) rooms.set(room, el("div", { class: "grid" }));
-    rooms.get(room).append(later(() => lineChart(name, series, how)));
+    const draw = () => lineChart(name, series, { smooth, logarithmic, unit: data.units[name] });
+    const room = name.includes("/") ? name.split("/")[0] : "";
+    if (data.top.includes(name)) top.append(later(draw));
+    else if (series.every(constant)) still.push([name, found.map((s) => (s ? number(s.y[0]) : ""))]);
+    else if (rooms.has(room)) rooms.get(room).append(later(draw));
+    else rooms.set(room, el("div", { class: "grid" }, later(draw)));
   }
-  body("curves").replaceChildren(...[...rooms].flatMap(([room, grid]) => [el("h3", {}, room), grid]));
+  const others = [...rooms].flatMap(([room, grid]) => [el("h3", {}, room), grid]);
+  const count = others.reduce((sum, part) => sum + part.querySelectorAll(".chart").length, 0);
+  const names = [...rooms.keys()].filter(Boolean).join(", ");
+  const parts = [top];
+  if (count) parts.push(folded(`others (${count}): ${names}`, el("div", { class: "others" }, ...others)));
+  if (still.length) parts.push(folded(`with a single value (${still.length})`, table("metric", data.groups.map((group) => group.name), still)));
+  body("curves").replaceChildren(...parts);
 }
 
 // ---------- distributions, time, options, pictures
@@ -91,10 +123,10 @@ function curves() {
 function perRun() {
   data.runs.forEach((run, r) => {
     const color = colors[data.groups.findIndex((group) => group.runs.includes(r))];
-    const prefix = data.runs.length > 1 ? `${run.name}: ` : "";
+    const prefix = several ? `${run.name}: ` : "";
     if (run.reward) body("spread").append(later(() => fanChart(prefix + "rewards", run.reward, color)));
-    if (run.length) body("spread").append(later(() => fanChart(prefix + "lengths [tokens]", run.length, color)));
-    if (run.phases.x.length) body("phases").append(later(() => stackChart(prefix + "seconds", run.phases)));
+    if (run.length) body("spread").append(later(() => fanChart(prefix + "lengths", run.length, color, "tokens")));
+    if (run.phases.x.length) body("phases").append(later(() => stackChart(prefix + "phases", run.phases)));
     for (const [name, uri] of run.pictures) {
       body("pictures").append(el("figure", {}, el("img", { src: uri, alt: name }), el("figcaption", {}, prefix + name)));
     }
@@ -104,17 +136,18 @@ function perRun() {
   }
 }
 
-function table(names, rows) {
-  const head = el("tr", {}, el("th", {}, "option"), ...names.map((name) => el("th", {}, name)));
+function table(first, names, rows) {
+  const head = el("tr", {}, el("th", {}, first), ...names.map((name) => el("th", {}, name)));
   const lines = rows.map(([name, values]) => el("tr", {}, el("td", {}, name), ...values.map((v) => el("td", {}, v))));
   return el("div", { class: "wide" }, el("table", {}, head, ...lines));
 }
 
 function options() {
-  if (data.differences.length) body("options").append(table(data.runs.map((run) => run.name), data.differences));
+  if (data.differences.length) body("options").append(table("option", data.runs.map((run) => run.name), data.differences));
   for (const run of data.runs) {
     const rows = Object.entries(run.config).map(([name, value]) => [name, [JSON.stringify(value)]]);
-    body("options").append(el("details", {}, el("summary", {}, `all options of ${run.name}`), table([run.name], rows)));
+    const title = several ? `all options of ${run.name}` : `${rows.length} options`;
+    body("options").append(el("details", {}, el("summary", {}, title), table("option", ["value"], rows)));
   }
 }
 
@@ -153,6 +186,7 @@ function responses() {
   const [stepLabel, steps] = menu("Step", [], load);
   const [groupLabel, groups] = menu("Prompt", [], show);
   const [fieldLabel, fields] = menu("Colour by", [], show);
+  runLabel.hidden = having.length < 2;
   section.querySelector(".menus").append(runLabel, stepLabel, groupLabel, fieldLabel);
   choose();
   steps.selectedIndex = steps.options.length - 1;
@@ -184,15 +218,19 @@ function samples() {
   };
   const [runLabel, runs] = menu("Run", having, choose);
   const [stepLabel, steps] = menu("Step", [], show);
+  runLabel.hidden = having.length < 2;
   section.querySelector(".menus").append(runLabel, stepLabel);
   choose();
 }
 
 legend();
 symptoms();
-responses();
 curves();
+responses();
 perRun();
 options();
 samples();
+for (const link of document.querySelectorAll("nav a")) {
+  link.hidden = document.querySelector(link.getAttribute("href")).style.display === "none";
+}
 for (const id of ["filter", "smooth", "log"]) document.getElementById(id).addEventListener("input", curves);
