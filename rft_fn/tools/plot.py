@@ -168,7 +168,8 @@ def _parts(rows: Sequence[Mapping[str, Any]]) -> list[_Panel]:
                 names[name] = None
     if len(names) < 2:
         return []
-    return [_Panel(f"reward: {name}", "mean reward", (f"eval/{name}", f"reward/{name}")) for name in names]
+    unit = "mean of responses"
+    return [_Panel(f"reward: {name}", unit, (f"eval/{name}", f"reward/{name}")) for name in names]
 
 
 def _panel(
@@ -193,7 +194,9 @@ def _panel(
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_xlabel("step", fontsize=8)
     ax.set_ylabel(unit, fontsize=8)
-    ax.set_xlim(left=max(ax.get_xlim()[0], 0.5))  # there is no step 0
+    first, last = rows[0]["step"] + 1, rows[-1]["step"] + 1  # the same for all panels of a run
+    margin = 0.05 * max(last - first, 1)
+    ax.set_xlim(max(first - margin, 0.5), last + margin)  # there is no step 0
     _whole_numbers(ax.xaxis)
     ax.yaxis.set_major_formatter("{x:.4g}")  # no power of ten above the panel, where the title is
     ax.tick_params(labelsize=8)

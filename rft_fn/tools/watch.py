@@ -61,13 +61,16 @@ def frame(run: Recorded, color: Name = "push", *, width: int = 80) -> Group:
     names = metric_names([run.metrics])
     values = {name: [float(row[name]) for row in run.metrics if row.get(name) is not None] for name in names}
     first = {name: values.pop(name) for name in top_metrics([run.metrics])}
-    parts.append(_metrics(first, width))
+    if first:
+        parts.append(_metrics(first, width))
     if run.tokens:
         parts.append(_responses(run.tokens, color))
     if run.distributions:
         parts.append(_spread(run.distributions[-1]))
     parts.append(_phases(run.timing, width))
-    parts.append(_metrics({name: y for name, y in values.items() if len(set(y)) > 1}, width))
+    changing = {name: y for name, y in values.items() if len(set(y)) > 1}
+    if changing:
+        parts.append(_metrics(changing, width))
     still = [f"{printable(name)} {y[0]:.4g}" for name, y in values.items() if len(set(y)) == 1]
     if still:
         parts.append(Text("with a single value: " + ", ".join(still), style="dim"))

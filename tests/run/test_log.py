@@ -528,9 +528,10 @@ def test_a_reward_of_several_parts_has_a_panel_for_each():
     row |= {"reward/model": -3.0, "eval/model": -2.0, "reward/model/skipped": 0.1, "eval/model/skipped": 0.1}
     assert [panel.title for panel in plot._panels([row])] == ["reward", "evaluation"]
     true = {"reward/task:sort_digits": 0.1, "eval/task:sort_digits": 0.3}
+    unit = "mean of responses"
     assert plot._panels([row | true])[2:] == [
-        ("reward: model", "mean reward", ["eval/model", "reward/model"]),
-        ("reward: task:sort_digits", "mean reward", ["eval/task:sort_digits", "reward/task:sort_digits"]),
+        ("reward: model", unit, ["eval/model", "reward/model"]),
+        ("reward: task:sort_digits", unit, ["eval/task:sort_digits", "reward/task:sort_digits"]),
     ]
     assert plot._label("reward/task:sort_digits") == "training"
 
