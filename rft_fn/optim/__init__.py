@@ -6,7 +6,7 @@ Gradients and states are donated: their memory may be reused. `spec` describes t
 for backends that bring their optimizer along.
 """
 
-from rft_fn.optim.adam import AdamState, Decays, adamw
+from rft_fn.optim.optimizers import AdamState, Decays, adamw
 from rft_fn.optim.transforms import (
     EmaState,
     MasterState,

@@ -1,4 +1,4 @@
-"""AdamW, in the memory of the gradients."""
+"""Optimizers, in the memory of the gradients."""
 
 from collections.abc import Callable
 from typing import Any
