@@ -678,6 +678,40 @@ def adamw(
     return params
 
 
+def sgd(
+    params, grads, lr, momentum=0.0, nesterov=False, weight_decay=0.0, decays=lambda name, p: p.ndim >= 2
+):
+    """{name: array} after len(grads) steps of SGD from `params`; lr is a function of the updates done.
+
+    The momentum is its sum: b[t] = sum over s of momentum^(t-s) g[s].
+    """
+    params = {name: np.asarray(p, np.float64).copy() for name, p in params.items()}
+    for t in range(1, len(grads) + 1):
+        for name, p in params.items():
+            g = [np.asarray(step[name], np.float64) for step in grads[:t]]
+            step = sum(momentum ** (t - s) * g[s - 1] for s in range(1, t + 1))
+            if nesterov:
+                step = g[-1] + momentum * step
+            decay = weight_decay * p if decays(name, p) else 0.0
+            params[name] = p - lr(t - 1) * (step + decay)
+    return params
+
+
+def lion(params, grads, lr, b1=0.9, b2=0.99, weight_decay=0.0, decays=lambda name, p: p.ndim >= 2):
+    """{name: array} after len(grads) steps of Lion from `params`; lr is a function of the updates done.
+
+    The average before step t is its sum: m = (1 - b2) sum over s < t of b2^(t-1-s) g[s].
+    """
+    params = {name: np.asarray(p, np.float64).copy() for name, p in params.items()}
+    for t in range(1, len(grads) + 1):
+        for name, p in params.items():
+            g = [np.asarray(step[name], np.float64) for step in grads[:t]]
+            m = (1 - b2) * sum((b2 ** (t - 1 - s) * g[s - 1] for s in range(1, t)), 0.0)
+            decay = weight_decay * p if decays(name, p) else 0.0
+            params[name] = p - lr(t - 1) * (np.sign(b1 * m + (1 - b1) * g[-1]) + decay)
+    return params
+
+
 def clip_by_global_norm(grads, max_norm):
     norm = math.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in grads.values()))
     return {name: np.asarray(g, np.float64) * min(1.0, max_norm / norm) for name, g in grads.items()}

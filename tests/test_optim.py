@@ -3,11 +3,13 @@
 import collections
 import re
 import types
+from functools import partial
 
 import numpy as np
 import pytest
 import ref
 import torch
+from each_case import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,17 +77,87 @@ def test_adamw_against_torch(dtype):
     close(got, {n: p.detach() for n, p in theirs.items()}, 1e-6 if dtype == torch.float32 else 1e-12)
 
 
-def test_the_decay_mask_names_what_decays():
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 2**20),
+    steps=st.integers(1, 5),
+    momentum=st.sampled_from([(0.0, False), (0.9, False), (0.9, True)]),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+)
+def test_sgd_against_the_definition(seed, steps, momentum, weight_decay):
+    params, grads = draw(seed), [draw(seed + 1 + i) for i in range(steps)]
+    schedule = lambda t: 0.3 / (t + 1)  # noqa: E731
+    options = {"momentum": momentum[0], "nesterov": momentum[1], "weight_decay": weight_decay}
+    got, state = run(optim.sgd(schedule, **options), params, grads)
+    close(got, ref.sgd(params, grads, schedule, **options), 1e-12)
+    assert state.count == optim.count(state) == steps
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_sgd_against_torch(momentum, nesterov):
+    params, grads = draw(0), [draw(i) for i in range(1, 6)]
+    got, state = run(optim.sgd(0.1, momentum=momentum, nesterov=nesterov), params, grads)
+    theirs = {n: torch.nn.Parameter(p.clone()) for n, p in params.items()}
+    opt = torch.optim.SGD(theirs.values(), lr=0.1, momentum=momentum, nesterov=nesterov)
+    for g in grads:
+        for name, p in theirs.items():
+            p.grad = g[name].clone()
+        opt.step()
+    close(got, {n: p.detach() for n, p in theirs.items()}, 1e-12)
+    assert len(tree.leaves(state)) == (1 + len(SHAPES) if momentum else 1)
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 2**20),
+    steps=st.integers(1, 5),
+    b1=st.sampled_from([0.0, 0.3, 0.9]),
+    b2=st.sampled_from([0.95, 0.99]),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+)
+def test_lion_against_the_definition(seed, steps, b1, b2, weight_decay):
+    params, grads = draw(seed), [draw(seed + 1 + i) for i in range(steps)]
+    schedule = lambda t: 0.3 / (t + 1)  # noqa: E731
+    got, state = run(optim.lion(schedule, b1=b1, b2=b2, weight_decay=weight_decay), params, grads)
+    close(got, ref.lion(params, grads, schedule, b1=b1, b2=b2, weight_decay=weight_decay), 1e-12)
+    assert state.count == optim.count(state) == steps
+
+
+OPTIMIZERS = {
+    "adamw": optim.adamw,
+    "sgd": optim.sgd,
+    "momentum": partial(optim.sgd, momentum=0.9),
+    "nesterov": partial(optim.sgd, momentum=0.9, nesterov=True),
+    "lion": optim.lion,
+}
+
+
+@each("name", OPTIMIZERS)
+def test_the_decay_mask_names_what_decays(name):
     params, none = draw(0), tree.map(torch.zeros_like, draw(0))
+    make = OPTIMIZERS[name]
 
     def shrunk(**options):
-        after, _ = run(optim.adamw(0.1, weight_decay=0.5, **options), params, [none])
+        after, _ = run(make(0.1, weight_decay=0.5, **options), params, [none])
         return {name for name, p in after.items() if not torch.equal(p, params[name])}
 
     assert shrunk() == {"w", "v"}  # matrices and above: neither norms nor biases
     assert shrunk(mask=lambda name, p: name == "b") == {"b"}
-    got, _ = run(optim.adamw(0.1, weight_decay=0.5), params, [none])
+    assert shrunk(mask=lambda name, p: False) == set()
+    got, _ = run(make(0.1, weight_decay=0.5), params, [none])
     torch.testing.assert_close(got["w"], params["w"] * 0.95)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentum": 1.0}, "momentum: expected 0 <= momentum < 1, got 1.0"),
+        ({"nesterov": True}, "momentum: expected > 0 for nesterov, got 0"),
+    ],
+)
+def test_sgd_refuses_a_momentum_that_is_none(options, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        optim.sgd(0.1, **options)
 
 
 def test_a_step_leaves_parameters_alone_until_it_is_applied():
@@ -98,9 +170,10 @@ def test_a_step_leaves_parameters_alone_until_it_is_applied():
     assert not torch.equal(params["w"], before["w"])
 
 
-def test_the_updates_of_adamw_lie_where_the_gradients_did():
+@each("name", OPTIMIZERS)
+def test_updates_lie_where_the_gradients_did(name):
     grads, params = draw(1), draw(0)
-    tx = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1, weight_decay=0.1))
+    tx = optim.chain(optim.clip_by_global_norm(0.1), OPTIMIZERS[name](0.1, weight_decay=0.1))
     places = {n: g.data_ptr() for n, g in grads.items()}
     updates, _ = tx.update(grads, tx.init(params), params)
     assert {n: u.data_ptr() for n, u in updates.items()} == places

@@ -6,7 +6,7 @@ Gradients and states are donated: their memory may be reused. `spec` describes t
 for backends that bring their optimizer along.
 """
 
-from rft_fn.optim.optimizers import AdamState, Decays, adamw
+from rft_fn.optim.optimizers import AdamState, Decays, LionState, SgdState, adamw, lion, sgd
 from rft_fn.optim.transforms import (
     EmaState,
     MasterState,
@@ -31,5 +31,5 @@ from rft_fn.types import Transform
 
 __all__ = [
     "adamw", "apply_updates", "chain", "clip_by_global_norm", "constant", "count", "ema", "ema_params",
-    "global_norm", "partition", "warmup_cosine", "warmup_linear",
+    "global_norm", "lion", "partition", "sgd", "warmup_cosine", "warmup_linear",
 ]  # fmt: skip

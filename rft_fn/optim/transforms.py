@@ -248,10 +248,10 @@ def ema_params(opt: Any) -> Any:
 
 
 def count(opt: Any) -> int:
-    """Return the number of updates that `adamw` has made, from an optimizer state.
+    """Return the number of updates that `adamw`, `sgd` or `lion` has made, from an optimizer state.
 
     Its next learning rate is schedule(count). Unlike `TrainState.step` it leaves out updates that were
-    skipped. ValueError if there is no adamw.
+    skipped. ValueError if there is none of them.
     """
     for state in _states(opt):
         # tuples have a method of that name; the optimizer of a backend has the number

@@ -17,6 +17,7 @@ from rft_fn.strategy.zero.stages import lower
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "optimizers.py"
 F64 = torch.float64
+NAMES = ["lion", "muon", "partition", "sgd", "library lion"]
 
 
 def examples():
@@ -41,6 +42,9 @@ def transforms():
         "lion": optim.chain(optim.clip_by_global_norm(0.5), own.lion(1e-3, weight_decay=0.1)),
         "muon": optim.partition(lambda name, p: "muon" if p.dim() == 2 else "rest",
                                 muon=own.muon(1e-2), rest=optim.adamw(1e-2)),
+        "sgd": optim.chain(optim.clip_by_global_norm(0.5),
+                           optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1)),
+        "library lion": optim.chain(optim.clip_by_global_norm(0.5), optim.lion(1e-3, weight_decay=0.1)),
         "partition": optim.chain(optim.partition(label, **parts), optim.ema(0.5)),
     }  # fmt: skip
 
@@ -90,7 +94,7 @@ def close(got, want):
         torch.testing.assert_close(got[name], x, rtol=1e-10, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("name", ["lion", "muon", "partition"])
+@pytest.mark.parametrize("name", NAMES)
 def test_two_processes_take_the_steps_of_one(name, runs):
     _, two, one = runs
     start = dict(small().named_parameters())
@@ -108,7 +112,7 @@ def test_the_average_behind_a_partition_is_that_of_one_process(runs):
     assert not torch.equal(one["average"]["model.norm.weight"], one["partition"]["model.norm.weight"])
 
 
-@pytest.mark.parametrize("name", ["lion", "muon", "partition"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_run_of_two_processes_is_taken_up_by_one(name, runs):
     """The states of all parts are saved, and find their place again."""
     folder, _, one = runs
@@ -119,7 +123,8 @@ def test_a_run_of_two_processes_is_taken_up_by_one(name, runs):
 
 
 @pytest.mark.parametrize(
-    ("name", "got"), [("lion", "lion last"), ("muon", "partition last"), ("partition", "partition last")]
+    ("name", "got"),
+    [("lion", "lion last"), ("muon", "partition last"), ("partition", "partition last"), ("sgd", "sgd last")],
 )
 def test_zero_refuses_them_in_one_line(name, got):
     message = "tx: expected clip_by_global_norm, one adamw and ema in this order with zero_stage, got "
