@@ -17,12 +17,24 @@ from rft_fn.scan import linear_scan, step
 
 __all__ = [
     "cpgd", "cpgd_by", "decoupled_gae", "discounted_return", "gae", "gdpo", "gdpo_by", "grpo", "grpo_by",
-    "length_adaptive_lambda", "opo", "opo_by", "pass_at_k", "pass_at_k_by", "reinforce_pp",
-    "reinforce_pp_baseline", "reinforce_pp_baseline_by", "remax", "remax_by", "rloo", "rloo_by", "whiten",
+    "length_adaptive_lambda", "opo", "opo_by", "pass_at_k", "pass_at_k_by", "quantile", "quantile_by",
+    "reinforce_pp", "reinforce_pp_baseline", "reinforce_pp_baseline_by", "remax", "remax_by", "rloo",
+    "rloo_by", "whiten",
 ]  # fmt: skip
 
 
 # ---------- advantages of responses from the rewards [N, G] of groups of equal size
+
+
+def _size_of_groups(reward: Tensor) -> int:
+    """Return G of rewards [N, G]; ValueError for groups of one."""
+    size = check.shapes(reward=(reward, "N G"))["G"]
+    if size < 2:
+        raise ValueError(
+            f"reward: expected [N, G] with G >= 2, got {list(reward.shape)}: a group of one has no baseline; "
+            "sample more per prompt (group >= 2) or use an advantage that is not normalised by group"
+        )
+    return size
 
 
 def _centre(reward: Tensor, share: Tensor | None = None) -> Tensor:
@@ -30,12 +42,7 @@ def _centre(reward: Tensor, share: Tensor | None = None) -> Tensor:
 
     `share` [N, G] weights the mean, which is uniform without it. ValueError for groups of one.
     """
-    sizes = check.shapes(reward=(reward, "N G"))
-    if sizes["G"] < 2:
-        raise ValueError(
-            f"reward: expected [N, G] with G >= 2, got {list(reward.shape)}: a group of one has no baseline; "
-            "sample more per prompt (group >= 2) or use an advantage that is not normalised by group"
-        )
+    _size_of_groups(reward)
     uniform = share is None
     mean = reward.mean(-1, keepdim=True) if uniform else (share * reward).sum(-1, keepdim=True)
     equal = reward.amax(-1, keepdim=True) == reward.amin(-1, keepdim=True)
@@ -89,6 +96,30 @@ def opo(reward: Tensor, length: Tensor) -> Tensor:
     check.shapes(reward=(reward, "N G"), length=(length, "N G"))
     share = length.to(reward.dtype) / length.sum(-1, keepdim=True).clamp(min=1)
     return _centre(reward, share)
+
+
+def quantile(reward: Tensor, *, q: float, scale: bool = True, eps: float = 1e-6) -> Tensor:
+    """Return quantile advantages [N, G], with a quantile of the group's rewards as baseline.
+
+        (r - Q) / (std + eps),    Q the smallest r of the group with #{r' <= Q} >= q G
+
+    QAE, arXiv 2509.22611, which calls q K. With rewards 0 or 1 and a success rate p, Q is 0 where p <= 1 - q:
+    a hard prompt teaches by its successes only, and an easy one, with Q = 1, by its failures only. std and
+    `scale` as in `grpo`. Not centred; biased, because the baseline of a sample depends on it. ValueError for
+    groups of one, and unless 0 < q <= 1.
+    """
+    size = _size_of_groups(reward)
+    place = _place_of_quantile(q, torch.tensor(size))
+    above = reward - reward.sort(-1).values[..., place, None]
+    return above / (reward.std(-1, keepdim=True) + eps) if scale else above
+
+
+def _place_of_quantile(q: float, size: Tensor) -> Tensor:
+    """Return the place i64 of the q-quantile among `size` sorted numbers: the first with a share of q."""
+    if not 0 < q <= 1:
+        raise ValueError(f"q: expected 0 < q <= 1, got {q}")
+    # 0.55 * 20 is a little more than 11
+    return (q * size.double() - 1e-9).ceil().long() - 1
 
 
 def cpgd(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
@@ -300,6 +331,12 @@ def _centre_by_group(reward: Tensor, index: Tensor, share: Tensor | None = None)
     return torch.where(equal, 0, reward - mean)
 
 
+def _deviation(centred: Tensor, index: Tensor) -> Tensor:
+    """Return the sample's standard deviation of each row's group [B], of centred rewards [B]."""
+    others = (_size(index, centred) - 1).clamp(min=1)
+    return (_within(segment.sum, centred.square(), index) / others).sqrt()
+
+
 def grpo_by(reward: Tensor, group: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
     """Return GRPO's advantages [B] of rewards [B], normalised per group of any size.
 
@@ -310,11 +347,7 @@ def grpo_by(reward: Tensor, group: Tensor, *, scale: bool = True, eps: float = 1
     """
     index = _index(reward, group)
     centred = _centre_by_group(reward, index)
-    if not scale:
-        return centred
-    others = (_size(index, reward) - 1).clamp(min=1)
-    std = (_within(segment.sum, centred.square(), index) / others).sqrt()
-    return centred / (std + eps)
+    return centred / (_deviation(centred, index) + eps) if scale else centred
 
 
 def rloo_by(reward: Tensor, group: Tensor) -> Tensor:
@@ -351,6 +384,25 @@ def opo_by(reward: Tensor, group: Tensor, length: Tensor) -> Tensor:
     tokens = length.to(reward.dtype)
     share = tokens / _within(segment.sum, tokens, index).clamp(min=1)
     return _centre_by_group(reward, index, share)
+
+
+def quantile_by(reward: Tensor, group: Tensor, *, q: float, scale: bool = True, eps: float = 1e-6) -> Tensor:
+    """Return quantile advantages [B] of rewards [B], in groups of any size.
+
+        (r - Q) / (std + eps),    Q the q-quantile of the group
+
+    0 for the only row of a group. See `quantile`.
+    """
+    index = _index(reward, group)
+    size = torch.bincount(index)
+
+    # sorted by group, and by reward in each group
+    order = reward.argsort()
+    order = order[index[order].argsort(stable=True)]
+    first = size.cumsum(0) - size
+    above = reward - segment.spread(reward[order[first + _place_of_quantile(q, size)]], index)
+    std = _deviation(_centre_by_group(reward, index), index)
+    return above / (std + eps) if scale else above
 
 
 def cpgd_by(reward: Tensor, group: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:

@@ -5,6 +5,7 @@ The tests hold the library against these. The library never imports this file, n
 
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 
@@ -121,6 +122,18 @@ def opo(reward, length):
     for n, (row, size) in enumerate(zip(reward, length)):
         baseline = sum(x * r for x, r in zip(size, row)) / sum(size)
         out[n] = [r - baseline for r in row]
+    return out
+
+
+def quantile(reward, q, scale=True, eps=1e-6):
+    """The baseline: the smallest reward that a share q of the group does not exceed."""
+    out = np.zeros_like(reward, dtype=np.float64)
+    share = Fraction(str(q))
+    for n, row in enumerate(np.asarray(reward, np.float64)):
+        baseline = min(x for x in row if (row <= x).sum() >= share * len(row))
+        out[n] = row - baseline
+        if scale:
+            out[n] /= row.std(ddof=1) + eps
     return out
 
 

@@ -142,6 +142,26 @@ def tensors(*arrays):
     return [torch.from_numpy(np.asarray(a)) for a in arrays]
 
 
+QS = st.sampled_from([0.05, 0.2, 0.4, 0.5, 0.55, 0.7, 0.75, 1.0])
+
+
+@given(reward=groups(), q=QS, scale=st.booleans())
+def test_quantile_against_the_definition(reward, q, scale):
+    got = advantage.quantile(torch.from_numpy(reward), q=q, scale=scale)
+    np.testing.assert_allclose(got, ref.quantile(reward, q, scale), rtol=1e-10, atol=1e-10)
+
+
+@each("size", [2, 3, 8, 20])
+@given(q=QS)
+def test_a_quantile_teaches_hard_prompts_by_successes_and_easy_ones_by_failures(size, q):
+    """Of every success rate p: the gate of the paper, at p = 1 - q to the response."""
+    right = torch.arange(1, size)[:, None]
+    reward = (torch.arange(size) < right).double()
+    adv = advantage.quantile(reward, q=q)
+    hard = right.double() / size <= 1 - q + 1e-9
+    assert torch.equal(adv > 0, (reward == 1) & hard) and torch.equal(adv < 0, (reward == 0) & ~hard)
+
+
 @given(reward=groups(), seed=st.integers(0, 2**32))
 def test_remax_and_opo_against_their_definitions(reward, seed):
     rng = np.random.default_rng(seed)
@@ -369,6 +389,10 @@ MASK = torch.ones(2, 5, dtype=torch.bool)
         (lambda: advantage.gdpo(R, FLAT), r"^parts: expected \[K, N, G\] .*got \[2, 4\]"),
         (lambda: advantage.gdpo(R[None], FLAT), r"^weights: expected \[K\] = \[1\], got \[2\]"),
         (lambda: advantage.gdpo(R[None, :, :1], FLAT[:1]), r"^reward: .*: a group of one has no baseline"),
+        (lambda: advantage.quantile(R, q=0.0), r"^q: expected 0 < q <= 1, got 0.0"),
+        (lambda: advantage.quantile(R, q=40), r"^q: expected 0 < q <= 1, got 40"),
+        (lambda: advantage.quantile(FLAT, q=0.4), r"^reward: expected \[N, G\]"),
+        (lambda: advantage.quantile(R[:, :1], q=0.4), r"^reward: .*: a group of one has no baseline"),
         (lambda: advantage.pass_at_k(R > 0, k=0), r"^k: expected between 1 and the 4 responses .*got 0"),
         (lambda: advantage.pass_at_k(R > 0, k=5), r"^k: expected between 1 and the 4 responses .*got 5"),
         (lambda: advantage.pass_at_k(FLAT > 0, k=1), r"^correct: expected \[N, G\]"),

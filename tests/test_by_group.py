@@ -43,6 +43,11 @@ PAIRS = {
         lambda r, n: advantage.reinforce_pp_baseline(r),
         lambda r, n: ref.reinforce_pp_baseline(r),
     ),
+    "quantile": (
+        lambda r, g, n: advantage.quantile_by(r, g, q=0.4),
+        lambda r, n: advantage.quantile(r, q=0.4),
+        lambda r, n: ref.quantile(r, 0.4),
+    ),
     "pass_at_2": (
         lambda r, g, n: advantage.pass_at_k_by(r > 0, g, k=2),
         lambda r, n: advantage.pass_at_k(r > 0, k=2),
@@ -183,6 +188,7 @@ R, G = torch.zeros(3), torch.zeros(3, dtype=torch.long)
             lambda: advantage.gdpo_by(R[None], G, torch.ones(2)),
             r"^weights: expected \[K\] = \[1\], got \[2\]",
         ),
+        (lambda: advantage.quantile_by(R, G, q=1.5), r"^q: expected 0 < q <= 1, got 1.5"),
         (lambda: advantage.pass_at_k_by(R > 0, G, k=0), r"^k: expected at least 1, got 0"),
     ],
 )

@@ -82,6 +82,7 @@ def test_every_loss_can_be_swept(name):
         lambda r: advantage.remax(r, r[:, 0]),
         lambda r: advantage.gdpo(torch.stack([r, r**2]), torch.tensor([1.0, 0.5])),
         lambda r: advantage.pass_at_k(r > 0, k=2),
+        lambda r: advantage.quantile(r, q=0.4),
         lambda r: advantage.whiten(r, r < 1),
         lambda r: advantage.gae(r, r**2, torch.full_like(r, 0.9), 0.9, mask=r < 1)[0],
         lambda r: scan.linear_scan(r, r + 1),
