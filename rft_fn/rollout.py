@@ -1,4 +1,4 @@
-"""Operations on rollouts: select, join, cut, continue and split rows.
+"""Operations on rollouts: select, join, cut, continue, split and re-prompt rows.
 
 All are pure, keep each row's tokens, mask and log-probs together, and carry media along. `group` says which
 prompt a row is a response to; a list of your own prompts stays aligned with it as each docstring says.
@@ -15,7 +15,7 @@ from torch import Tensor
 from rft_fn import check, tree
 from rft_fn.types import Media, Rollout, Sampling
 
-__all__ = ["concat", "extend", "prefixes", "split", "take"]
+__all__ = ["concat", "extend", "prefixes", "split", "take", "with_prompts"]
 
 
 def take(rollout: Rollout, index: Sequence[int] | Tensor) -> Rollout:
@@ -226,3 +226,59 @@ def split(rollout: Rollout, by: Sequence[Hashable] | Tensor) -> Mapping[Hashable
     for b, label in enumerate(labels):
         rows.setdefault(label, []).append(b)
     return {label: take(rollout, index) for label, index in rows.items()}
+
+
+def with_prompts(
+    rollout: Rollout, prompts: Sequence[Any], *, group: Sequence[int] | Tensor | None = None
+) -> Rollout:
+    """Put the same responses after other prompts: row b after `prompts[group[b]]`.
+
+    `prompts` are lists of token ids, or objects with `.ids` (and `.media`), as for an engine. `group` [B] is
+    by default the rollout's, one prompt for each that was sampled from; range(B) gives each row its own. The
+    result has this group, and the media of the new prompts. A response begins with its first sampled token
+    and keeps its mask; a row without any is its prompt only.
+
+    Version, `truncated` and log-probs stay as they were sampled, after the old prompts: `st.score` gives a
+    model's after the new ones. Sampled tokens have the same order in both, so numbers [B, S] of the result
+    belong to rows of the old one as torch.zeros_like(old.logp).masked_scatter(old.mask, x[new.mask]).
+    ValueError for a group that points to no prompt, a text, and a prompt without tokens.
+    """
+    at = rollout.group if group is None else torch.as_tensor(group)
+    check.shapes(tokens=(rollout.tokens, "B S"), group=(at, "B"))
+    wrong = at[(at < 0) | (at >= len(prompts))]
+    if len(wrong):
+        raise ValueError(f"group: expected numbers of {len(prompts)} prompts, from 0, got {int(wrong[0])}")
+    new = [_ids(i, prompt) for i, prompt in enumerate(prompts)]
+    begin = torch.where(rollout.mask.any(-1), rollout.mask.int().argmax(-1), rollout.length).tolist()
+
+    tokens, mask, logp = [], [], []
+    for b, (i, first, end) in enumerate(zip(at.tolist(), begin, rollout.length.tolist())):
+        ids = rollout.tokens.new_tensor(new[i])
+        tokens.append(torch.cat([ids, rollout.tokens[b, first:end]]))
+        mask.append(torch.cat([torch.zeros_like(ids, dtype=torch.bool), rollout.mask[b, first:end]]))
+        logp.append(F.pad(rollout.logp[b, first:end], (len(ids), 0)))
+    size = max((len(row) for row in tokens), default=0)
+    stacked = [
+        torch.stack([F.pad(row, (0, size - len(row))) for row in rows]) if rows else old[:, :0]
+        for rows, old in ((tokens, rollout.tokens), (mask, rollout.mask), (logp, rollout.logp))
+    ]
+    media = Media.of_prompts([getattr(prompt, "media", None) for prompt in prompts])
+    return tree.replace(
+        rollout,
+        tokens=stacked[0],
+        mask=stacked[1],
+        logp=stacked[2],
+        length=rollout.length.new_tensor([len(row) for row in tokens]),
+        group=at.to(rollout.group),
+        media=None if media is None else media.take(at.tolist()),
+    )
+
+
+def _ids(number: int, prompt: Any) -> list[int]:
+    """Return the token ids of a prompt; ValueError for a text, and for none."""
+    if isinstance(prompt, str):
+        raise ValueError(f"prompts[{number}]: expected token ids, got text; encode it with the tokenizer")
+    ids = list(getattr(prompt, "ids", prompt))
+    if not ids:
+        raise ValueError(f"prompts[{number}]: expected at least one token, got none")
+    return ids

@@ -13,7 +13,7 @@ import optree
 import torch
 from torch.utils import _pytree as torch_pytree
 
-__all__ = ["Named", "UseAfterDonate", "donate", "leaves", "map", "replace", "static", "struct"]
+__all__ = ["Named", "UseAfterDonate", "copy", "donate", "leaves", "map", "replace", "static", "struct"]
 
 _NAMESPACE = "rft_fn"
 _register_optree: Any = optree.register_pytree_node  # its types expect collections, which structs are not
@@ -132,6 +132,15 @@ def map(f: Callable[..., Any], *trees: Any, is_leaf: Callable[[Any], bool] | Non
     Parts for which `is_leaf` is true count as leaves. None is structure: it stays None.
     """
     return optree.tree_map(f, *trees, is_leaf=is_leaf, namespace=_NAMESPACE)
+
+
+def copy(tree: Any) -> Any:
+    """Copy a tree with all of its tensors, which share no memory and no graph with the old ones.
+
+    An update in place, or one that donates the old tree, changes nothing of the copy: `copy(state.params)`
+    is what a frozen policy was. Shards of a tensor stay shards, and nothing is sent.
+    """
+    return map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, tree)
 
 
 def leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:

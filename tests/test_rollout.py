@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rft_fn import advantage, experience, packing, reward, segment, tree
 from rft_fn.data import Prompt
-from rft_fn.rollout import concat, extend, prefixes, split, take
+from rft_fn.rollout import concat, extend, prefixes, split, take, with_prompts
 from rft_fn.types import Media, Rollout, Sampling
 
 
@@ -194,6 +194,53 @@ def test_an_environments_tokens_are_no_samples(found):
     second = extend(first, sampled_after([[*ids, 6] for ids in prefixes(first)], [4]))
     assert [row[1] for row in listed(second)] == [row[1] + [False, True] for row in listed(first)]
     assert torch.equal(second.logp[second.mask] != 0, torch.ones(int(second.mask.sum()), dtype=torch.bool))
+
+
+def responses(found):
+    """The rows from the first sampled token on."""
+    return [tokens[len(tokens) - sampled :] for tokens, sampled, *_ in found]
+
+
+PROMPTS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=3, max_size=5)
+
+
+@given(rows(), PROMPTS, st.data(), st.booleans())
+def test_responses_move_to_other_prompts_as_they_are(found, prompts, data, media):
+    r = build(found, media)
+    group = None
+    if data.draw(st.booleans()):
+        group = [data.draw(st.integers(0, len(prompts) - 1)) for _ in found]
+    images = [{"pixels": torch.full((i, 1), 7.0 + i)} for i in range(len(prompts))]
+    shown = [Prompt(ids, "", {}, i, media=images[i]) for i, ids in enumerate(prompts)]
+    got = with_prompts(r, shown if media else prompts, group=group)
+    at = r.group.tolist() if group is None else group
+    want = []
+    for b, (row, response) in enumerate(zip(listed(r), responses(found))):
+        ids, n = prompts[at[b]], len(response)
+        logp = row[2][len(row[2]) - n :]
+        new = [[*ids, *response], [False] * len(ids) + [True] * n, [0.0] * len(ids) + logp]
+        new += [row[3], at[b], row[5]]
+        want.append([*new, [[7.0 + at[b]]] * at[b]] if media else new)
+    assert listed(got) == want
+
+    # twice is the last time, and the own prompts change nothing
+    same(with_prompts(with_prompts(r, [[5]] * 5), prompts, group=at), with_prompts(r, prompts, group=at))
+    own = [tokens[: len(tokens) - sampled] for tokens, sampled, *_ in found]
+    plain = build(found)
+    same(tree.replace(with_prompts(plain, own, group=range(len(own))), group=r.group), plain)
+
+    # numbers of the new rows go to the old ones
+    back = torch.zeros_like(r.logp).masked_scatter(r.mask, got.logp[got.mask])
+    assert torch.equal(back, r.logp)
+
+
+def test_an_environments_answer_is_part_of_the_response():
+    r = build([([1, 2, 3], 1, 0, 0)])
+    turns = extend(r, sampled_after([[1, 2, 3, 7, 7]], [5]))
+    got = listed(with_prompts(turns, [[9]]))[0]
+    assert got[:2] == [[9, 3, 7, 7, 5], [False, True, False, False, True]]
+    none = take(r, [])
+    assert with_prompts(none, []).tokens.shape == (0, 0)
 
 
 @given(rows(shortest=2), st.data())
@@ -404,6 +451,14 @@ R = build([([1, 2, 3], 1, 0, 0), ([4, 5], 1, 1, 0)])
         (lambda: prefixes(R, [1, 3]), r"at\[1\]: expected 1 to 2, the length of the row, got 3"),
         (lambda: prefixes(R, [0, 1]), r"at\[0\]: expected 1 to 3"),
         (lambda: split(R, [1]), "by: expected 2 labels, one for each row, got 1"),
+        (lambda: with_prompts(R, [[1]]), "group: expected numbers of 1 prompts, from 0, got 1"),
+        (
+            lambda: with_prompts(R, [[1]], group=[0, -1]),
+            "group: expected numbers of 1 prompts, from 0, got -1",
+        ),
+        (lambda: with_prompts(R, [[1]], group=[0]), r"group: expected \[B\] = \[2\], got \[1\]"),
+        (lambda: with_prompts(R, [[1], "2+3="]), r"prompts\[1\]: expected token ids, got text"),
+        (lambda: with_prompts(R, [[1], []]), r"prompts\[1\]: expected at least one token, got none"),
         (
             lambda: extend(R, build([([1, 2, 3, 9], 1, 2, 0)])),
             r"after.group\[0\]: expected a row .* below 2, got 2",

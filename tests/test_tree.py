@@ -47,6 +47,20 @@ def test_map_keeps_none_static_fields_and_types(walk):
     assert {k: v.tolist() for k, v in out.named.items()} == {"b": [4.0], "a": [5.0]}
 
 
+def test_a_copy_shares_nothing_with_what_it_was_made_of():
+    old = outer()
+    old.inner.x.requires_grad_()
+    old = tree.replace(old, inner=tree.replace(old.inner, y=(2 * old.inner.x)))
+    new = tree.copy(old)
+    assert type(new) is Outer and new.tag == "t" and type(new.named) is tree.Named
+    assert not any(x.requires_grad for x in tree.leaves(new))
+    for x in tree.leaves(old):
+        x.detach().zero_()
+    tree.donate(old)
+    assert [x.tolist() for x in tree.leaves(new)] == [[1.0, 2.0], [2.0, 4.0], [3.0], [4.0]]
+    assert tree.copy({"step": 3, "none": None, "f": (torch.ones(1),)})["step"] == 3
+
+
 def test_both_traversals_see_the_same_leaves():
     ours, theirs = tree.leaves(outer()), torch_pytree.tree_leaves(outer())
     assert [x.tolist() for x in ours] == [x.tolist() for x in theirs]
