@@ -5,7 +5,10 @@ is registered with both and this project traverses only through this module, whe
 field and never a leaf.
 """
 
+import ast
 import dataclasses
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, dataclass_transform
 
@@ -33,6 +36,38 @@ def static(**kwargs: Any) -> Any:
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
+class _Docstring:
+    """The docstring of a class with its fields as they are written, read from the source when asked for."""
+
+    def __init__(self, text: str | None):
+        self.text = inspect.cleandoc(text or "")
+
+    def __get__(self, instance: Any, cls: type) -> str:
+        return f"{self.text}\n\nFields:\n\n{_written_fields(cls)}".rstrip()
+
+
+def _written_fields(cls: type) -> str:
+    """Return the lines of the fields of a class, with their comments; without its source only the names."""
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):
+        return "\n".join(f"    {name}" for name in cls.__annotations__)
+    lines, found = source.splitlines(), []
+    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+        if isinstance(node, ast.AnnAssign):
+            first = node.lineno - 1
+            while lines[first - 1].strip().startswith("# "):
+                first -= 1
+            found += lines[first : node.end_lineno]
+    return "\n".join(found)
+
+
+def documented(cls: type[T]) -> type[T]:
+    """Make `help` of a class of fields show them as they are written: shapes stand in their comments."""
+    cls.__doc__ = _Docstring(cls.__doc__)  # type: ignore[assignment]
+    return cls
+
+
 def field_names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return (names of leaf fields, names of static fields) of a struct."""
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -56,6 +91,7 @@ def struct(cls: type[T]) -> type[T]:
     # eq=False: comparing tensors gives tensors, and a struct stays hashable by identity
     cls = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)  # type: ignore[assignment]
     cls.__getattr__ = _missing  # type: ignore[attr-defined]
+    documented(cls)
     children, statics = field_names(cls)
 
     def aux(x: Any) -> tuple:

@@ -1,13 +1,23 @@
 """The public names: what `rft.<tab>` and `rft.ROOM.<tab>` show, and that all of it is for somebody."""
 
 import ast
+import dataclasses
 import inspect
+import pydoc
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+from each_case import each
+from torch import Tensor
+
 import rft_fn as rft
+from rft_fn.collect.asynchronous import EngineWorker
+from rft_fn.engine.lifetime import deferred
+from rft_fn.strategy.fsdp2 import FSDP2Backend
+from rft_fn.strategy.zero.backend import ZeroBackend
+from rft_fn.types.engine import described
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = [name for name in rft.__all__ if inspect.ismodule(getattr(rft, name))]
@@ -118,6 +128,67 @@ def test_completion_shows_what_is_listed_and_nothing_else():
     code = "import rft_fn as rft; print(dir(rft)); [getattr(rft, x) for x in dir(rft)]; print(dir(rft))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert [ast.literal_eval(line) for line in done.stdout.splitlines()] == [sorted(rft.__all__)] * 2
+
+
+def shown_by_help(x):
+    return pydoc.render_doc(x, renderer=pydoc.plaintext)
+
+
+def signatures(kind):
+    """{field of a record of functions: the protocol's method}"""
+    calls = {name: vars(x).get("__call__") for name, x in kind.__annotations__.items() if isinstance(x, type)}
+    return {name: call for name, call in calls.items() if inspect.isfunction(call)}
+
+
+def assert_helpful(functions):
+    """`help` of each function has the contract's docstring and arguments, and of the others has a text."""
+    for name, call in signatures(type(functions)).items():
+        text, about = shown_by_help(getattr(functions, name)), inspect.cleandoc(call.__doc__)
+        assert all(line.strip() in text for line in about.splitlines()), name
+        assert all(argument in text for argument in list(inspect.signature(call).parameters)[1:]), name
+    assert all(inspect.getdoc(x) for x in functions if inspect.isroutine(x))
+
+
+def test_help_of_a_strategy_is_the_contract():
+    st = rft.strategy.get_strategy()
+    assert_helpful(st)
+    assert "loss [T]" in shown_by_help(st.grad) and "sampling" in shown_by_help(st.init)
+    for backend in (FSDP2Backend, ZeroBackend):
+        assert_helpful(described(rft.Strategy(*(getattr(backend, n, None) for n in rft.Strategy._fields))))
+
+
+def test_help_of_an_engine_is_the_contract():
+    engine = rft.engine.get_engine(None, "tiny")
+    worker = EngineWorker(lambda: engine)
+    for functions in (engine, deferred(lambda: engine), worker.engine()):
+        assert_helpful(functions)
+    assert "[B, S]" in shown_by_help(engine.score)
+    worker.close()
+
+
+@each(
+    "kind", [rft.Rollout, rft.Experience, rft.Packed, rft.TokenOut, rft.TrainState, rft.Media, rft.Sampling]
+)
+def test_help_of_a_record_has_its_fields_and_the_shapes_of_tensors(kind):
+    text = shown_by_help(kind)
+    for field in dataclasses.fields(kind):
+        line = next(x for x in text.splitlines() if f"     {field.name}: " in x)
+        assert "# [" in line or field.type not in (Tensor, Tensor | None), line
+
+
+def test_help_of_records_says_what_the_source_says():
+    assert "tokens: Tensor  # [B, S] i64\n" in shown_by_help(rft.Rollout)
+    assert "# sequences that belong together" in shown_by_help(rft.Packed)
+    for kind in (rft.Strategy, rft.Engine):
+        text = shown_by_help(kind)
+        for call in signatures(kind).values():
+            assert inspect.cleandoc(call.__doc__).splitlines()[0] in text
+    assert "sleep: MoveWeights  # to the host" in shown_by_help(rft.Engine)
+
+    # a struct of a prompt has no source
+    made = {"rft": rft}
+    exec("class Typed:\n    x: int\n    y: int = 0\nTyped = rft.tree.struct(Typed)", made)
+    assert [x.strip() for x in made["Typed"].__doc__.splitlines()[-2:]] == ["x", "y"]
 
 
 def test_machinery_can_still_be_used():

@@ -19,7 +19,7 @@ from rft_fn.check import Count, Range, Share, Whole, printable
 from rft_fn.engine.requests import BadRequest, given
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Engine, Rollout, Sampling
-from rft_fn.types.engine import Delivered, EngineStatus, record
+from rft_fn.types.engine import Delivered, EngineStatus, described, record
 
 __all__ = [
     "EngineConfig", "EngineDead", "config_of", "dead_after_failure", "deferred", "limited", "on_rank0",
@@ -223,7 +223,7 @@ def deferred(build: Callable[[], Engine]) -> Engine:
             return built[0].status()
         return {"engine": "deferred", "alive": True, "version": 0, "asleep": True, "supported": frozenset()}
 
-    return Engine(
+    functions = Engine(
         generate=lambda *args, **options: engine().generate(*args, **options),
         score=lambda *args, **options: engine().score(*args, **options),
         load=lambda *args, **options: engine().load(*args, **options),
@@ -232,6 +232,7 @@ def deferred(build: Callable[[], Engine]) -> Engine:
         status=status,
         close=lambda: built[0].close() if built else None,
     )
+    return described(functions)
 
 
 class EngineDead(RuntimeError):

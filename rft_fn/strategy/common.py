@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -146,6 +146,7 @@ T = TypeVar("T")
 def watched(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Describe lost processes in the errors of a method, which may wait for them."""
 
+    @wraps(method)
     def call(self: Any, *args: P.args, **options: P.kwargs) -> T:
         with self.session.watch():
             return method(self, *args, **options)

@@ -20,6 +20,7 @@ __all__ = [
 # ---------- how tokens are drawn
 
 
+@tree.documented
 @dataclass(frozen=True)
 class Sampling:
     """The distribution that tokens are drawn from.

@@ -1,14 +1,19 @@
 """The engine, which samples from the policy: the record, and the signatures of its functions."""
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
+from rft_fn import tree
 from rft_fn.types.batch import Rollout, Sampling
 
-__all__ = ["Delivered", "Engine", "EngineStatus", "Generate", "Load", "Score", "record"]
+__all__ = [
+    "Delivered", "Engine", "EngineStatus", "Generate", "Load", "Score", "described", "record",
+    "record_of_functions",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -100,10 +105,51 @@ class Load(Protocol):
         ...
 
 
+class MoveWeights(Protocol):
+    """Moves the weights of an engine between the device and the host."""
+
+    def __call__(self) -> None:
+        """Move the weights: `sleep` to the host, `wake` back to the device.
+
+        They do nothing where "sleep" is not in `status()["supported"]`.
+        """
+        ...
+
+
+class Status(Protocol):
+    """Tells the state of an engine."""
+
+    def __call__(self) -> EngineStatus:
+        """Return the state of the engine, a dict; also of one that is no longer alive."""
+        ...
+
+
+class CloseEngine(Protocol):
+    """Ends an engine."""
+
+    def __call__(self) -> None:
+        """End the engine and free what it holds. Twice is once."""
+        ...
+
+
+def _signatures(kind: Any) -> dict[str, Callable[..., Any]]:
+    """Return the signatures of a record's functions by their fields, as methods with a docstring."""
+    calls = {name: vars(x).get("__call__") for name, x in kind.__annotations__.items() if isinstance(x, type)}
+    return {name: call for name, call in calls.items() if inspect.isfunction(call)}
+
+
+def record_of_functions(kind: type[T]) -> type[T]:
+    """Make `help` of a NamedTuple of functions show its fields, and of a field its signature's docstring."""
+    for name, call in _signatures(kind).items():
+        getattr(kind, name).__doc__ = call.__doc__
+    return tree.documented(kind)
+
+
 def _nothing_to_close() -> None:
     """Close an engine that holds nothing."""
 
 
+@record_of_functions
 class Engine(NamedTuple):
     """Samples from the policy, with the weights that it was last given.
 
@@ -115,16 +161,31 @@ class Engine(NamedTuple):
     generate: Generate
     score: Score
     load: Load
-    sleep: Callable[[], None]  # moves the weights to the host
-    wake: Callable[[], None]  # and back
-    status: Callable[[], EngineStatus]  # also of an engine that is no longer alive
-    close: Callable[[], None] = _nothing_to_close  # ends the engine and frees what it holds
+    sleep: MoveWeights  # to the host
+    wake: MoveWeights  # and back
+    status: Status
+    close: CloseEngine = _nothing_to_close
+
+
+def described(functions: T) -> T:
+    """Give the functions of a record the docstrings and arguments of their signatures, for `help`."""
+    for name, call in _signatures(type(functions)).items():
+        value: Any = getattr(functions, name)
+        full = inspect.signature(call)
+        if inspect.ismethod(value):
+            value.__func__.__doc__, value.__func__.__signature__ = call.__doc__, full
+        elif inspect.isfunction(value):
+            _, *arguments = full.parameters.values()
+            value.__doc__, value.__signature__ = call.__doc__, full.replace(parameters=arguments)
+    return functions
 
 
 def record(kind: Callable[..., T], source: object) -> T:
-    """Fill a NamedTuple with the attributes of an object that have its fields' names.
+    """Fill a NamedTuple with the attributes of an object that have its fields' names, `described`.
 
     A field that the object lacks has its default; TypeError names one that has none.
     """
     fields: Any = kind
-    return kind(**{name: getattr(source, name) for name in fields._fields if hasattr(source, name)})
+    return described(
+        kind(**{name: getattr(source, name) for name in fields._fields if hasattr(source, name)})
+    )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn.types.batch import Experience, Packed, Rollout, Sampling, TokenOut, TrainState, Transform
+from rft_fn.types.engine import record_of_functions
 from rft_fn.types.functions import Apply, LossFn
 from rft_fn.types.media import MEDIA_COST
 
@@ -33,8 +34,9 @@ class Init(Protocol):
     ) -> tuple[Apply, TrainState]:
         """Return (apply, state) of a module, which is sharded in place.
 
-        `sampling` is how its tokens are drawn: log-probs are of that distribution. `entropy` and `aux` ask
-        for these fields of TokenOut. `shard_size` overrides the config's for this module.
+        `apply(params, pack)` gives a TokenOut, numbers [T] of the targets of a pack; `tx` makes the state's
+        optimizer. `sampling` is how its tokens are drawn: log-probs are of that distribution. `entropy` and
+        `aux` ask for these fields of TokenOut. `shard_size` overrides the config's for this module.
         """
         ...
 
@@ -51,7 +53,10 @@ class Bind(Protocol):
         aux: bool = False,
         shard_size: int | None = None,
     ) -> tuple[Apply, Any]:
-        """Return (apply, params) of a module, as `Init` does, without an optimizer."""
+        """Return (apply, params) of a module, as `init` does, without an optimizer.
+
+        `params` are a tree.Named of the trainable tensors by the module's own names.
+        """
         ...
 
 
@@ -81,7 +86,7 @@ class Gather(Protocol):
     """Puts the batches of all ranks together."""
 
     def __call__(self, x: Any, /) -> Any:
-        """Concatenate the trees of all ranks along dim 0, on the host.
+        """Concatenate the trees of all ranks along dim 0, [B, ...] each, on the host.
 
         Rows of media stay on the rank that has them; only their numbers travel.
         """
@@ -104,9 +109,10 @@ class Grad(Protocol):
     ) -> tuple[Any, dict[str, Any]]:
         """Return (gradients, metrics) of the sum over all packs of all ranks of (w * loss).sum().
 
-        The gradients are opaque: they go into `update`. Nothing is donated. ValueError for an `apply` that
-        `init` did not give with this state (or with the one that it forks), and for packs of a rollout that
-        was drawn from another distribution than `apply` scores.
+        `loss_fn(out, pack)` gives loss [T], one number a target, or (loss [T], {name: Metric}); `shard` makes
+        packs. The gradients are opaque: they go into `update`. Nothing is donated. ValueError for an `apply`
+        that `init` did not give with this state (or with the one that it forks), and for packs of a rollout
+        that was drawn from another distribution than `apply` scores.
         """
         ...
 
@@ -223,7 +229,7 @@ class MoveState(Protocol):
     """Moves the optimizer's state between the device and the host."""
 
     def __call__(self, state: TrainState, /) -> TrainState:
-        """Move the optimizer to the other side. Donates `state`."""
+        """Move the optimizer's state: `offload` to the host, `reload` to the device. Donates `state`."""
         ...
 
 
@@ -286,6 +292,7 @@ class Session(Protocol):
         ...
 
 
+@record_of_functions
 class Strategy(NamedTuple):
     """Where and how a train step runs: the same record for every backend."""
 
