@@ -75,16 +75,21 @@ def _from_logits(
     return logp.view(target.shape), (logp if ent is None else ent).view(target.shape)
 
 
-def process_logits(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = None) -> Tensor:
+def process_logits(
+    logits: Tensor, sampling: Sampling, *, keep: Tensor | None = None, temperature: Tensor | None = None
+) -> Tensor:
     """Return logits / temperature, -inf where top_k or top_p exclude a token, [..., V] -> [..., V].
 
     Only the top_k largest stay, and of them the smallest set with a mass of top_p. This is the one definition
     of the distribution that is sampled from, for the engine and for the trainer. `keep` [...] is a token that
     stays whatever its rank: the trainer's target, which the policy of the rollout did draw, so that its
-    log-prob stays finite after an update. The exclusion carries no gradient.
+    log-prob stays finite after an update. The exclusion carries no gradient. `temperature` [...] > 0 is one
+    for each distribution, in place of that of `sampling`.
     """
     z = widen(logits)
-    if sampling.temperature not in (0, 1):
+    if temperature is not None:
+        z = z / temperature.unsqueeze(-1)
+    elif sampling.temperature not in (0, 1):
         z = z / sampling.temperature
     if not sampling.truncates:
         return z

@@ -66,6 +66,8 @@ def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) ->
 
     size = max(part.tokens.shape[1] for part in parts)
     sampling = _common_sampling([part.sampling for part in parts])
+    if any(part.temperature is not None for part in parts):
+        parts = [tree.replace(part, temperature=_temperature(part, sampling)) for part in parts]
     plain, start = [], 0
     for part, count in zip(parts, counts):
         numbered = tree.replace(part, group=part.group + start, media=None, sampling=sampling)
@@ -86,6 +88,18 @@ def _common_sampling(samplings: Sequence[Sampling | None]) -> Sampling | None:
                 f"{sampling.described}; tree.replace(rollout, sampling=None) where that is meant"
             )
     return known[0] if known else None
+
+
+def _temperature(rollout: Rollout, sampling: Sampling | None) -> Tensor:
+    """Return the temperature of each row [B]; that of `sampling` where rows have none of their own."""
+    if rollout.temperature is not None:
+        return rollout.temperature
+    if sampling is None:
+        raise ValueError(
+            "sampling: expected that of the rows without temperatures of their own, to be joined with rows "
+            "that have them, got None"
+        )
+    return rollout.logp.new_full((len(rollout.tokens),), sampling.distribution[0])
 
 
 def _prompts(rollout: Rollout) -> int:
@@ -170,7 +184,8 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
     The version is the smaller of both. Groups and media come from `before`.
 
     ValueError for a group that is no row of `before`, or a row that does not begin as its source does: with
-    as many of its tokens as the prompt of that row has. ValueError for rollouts of different distributions.
+    as many of its tokens as the prompt of that row has. ValueError for rollouts, or rows, of different
+    distributions.
     """
     source = after.group.tolist()
     for b, row in enumerate(source):
@@ -185,6 +200,16 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
     prompt = (after.mask.cumsum(-1) == 0) & (position < after.length[:, None])
     shared = torch.minimum(prompt.sum(-1), old.length)
     inherited = position < shared[:, None]
+
+    sampling = _common_sampling([before.sampling, after.sampling])
+    temperature = after.temperature
+    if old.temperature is not None or temperature is not None:
+        temperature, then = _temperature(after, sampling), _temperature(old, sampling)
+        for b in (temperature != then).nonzero().flatten().tolist():
+            raise ValueError(
+                f"after: expected row {b} at temperature {float(then[b]):g}, as it began, got "
+                f"{float(temperature[b]):g}"
+            )
 
     # whatever is wider than the other is padding there
     size = after.tokens.shape[1]
@@ -204,7 +229,8 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
         group=old.group,
         version=torch.minimum(old.version, after.version),
         media=old.media,
-        sampling=_common_sampling([before.sampling, after.sampling]),
+        temperature=temperature,
+        sampling=sampling,
     )
 
 

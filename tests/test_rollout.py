@@ -127,6 +127,31 @@ def test_rollouts_say_what_they_were_drawn_with():
     assert concat([greedy, other]).sampling == greedy.sampling
 
 
+def test_temperatures_stay_with_their_rows():
+    """A row without one of its own has that of the call that drew it."""
+    rows = [([1, 2, 3], 1, 0, 0), ([1, 4], 1, 1, 0)]
+    call = Sampling(temperature=0.5)
+    plain = tree.replace(build(rows), sampling=call)
+    own = tree.replace(plain, temperature=torch.tensor([2.0, 0.25]))
+    assert take(own, [1, 1]).temperature.tolist() == [0.25, 0.25]
+    assert split(own, [0, 1])[1].temperature.tolist() == [0.25]
+    assert concat([plain, own]).temperature.tolist() == [0.5, 0.5, 2.0, 0.25]
+    assert concat([plain, plain]).temperature is None
+    assert with_prompts(own, [[7], [8]]).temperature is own.temperature
+    assert extend(own, own).temperature.tolist() == [2.0, 0.25]
+
+    unknown = tree.replace(plain, sampling=None)
+    with pytest.raises(ValueError, match=r"^sampling: expected that of the rows without temperatures"):
+        concat([unknown, tree.replace(own, sampling=None)])
+    with pytest.raises(ValueError, match=r"^after: expected row 0 at temperature 2, as it began, got 0.5$"):
+        extend(own, plain)
+
+    exp = experience(own, adv=torch.zeros(2), w=own.mask.float())
+    pack = packing.pack(exp, [1, 0])
+    assert pack.temperature.tolist() == [0.25, 0.0, 2.0] and pack.mask.tolist() == [True, False, True]
+    assert packing.take(exp, torch.tensor([1])).temperature.tolist() == [0.25]
+
+
 def test_groups_point_into_the_prompts_one_after_the_other():
     parts = [build([([1, 2], 1, g, 0) for g in groups]) for groups in ([0, 0, 1, 1], [1, 0])]
     assert concat(parts).group.tolist() == [0, 0, 1, 1, 3, 2]

@@ -157,6 +157,7 @@ def gather_and_generate(
     sampling: Sampling,
     max_new: Sequence[int] | None = None,
     start: Sequence[int] | None = None,
+    temperature: Sequence[float] | None = None,
     sleep_engine: bool = True,
 ) -> Rollout:
     """Sample the rollout of the global batch; each rank samples its part of the prompts, in order.
@@ -168,10 +169,12 @@ def gather_and_generate(
     BadRequest as of `Generate`, on every rank the same: for token ids before anything is sampled, for texts,
     which only an engine can encode, when each rank has done its part.
     """
-    check_prompts(engine, prompts, keys, n=n, sampling=sampling, max_new=max_new, start=start)
+    check_prompts(
+        engine, prompts, keys, n=n, sampling=sampling, max_new=max_new, start=start, temperature=temperature
+    )
     mine = shard_prompts(strategy, len(prompts))
     rows = slice(mine.start * n, mine.stop * n)
-    of_rows = {name: x[rows] for name, x in requests.given(max_new, start).items()}  # without the None
+    of_rows = {name: x[rows] for name, x in requests.given(max_new, start, temperature).items()}
 
     prompts = own_part(strategy, prompts)
     strategy.make_room()
@@ -199,7 +202,8 @@ def gather_and_generate(
         engine.sleep()
 
     # groups are numbered over the global batch; an engine of a user's need not know of the field
-    rollout = tree.replace(rollout, group=rollout.group + mine.start, sampling=sampling)
+    rollout = requests.drawn_with(rollout, sampling, of_rows.get("temperature"))
+    rollout = tree.replace(rollout, group=rollout.group + mine.start)
     with strategy.session.phase("gather"):
         return strategy.gather(rollout)
 
@@ -213,16 +217,27 @@ def check_prompts(
     sampling: Sampling,
     max_new: Sequence[int] | None = None,
     start: Sequence[int] | None = None,
+    temperature: Sequence[float] | None = None,
 ) -> None:
     """Raise BadRequest for a prompt of the global batch that is empty or too long.
 
     Every rank has all of the prompts, so all ranks refuse the same one. Texts are left to the engine.
     """
     if any(isinstance(prompt, str) for prompt in prompts):
-        requests.check_rows(len(prompts), keys, n, sampling, max_new=max_new, start=start)
+        requests.check_rows(
+            len(prompts), keys, n, sampling, max_new=max_new, start=start, temperature=temperature
+        )
         return
-    window = engine.status().get("window")
-    requests.check(requests.token_ids(prompts), keys, n, sampling, window, max_new=max_new, start=start)
+    requests.check(
+        requests.token_ids(prompts),
+        keys,
+        n,
+        sampling,
+        engine.status().get("window"),
+        max_new=max_new,
+        start=start,
+        temperature=temperature,
+    )
 
 
 # ---------- judge

@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeVar
 
 from torch import Tensor
 
-from rft_fn import check, dist, tree
+from rft_fn import check, dist
 from rft_fn.check import Count, Range, Share, Whole, printable
-from rft_fn.engine.requests import BadRequest, given
+from rft_fn.engine.requests import BadRequest, drawn_with, given
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus, described, record
@@ -279,10 +279,12 @@ class _Lifetime:
         sampling: Sampling,
         max_new: Sequence[int] | None = None,
         start: Sequence[int] | None = None,
+        temperature: Sequence[float] | None = None,
     ) -> Rollout:
+        of_rows = given(max_new, start, temperature)
         with self.mark_dead("generate") as engine:
-            rollout = engine.generate(prompts, keys, n=n, sampling=sampling, **given(max_new, start))
-        return tree.replace(rollout, sampling=sampling)
+            rollout = engine.generate(prompts, keys, n=n, sampling=sampling, **of_rows)
+        return drawn_with(rollout, sampling, temperature)
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
         return self.running().score(rollout, sampling=sampling)

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rft_fn import rng
+from rft_fn import rng, tree
 from rft_fn.data.responses import render
 from rft_fn.model.media_inputs import placeholder_ids
 from rft_fn.types import Media, Rollout, Sampling
 
 __all__ = [
-    "BadPrompt", "BadRequest", "Response", "Row", "Stop", "assemble", "check", "check_rows", "empty",
-    "end_tokens", "given", "rows", "token_ids",
+    "BadPrompt", "BadRequest", "Response", "Row", "Stop", "assemble", "check", "check_rows", "drawn_with",
+    "empty", "end_tokens", "given", "rows", "token_ids",
 ]  # fmt: skip
 
 
@@ -56,6 +56,7 @@ class Row(NamedTuple):
     key: int  # of its stream
     max_new: int  # tokens
     start: int  # draws of the stream that are spent
+    temperature: float = 1.0  # 0 is greedy
 
 
 def token_ids(prompts: Sequence[Any], tokenizer: Any = None) -> list[list[int]]:
@@ -81,9 +82,11 @@ def _ids(number: int, prompt: Any, tokenizer: Any) -> list[int]:
         raise BadPrompt(number, "text that can be encoded", reason) from None
 
 
-def given(max_new: Sequence[int] | None, start: Sequence[int] | None) -> dict[str, Sequence[int]]:
-    """Return what is not None by name, so that an engine without the two can do all other requests."""
-    options = {"max_new": max_new, "start": start}
+def given(
+    max_new: Sequence[int] | None, start: Sequence[int] | None, temperature: Sequence[float] | None
+) -> dict[str, Sequence[Any]]:
+    """Return what is not None by name, so that an engine without the three can do all other requests."""
+    options = {"max_new": max_new, "start": start, "temperature": temperature}
     return {name: x for name, x in options.items() if x is not None}
 
 
@@ -96,12 +99,13 @@ def check(
     *,
     max_new: Sequence[int] | None = None,
     start: Sequence[int] | None = None,
+    temperature: Sequence[float] | None = None,
 ) -> None:
     """Raise BadRequest unless there is a key for each prompt and every response fits after its prompt.
 
     `window` is the most tokens that the model reads, None without a limit.
     """
-    check_rows(len(prompts), keys, n, sampling, max_new=max_new, start=start)
+    check_rows(len(prompts), keys, n, sampling, max_new=max_new, start=start, temperature=temperature)
     longest = [sampling.max_new] * len(prompts)
     if max_new is not None:
         longest = [max(index(x) for x in max_new[i * n : i * n + n]) for i in range(len(prompts))]
@@ -129,6 +133,7 @@ def check_rows(
     *,
     max_new: Sequence[int] | None = None,
     start: Sequence[int] | None = None,
+    temperature: Sequence[float] | None = None,
 ) -> None:
     """Raise BadRequest unless `count` prompts have a key each, and B = count n rows a number in range."""
     if count != len(keys) or n < 1:
@@ -147,12 +152,22 @@ def check_rows(
         _check_numbers("max_new", max_new, count * n, 1, sampling.max_new)
     if start is not None:
         _check_numbers("start", start, count * n, 0)
+    if temperature is not None:
+        _check_size("temperature", temperature, count * n)
+        for b, x in enumerate(temperature):
+            if not 0 <= x < math.inf:
+                raise BadRequest(f"temperature[{b}]: expected a number >= 0, got {x}")
+
+
+def _check_size(name: str, numbers: Sequence[Any], size: int) -> None:
+    """Raise BadRequest unless there is a number for each of `size` rows."""
+    if len(numbers) != size:
+        raise BadRequest(f"{name}: expected one for each row, B = {size}, got B = {len(numbers)}")
 
 
 def _check_numbers(name: str, numbers: Sequence[int], size: int, least: int, most: int | None = None) -> None:
     """Raise BadRequest unless there are `size` integers from `least` to `most`."""
-    if len(numbers) != size:
-        raise BadRequest(f"{name}: expected one for each row, B = {size}, got B = {len(numbers)}")
+    _check_size(name, numbers, size)
     expected = f"an integer >= {least}"
     if most is not None:
         expected = f"an integer from {least} to sampling.max_new = {most}"
@@ -172,14 +187,22 @@ def rows(
     *,
     max_new: Sequence[int] | None = None,
     start: Sequence[int] | None = None,
+    temperature: Sequence[float] | None = None,
 ) -> list[Row]:
     """Return the B = len(keys) n rows of a request that `check` has passed."""
     size = len(keys) * n
     limits = [sampling.max_new] * size if max_new is None else [index(x) for x in max_new]
     starts = [0] * size if start is None else [index(x) for x in start]
+    warmths = [sampling.temperature] * size if temperature is None else [float(x) for x in temperature]
     pairs = [key if isinstance(key, tuple) else (key, 0) for key in keys]
     streams = [rng.fold_in(key, first + j) for key, first in pairs for j in range(n)]
-    return [Row(*row) for row in zip(streams, limits, starts, strict=True)]
+    return [Row(*row) for row in zip(streams, limits, starts, warmths, strict=True)]
+
+
+def drawn_with(rollout: Rollout, sampling: Sampling, temperature: Sequence[float] | None = None) -> Rollout:
+    """Return a rollout that says what it was drawn with: `sampling`, and the temperature of each row."""
+    warmth = None if temperature is None else torch.tensor([float(x) or 1.0 for x in temperature])
+    return tree.replace(rollout, sampling=sampling, temperature=warmth)
 
 
 def empty(version: int = 0) -> Rollout:

@@ -18,7 +18,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from rft_fn import dist
+from rft_fn import dist, tree
 from rft_fn.engine import prompt_media, requests, weight_folder
 from rft_fn.engine.lifetime import EngineConfig, dead_after_failure, on_rank0
 from rft_fn.engine.pool import COMPARED, Pool, compare_servers
@@ -165,8 +165,8 @@ class _Servers:
         stop = Stop(self.tokenizer, self.model.ends, sampling.stop)
         ends = sorted(stop.ids)
         asks = [
-            Ask(ids[b // n], row.key, sampling, row.max_new, ends)
-            for b, row in enumerate(requests.rows(keys, n, sampling, max_new=per_row.get("max_new")))
+            Ask(ids[b // n], row.key, tree.replace(sampling, temperature=row.temperature), row.max_new, ends)
+            for b, row in enumerate(requests.rows(keys, n, sampling, **per_row))
         ]
         responses = self.pool.run([partial(self.response, ask, stop) for ask in asks])
         return requests.assemble(
@@ -202,6 +202,11 @@ class _Servers:
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
         """Score as `Score` says, at `Sampling()` only: servers score before any cut or temperature."""
+        if sampling is not None and rollout.temperature is not None:
+            raise BadRequest(
+                "sampling: expected None to score rows with temperatures of their own by "
+                f"{self.protocol.name}, got {sampling.described}; score by the trainer"
+            )
         sampling = sampling or Sampling()
         if sampling.temperature != 1 or sampling.truncates:
             raise BadRequest(

@@ -85,11 +85,12 @@ class Scorer(Reader):
         mode = self.mode or POSITIONS
         hidden = run(self.parts.decoder, pack, bounds, mode=mode, share=self.shared).last_hidden_state[0]
         floats = max(len(hidden), 1) * self.chunk_size
+        own = _temperature(pack)
         return logprob.linear_logprob(
             hidden,
             self.parts.head.weight,
             torch.where(pack.mask, pack.target, -100),  # the head does no work for prompts
-            temperature=self.sampling.temperature,
+            temperature=self.sampling.temperature if own is None else own,
             bias=self.parts.head.bias,
             entropy=self.entropy,
             words=pack.words,
@@ -98,7 +99,7 @@ class Scorer(Reader):
 
     def _whole(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
         logits = run(self.lm, pack, bounds, mode=self.mode or POSITIONS).logits[0]
-        z = logprob.process_logits(logits, self.sampling, keep=pack.target)
+        z = logprob.process_logits(logits, self.sampling, keep=pack.target, temperature=_temperature(pack))
         # in place, without a copy: a where on only the results leaves 0 * inf in the gradient
         z = z.masked_fill_(~pack.mask[:, None], 0)
 
@@ -111,6 +112,11 @@ class Scorer(Reader):
         if pack.words is not None:
             words_logp = torch.where(pack.mask[:, None], z.log_softmax(-1).gather(-1, pack.words), 0)
         return TokenOut(logp=logp, entropy=entropy, words_logp=words_logp)
+
+
+def _temperature(pack: Packed) -> Tensor | None:
+    """Return the temperature of each target [T], 1 outside mask; None where it is the bound one."""
+    return None if pack.temperature is None else torch.where(pack.mask, pack.temperature, 1)
 
 
 def wrap_for_training(
@@ -214,7 +220,8 @@ def bind(
     torch.func.functional_call: it works with any parameters, under torch.func.grad and vmap. With gradient
     checkpointing it refuses all but the module's own, because the second forward would read those.
 
-    Log-probs are at `sampling`'s temperature, cut like its top_p / top_k, and 0 outside mask. `aux` asks
+    Log-probs are at `sampling`'s temperature (or at the pack's, of rows with their own), cut like its top_p /
+    top_k, and 0 outside mask. `aux` asks
     for how evenly experts are used, see `model.router`; ValueError for a model without any. `fused` runs
     the head without logits [T, V], over `chunk_size` columns of the vocabulary at a time (0: chosen per
     device). `fast_linear`: large linear layers of float32 are oneDNN's, on a CPU where MKL would be slow.

@@ -184,6 +184,8 @@ def _carried(exp: Experience, labels: Callable[[Tensor], Tensor], rows: Sequence
     moved: dict[str, Any] = {name: labels(x) for name, x in fields.items() if x is not None}
     if exp.extra is not None:
         moved["extra"] = {name: labels(x) for name, x in exp.extra.items()}
+    if exp.temperature is not None:
+        moved["temperature"] = labels(exp.temperature.unsqueeze(-1).expand_as(exp.tokens))
     if exp.media is not None and counts(exp.media):
         moved["media"] = exp.media.take(rows)
         moved["media"].require_held()

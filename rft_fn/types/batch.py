@@ -73,6 +73,7 @@ class Rollout:
     group: Tensor  # [B] i64, which prompt
     version: Tensor  # [B] i64, of the weights that sampled
     media: Media | None = None
+    temperature: Tensor | None = None  # [B] f32, of rows that were drawn with their own; 1 for greedy ones
     sampling: Sampling | None = tree.static(default=None)  # that it was drawn with; None: not known
 
 
@@ -91,6 +92,7 @@ class Experience:
     ret: Tensor | None = None  # [B, S]
     words: Tensor | None = None  # [B, S, K] i64, more words at each token, for their log-probs
     extra: dict[str, Tensor] | None = None  # name -> [B, S, ...], per-token data for a custom loss
+    temperature: Tensor | None = None  # [B], of the rollout, in place of that of `sampling`
     media: Media | None = None
     sampling: Sampling | None = tree.static(default=None)  # of the rollout
 
@@ -117,6 +119,7 @@ class Packed:
     ret: Tensor | None = None  # [T]
     words: Tensor | None = None  # [T, K] i64
     extra: dict[str, Tensor] | None = None  # name -> [T, ...]
+    temperature: Tensor | None = None  # [T], in place of that of `sampling`
     media: Media | None = None
     num_seqs: int = tree.static()  # K
     rows: tuple[int, ...] = tree.static(default=())  # rows of the Experience, of the first sequences
@@ -184,6 +187,7 @@ def experience(
         words=(words, "B S K"),
         **{f"extra[{name!r}]": (x[(..., *[0] * (x.dim() - 2))], "B S") for name, x in (extra or {}).items()},
         **{"media.of": (of, "B")},
+        temperature=(rollout.temperature, "B"),
     )
     for name, x in numbers.items():
         _require_numbers(name, x, rollout.mask)
@@ -200,6 +204,7 @@ def experience(
         ret=_detached(ret),
         words=words,
         extra=extra,
+        temperature=rollout.temperature,
         media=rollout.media,
         sampling=rollout.sampling,
     )

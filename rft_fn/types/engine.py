@@ -53,6 +53,7 @@ class Generate(Protocol):
         sampling: Sampling,
         max_new: Sequence[int] | None = None,
         start: Sequence[int] | None = None,
+        temperature: Sequence[float] | None = None,
     ) -> Rollout:
         """Sample n responses to each prompt: B = len(prompts) n rows, prompt by prompt.
 
@@ -66,11 +67,14 @@ class Generate(Protocol):
         do not depend on how prompts are batched or shared out. A pair (key, j) in place of a key numbers the
         samples of that prompt from j on.
 
-        `max_new` and `start` hold one number for each row. `max_new[b]` is the limit of row b, at most
-        `sampling.max_new`. `start[b]` is the number of draws of its stream that are spent: one per token.
-        So sample j of a prompt, cut anywhere, equals the uncut one when it is continued with its tokens
-        after the prompt, the key (key, j), and `start` the number of its tokens. The last `start[b]` tokens
-        of a prompt count as the response so far: a text of `sampling.stop` may begin in them.
+        `max_new`, `start` and `temperature` hold one number for each row. `max_new[b]` is the limit of row b,
+        at most `sampling.max_new`. `start[b]` is the number of draws of its stream that are spent: one per
+        token. So sample j of a prompt, cut anywhere, equals the uncut one when it is continued with its
+        tokens after the prompt, the key (key, j), and `start` the number of its tokens. The last `start[b]`
+        tokens of a prompt count as the response so far: a text of `sampling.stop` may begin in them.
+
+        `temperature[b]` >= 0 is that of row b, in place of `sampling.temperature`. The rollout has them, and
+        log-probs in training are of each row's distribution.
 
         BadRequest, before anything ran, names the prompt or the row that is refused: text without a
         tokenizer, no tokens, more than fit into the model with the row's limit, media without placeholders or

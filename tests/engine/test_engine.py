@@ -14,9 +14,9 @@ PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17]]
 KEYS = [rng.fold_in(0, i) for i in range(4)]
 
 
-def rollout(sampling, *, n=3, batch=64, prompts=PROMPTS, keys=KEYS, lm=None):
+def rollout(sampling, *, n=3, batch=64, prompts=PROMPTS, keys=KEYS, lm=None, **per_row):
     return engine.hf(lm or tiny.llama(), tiny.tokenizer(), batch=batch).generate(
-        prompts, keys, n=n, sampling=sampling
+        prompts, keys, n=n, sampling=sampling, **per_row
     )
 
 
@@ -40,6 +40,43 @@ def test_trainer_and_sampler_agree(options):
     assert r.logp[r.mask].min() < -0.05  # there is something to agree about
     eng = engine.hf(tiny.llama(), tiny.tokenizer())
     assert ((eng.score(r, sampling=sampling) - r.logp) * r.mask).abs().max() < bound
+
+
+TEMPERATURES = [0.5, 0, 1.6, 1, 1, 0.7, 0, 2.5, 0.3, 0.9, 1.1, 3]  # of 4 prompts, 3 rows each
+
+
+@each("options", [{}, {"top_p": 0.8}, {"top_k": 5, "temperature": 0.9}])
+def test_rows_with_temperatures_are_those_of_calls_with_one(options):
+    """In sampler and trainer, whatever company they have; a greedy row is scored at 1."""
+    sampling, lm = rft.Sampling(max_new=9, **options), tiny.llama()
+    r = rollout(sampling, temperature=TEMPERATURES)
+    assert r.sampling == sampling
+    torch.testing.assert_close(r.temperature, torch.tensor([t or 1.0 for t in TEMPERATURES]))
+    for b, t in enumerate(TEMPERATURES):
+        alone = rollout(tree.replace(sampling, temperature=t))
+        assert alone.tokens[b, : alone.length[b]].tolist() == r.tokens[b, : r.length[b]].tolist()
+        own = r.mask[b].nonzero().flatten()
+        torch.testing.assert_close(r.logp[b, own], alone.logp[b, own], rtol=1e-5, atol=1e-6)
+    bound = tiny.logp_rounding(lm, min(t or 1 for t in TEMPERATURES))
+    assert (trainer_logp(r, sampling) - r.logp).abs().max() < bound
+    eng = engine.hf(lm, tiny.tokenizer())
+    assert ((eng.score(r, sampling=sampling) - r.logp) * r.mask).abs().max() < bound
+    flat = tree.replace(r, temperature=None)
+    assert (trainer_logp(flat, sampling) - r.logp).abs().max() > 100 * bound
+    assert torch.equal(eng.score(r), eng.score(flat))  # without `sampling`: the model's softmax
+
+
+def test_temperatures_reach_a_rollout_of_ranks_and_its_scores():
+    sampling, st = rft.Sampling(max_new=9), rft.strategy.get_fake_strategy()
+    eng = engine.hf(tiny.llama(), tiny.tokenizer())
+    r = rft.collect.gather_and_generate(
+        eng, st, PROMPTS, KEYS, n=3, sampling=sampling, temperature=TEMPERATURES
+    )
+    assert torch.equal(r.tokens, rollout(sampling, temperature=TEMPERATURES).tokens)
+    apply, state = st.init(tiny.llama(), rft.optim.sgd(0.1), sampling=sampling)
+    assert (st.score(apply, state.params, r, 64).logp - r.logp).abs().max() < tiny.logp_rounding(
+        tiny.llama(), 0.3
+    )
 
 
 def test_what_is_wrong_is_further_apart_than_rounding():
@@ -217,6 +254,14 @@ def test_gather_and_generate_shares_out_prompts():
         (
             lambda: rollout(rft.Sampling(max_new=125)),
             "window of 128 tokens, got 5 \\+ 125 in prompt 0; lower max_new",
+        ),
+        (
+            lambda: rollout(rft.Sampling(), temperature=[1.0]),
+            "temperature: expected one for each row, B = 12, got B = 1",
+        ),
+        (
+            lambda: rollout(rft.Sampling(max_new=3), temperature=[1.0, -0.5] * 6),
+            r"temperature\[1\]: expected a number >= 0, got -0.5",
         ),
         (
             lambda: engine.get_engine(engine.EngineConfig(type="x"), "tiny"),

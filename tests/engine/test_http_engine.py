@@ -100,6 +100,13 @@ def test_limits_of_rows_and_texts_and_no_prompts(kind):
         got = eng.generate(PROMPTS, KEYS, sampling=SAMPLING, max_new=limits)
         same(got, hf().generate(PROMPTS, KEYS, sampling=SAMPLING, max_new=limits))
         same(eng.generate(["12="], [5], sampling=SAMPLING), hf().generate(["12="], [5], sampling=SAMPLING))
+        warm = [0.5, 0, 1.5, 1]
+        got = eng.generate(PROMPTS, KEYS, sampling=SAMPLING, temperature=warm)
+        same(got, hf().generate(PROMPTS, KEYS, sampling=SAMPLING, temperature=warm))
+        with pytest.raises(
+            engine.BadRequest, match=r"^sampling: expected None to score rows with temperatures"
+        ):
+            eng.score(got, sampling=SAMPLING)
         assert eng.generate([], [], sampling=SAMPLING).tokens.shape == (0, 0)
         with pytest.raises(engine.BadRequest, match=r"^start: expected zeros for .*, got \[0, 3\]$"):
             eng.generate(PROMPTS[:2], KEYS[:2], sampling=SAMPLING, start=[0, 3])

@@ -1,9 +1,13 @@
 """The model as a function: packed log-probs are the padded model's, and params are an argument."""
 
+import numpy as np
 import pytest
+import ref
 import tiny
 import torch
 from each_case import each
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import rft_fn as rft
@@ -35,6 +39,57 @@ def test_packed_scores_are_the_padded_models(budget, temperature):
     packs = packing.shard(exp, budget)[0]
     scored = packing.unpack(model.score(apply, params, packs), packs, exp.tokens)
     torch.testing.assert_close(scored, padded_logp(lm, exp, temperature), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@settings(max_examples=15)
+@given(
+    warmth=st.lists(st.floats(0.2, 3), min_size=6, max_size=6),
+    budget=st.integers(24, 90),
+    seed=st.integers(0, 9),
+)
+def test_rows_with_temperatures_of_their_own_are_scored_at_them(fused, warmth, budget, seed):
+    """Log-probs, entropies and log-probs of other words, in any packs: log softmax(z / t) of each row."""
+    lm, exp = tiny.llama(dtype=torch.float64), tiny.experience(seed)
+    words = torch.arange(4).expand(*exp.tokens.shape, -1)
+    exp = tree.replace(exp, temperature=torch.tensor(warmth, dtype=torch.float64), words=words)
+    apply, params = model.bind(lm, sampling=rft.Sampling(temperature=0.8), entropy=True, fused=fused)
+    packs = packing.shard(exp, budget)[0]
+    outs = [apply(params, packing.pad(pack, len(pack.tokens) + 3)) for pack in packs]
+    outs = [tree.map(lambda x: x[:-3], out) for out in outs]
+    got = [
+        packing.unpack([getattr(out, name) for out in outs], packs, exp.tokens)
+        for name in ("logp", "entropy", "words_logp")
+    ]
+
+    want = [torch.zeros_like(x) for x in got]
+    for b, n in enumerate(exp.length.tolist()):
+        logits = lm(input_ids=exp.tokens[b : b + 1, :n], use_cache=False).logits[0].detach().numpy()
+        for s in exp.mask[b].nonzero().flatten().tolist():
+            logp = ref.log_softmax(logits[s - 1], warmth[b])
+            want[0][b, s] = logp[int(exp.tokens[b, s])]
+            want[1][b, s] = ref.entropy(logits[s - 1], warmth[b])
+            want[2][b, s] = torch.from_numpy(np.asarray(logp[:4]))
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x.detach(), y, rtol=0, atol=1e-10)
+
+
+def test_the_gradient_of_a_row_is_at_its_temperature():
+    """That of each row bound with its temperature, added up; padding and prompts add no NaN."""
+    lm, exp = tiny.llama(dtype=torch.float64), tiny.experience()
+    warmth = [0.3, 1.0, 2.0, 0.7, 1.5, 0.9]
+    own = tree.replace(exp, temperature=torch.tensor(warmth, dtype=torch.float64))
+    apply, params = model.bind(lm)
+    pack = packing.pad(packing.pack(own, range(6)), 120)
+    got = torch.func.grad(lambda p: apply(p, pack).logp.sum())(params)
+    want = tree.map(torch.zeros_like, params)
+    for b, t in enumerate(warmth):
+        at, _ = model.bind(lm, sampling=rft.Sampling(temperature=t))
+        row = packing.pack(exp, [b])
+        part = torch.func.grad(lambda p: at(p, row).logp.sum())(params)  # noqa: B023
+        want = tree.map(lambda x, y: x + y, want, part)
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, rtol=1e-9, atol=1e-11)
 
 
 def test_a_sequence_does_not_see_its_neighbours():

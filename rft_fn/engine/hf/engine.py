@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rft_fn import logprob
+from rft_fn import logprob, tree
 from rft_fn import model as model_lib
 from rft_fn.engine import prompt_media, requests
 from rft_fn.engine.hf.probe import find_batching
@@ -142,7 +142,9 @@ class _InProcess:
         if rope_switch(self.lm.config) is not None:
             most = 1  # the longest row of a forward chooses the rotary factors of all
         parts = torch.arange(len(rollout.tokens)).split(most)
-        return torch.cat([self._score(take(rollout, part), sampling or Sampling()) for part in parts])
+        if sampling is None:
+            sampling, rollout = Sampling(), tree.replace(rollout, temperature=None)
+        return torch.cat([self._score(take(rollout, part), sampling) for part in parts])
 
     def _score(self, rollout: Rollout, sampling: Sampling) -> Tensor:
         """Score rows by one forward, or one row that has passed a switch of rotary factors by two."""
@@ -156,7 +158,9 @@ class _InProcess:
 
         # a token outside of the cut keeps a finite log-prob; the first token of a row is scored by nothing
         target = rollout.tokens[:, 1 : 1 + logits.shape[1]].to(logits.device)
-        z = logprob.process_logits(logits[:, : target.shape[1]], sampling, keep=target)
+        own = rollout.temperature
+        own = None if own is None else own.to(target.device).unsqueeze(-1).expand_as(target)
+        z = logprob.process_logits(logits[:, : target.shape[1]], sampling, keep=target, temperature=own)
         logp = logprob.log_probs_from_logits(z, target).cpu()
         logp = F.pad(logp, (1, rollout.tokens.shape[1] - 1 - target.shape[1]))
         return torch.where(rollout.mask, logp, 0)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rft_fn import logprob, rng
+from rft_fn import logprob, rng, tree
 from rft_fn.engine.hf import prompt_cache
 from rft_fn.engine.hf.prompt_cache import (
     OPTION,
@@ -308,12 +308,28 @@ class _Rows:
     places: Tensor  # [R], the row of `u` of each
 
 
-def draw_token(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return (token [B], logp [B]) drawn by uniform numbers u [B, D]; the likeliest at temperature 0."""
+def draw_token(
+    logits: Tensor, u: Tensor, sampling: Sampling, temperature: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (token [B], logp [B]) drawn by uniform numbers u [B, D]; the likeliest at temperature 0.
+
+    `temperature` [B] is one for each row, in place of that of `sampling`.
+    """
+    if temperature is not None:
+        likeliest, likeliest_logp = draw_token(logits, u, tree.replace(sampling, temperature=0))
+        warm = temperature > 0
+        own = torch.where(warm, temperature, 1)
+        token, logp = _drawn(logprob.process_logits(logits, sampling, temperature=own), u)
+        return torch.where(warm, token, likeliest), torch.where(warm, logp, likeliest_logp)
     z = logprob.process_logits(logits, sampling)
     if sampling.temperature == 0:
         largest, token = z.max(-1)
         return token, largest - z.logsumexp(-1)
+    return _drawn(z, u)
+
+
+def _drawn(z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (token [B], logp [B]) drawn from logits [B, V]."""
     p = z.softmax(-1)
     token = draw(p, u)
     return token, p.gather(-1, token.unsqueeze(-1)).squeeze(-1).log()
@@ -395,7 +411,10 @@ class Sampler(NamedTuple):
         """Sample one token for every row, and run those that have not ended one token further."""
         drawn = torch.tensor([len(x.logp) for x in rows.live], device=rows.u.device)
         u = rows.u[rows.places, drawn]
-        token, logp = draw_token(rows.batch.logits, u, self.sampling)
+        own = [x.row.temperature for x in rows.live]
+        differ = any(x != self.sampling.temperature for x in own)
+        temperature = torch.tensor(own, device=u.device) if differ else None
+        token, logp = draw_token(rows.batch.logits, u, self.sampling, temperature)
         keep = []
         for k, (response, t, p) in enumerate(zip(rows.live, token.tolist(), logp.tolist())):
             response.text.append(t)

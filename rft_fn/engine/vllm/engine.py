@@ -217,12 +217,15 @@ class InProcess:
             media = prompt_media.read(prompts, ids)
             prompt_media.check(self.folder.skeleton, ids, media)
             rows = requests.rows(keys, n, sampling, **per_row)
-            self._check(ids, rows, sampling)
+            self._check(ids, rows)
         except requests.BadRequest as error:
             refused = error
 
         # the ranks of a group answer the requests of all of them together, and each keeps its own
-        asked = [Asked(ids[b // n], row.key, row.max_new, media[b // n]) for b, row in enumerate(rows)]
+        asked = [
+            Asked(ids[b // n], row.key, row.max_new, media[b // n], row.temperature)
+            for b, row in enumerate(rows)
+        ]
         all_rows, own = self.group.together(asked, sampling, refused)
         if all_rows:
             self.wake()
@@ -236,14 +239,11 @@ class InProcess:
             tokenizer=self.tokenizer,
         )
 
-    def _check(
-        self, prompts: Sequence[Sequence[int]], rows: Sequence[requests.Row], sampling: Sampling
-    ) -> None:
+    def _check(self, prompts: Sequence[Sequence[int]], rows: Sequence[requests.Row]) -> None:
         """Raise BadRequest for what vLLM would refuse only after it has begun, and for a row's `start`."""
-        if sampling.temperature > HOTTEST:
-            raise requests.BadRequest(
-                f"temperature: expected at most {HOTTEST} for vllm, got {sampling.temperature}"
-            )
+        hottest = max((row.temperature for row in rows), default=0)
+        if hottest > HOTTEST:
+            raise requests.BadRequest(f"temperature: expected at most {HOTTEST} for vllm, got {hottest}")
         words = self.folder.config.vocab_size
         for i, prompt in enumerate(prompts):
             unknown = next((x for x in prompt if not 0 <= x < words), None)
@@ -258,7 +258,9 @@ class InProcess:
     @torch.no_grad()
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
         """Score as `Score` says, at Sampling() only: vLLM ignores every option for given tokens."""
-        plain = sampling is None or (sampling.temperature == 1 and not sampling.truncates)
+        plain = sampling is None or (
+            sampling.temperature == 1 and not sampling.truncates and rollout.temperature is None
+        )
         lengths = rollout.length.tolist()
         refused = None
         if not plain:

@@ -27,6 +27,7 @@ class Asked(NamedTuple):
     key: int  # seeds vLLM's generator, which keeps 32 bits of it on a CPU
     max_new: int
     media: PromptMedia | None = None
+    temperature: float = 1.0
 
 
 class Sampler:
@@ -53,7 +54,7 @@ class Sampler:
             import_vllm().SamplingParams(
                 seed=row.key,
                 max_tokens=row.max_new,
-                temperature=sampling.temperature,
+                temperature=row.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 stop_token_ids=sorted(stop.ids),
