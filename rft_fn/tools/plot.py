@@ -109,8 +109,8 @@ def curve(
     plt = _pyplot()
     rows = read_metrics(metrics)
     panels = _panels(rows)
-    height = math.ceil(len(panels) / _COLUMNS)
-    width = min(len(panels), _COLUMNS)
+    height = max(math.ceil(len(panels) / _COLUMNS), 1)  # an empty picture of a run without a number
+    width = max(min(len(panels), _COLUMNS), 1)
     fig, axes = plt.subplots(height, width, figsize=(4 * width, 2.7 * height), squeeze=False)
     _space(fig, height, width)
     for ax, panel in zip(axes.flat, panels):

@@ -619,6 +619,12 @@ def test_a_run_whose_rewards_are_no_numbers_ends_and_continues(tmp_path, capsys)
         assert "reward: nan, the mean of the last 4 steps" in capsys.readouterr().out
 
 
+def test_a_run_without_any_number_has_an_empty_picture(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": null, "grad/norm": null}\n')
+    picture = image.imread(plot.curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png"))
+    assert picture.min() == 1.0
+
+
 def test_a_log_in_a_file_has_lines_of_all_steps_and_no_escapes(monkeypatch, capsys):
     """Also where only the errors go to a terminal: a bar there would leave the file without its steps."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
