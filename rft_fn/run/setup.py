@@ -15,15 +15,6 @@ from rft_fn import check, collect, metric, model, reward, reward_shaping
 from rft_fn.collect import AsyncSampler, Batch
 from rft_fn.optim import Schedule
 from rft_fn.run import opening, options
-from rft_fn.run.opening import (
-    free_options,
-    initial_model,
-    load_policy,
-    open_folder,
-    plan_steps,
-    print_preflight,
-    start,
-)
 from rft_fn.run.reward_task import (
     Task,
     check_rewards,
@@ -348,7 +339,7 @@ def setup(
     load: Callable[[Any, Strategy], Task] = load_task,
     batch: int | None = None,
     what: str = "prompts",
-    load_module: Callable[[Any, Strategy], nn.Module] = load_policy,
+    load_module: Callable[[Any, Strategy], nn.Module] = opening.load_policy,
     optimizer: Callable[[Any], tuple[Transform, Schedule]] = one_update_a_step,
     critic: Callable[[Any, Strategy], tuple[nn.Module, Transform, Schedule]] | None = None,
     anchor: bool = False,
@@ -375,12 +366,12 @@ def setup(
     for name, off in (("reward_norm", "none"), ("normalize_reward", "off")):
         if greedy and getattr(cfg, name):
             raise ValueError(f"{name}: expected {off} with {cfg.algorithm}: its baseline is a raw reward")
-    st = start(cfg, unread=() if sampled else options.ENGINE)
+    st = opening.start(cfg, unread=() if sampled else options.ENGINE)
     model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
 
     # data and rewards, and the folder of the run
     task = load(cfg, st)
-    cfg = plan_steps(
+    cfg = opening.plan_steps(
         cfg,
         st,
         task.dataset,
@@ -392,10 +383,10 @@ def setup(
     )
     if task.score is not None:
         check_rewards(cfg, st, task)
-    run = open_folder(
+    run = opening.open_folder(
         cfg,
         st,
-        free=free_options(cfg, "steps", passes),
+        free=opening.free_options(cfg, "steps", passes),
         datasets=task.datasets,
         tokenizer=task.tokenizer,
     )
@@ -406,7 +397,7 @@ def setup(
     second = None if critic is None else critic(cfg, st)
     if second is not None:
         length = length or cfg.max_prompt + cfg.max_new
-    print_preflight(
+    opening.print_preflight(
         cfg,
         st,
         (module, tx),
@@ -429,7 +420,7 @@ def setup(
     valuer = None
     if second is not None:
         valuer = Model(second[0], *st.init(second[0], second[1]), second[2])
-    initial = initial_model(cfg, st, module, apply, sampling=sampling) if anchor else None
+    initial = opening.initial_model(cfg, st, module, apply, sampling=sampling) if anchor else None
 
     samples = send = None
     if sampled:

@@ -187,29 +187,30 @@ def test_the_first_gap_of_a_run_limits_the_later_ones():
         scored = packing.unpack(model.score(apply, params, packs_of(r)), packs_of(r), r.logp)
         return collect.mismatch_metrics(scored, r) | {"rollout/staleness_max": staleness, "loss": 1.0}
 
-    def check(cfg, extra, r, **how):
-        return check_gap(cfg, extra, values(r, **how), r, sampling, apply, params, packs_of(r))
+    def check(cfg, floor, r, **how):
+        return check_gap(cfg, floor, values(r, **how), r, sampling, apply, params, packs_of(r))
 
     assert 1e-4 < values(late)["policy/logp_gap"] < 0.01
-    cfg, extra = options.Rollouts(), {"floor": 0.0}
-    assert check(cfg, extra, fresh) == collect.mismatch_metrics(
+    cfg = options.Rollouts()
+    gap, floor = check(cfg, 0.0, fresh)
+    assert gap == collect.mismatch_metrics(
         packing.unpack(model.score(apply, params, packs_of(fresh)), packs_of(fresh), fresh.logp), fresh
     )
-    assert extra["floor"] == 1e-6
+    assert floor == 1e-6
     with pytest.raises(ValueError, match=r"above the limit of 3e-05. It is in .*Look at the weights"):
-        check(cfg, extra, late)
-    check(cfg, {}, late)  # a run that knows no floor yet
-    check(options.Rollouts(gap_factor=1e4), extra, late)
+        check(cfg, floor, late)
+    check(cfg, 0.0, late)  # a run that knows no floor yet
+    check(options.Rollouts(gap_factor=1e4), floor, late)
     with pytest.raises(ValueError, match=r"above the limit of 0.0001"):
-        check(options.Rollouts(gap_factor=1e4, max_gap=1e-4), extra, late)
+        check(options.Rollouts(gap_factor=1e4, max_gap=1e-4), floor, late)
 
     # corrected stale rows differ by design; rows that are not stale do not
     corrected = options.Rollouts(mismatch="tis")
-    check(corrected, extra, late, staleness=1.0)
+    check(corrected, floor, late, staleness=1.0)
     with pytest.raises(ValueError, match="above the limit"):
-        check(corrected, extra, late)
+        check(corrected, floor, late)
     with pytest.raises(ValueError, match="above the limit"):
-        check(cfg, extra, late, staleness=1.0)
+        check(cfg, floor, late, staleness=1.0)
 
 
 CUT = {"temperature": 0.6, "top_p": 0.7}
