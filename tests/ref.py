@@ -627,6 +627,26 @@ def moments(reward):
     return x.size, x.mean(), ((x - x.mean()) ** 2).sum()
 
 
+def shaped(reward, tokens, log_ratio, *, clip, overlong, max_new, kl, before):
+    """Rewards [B] after the chain of a run, and all rewards that were normalised so far.
+
+    `tokens` [B] are lengths, `log_ratio` [B] sums of log(policy / initial model), `before` the rewards of
+    earlier steps, or None where nothing is normalised.
+    """
+    changed = []
+    for r, n, ratio in zip(reward, tokens, log_ratio):
+        if clip:
+            r = min(max(r, -clip), clip)
+        if overlong:
+            r = r + overlong_penalty(n, max_new, overlong)
+        changed.append(r - kl * ratio)
+    if before is None:
+        return np.array(changed), None
+    every = np.array([*before, *changed])
+    scale = every.std(ddof=1) if len(every) > 1 and every.std() > 1e-12 * abs(every.mean()) else 0.0
+    return (np.array(changed) - every.mean()) / (scale + 1e-8 if scale else 1.0), list(every)
+
+
 def overlong_penalty(length, max_new, buffer, scale=1.0):
     """DAPO's equation 13, case by case."""
     expected = max_new - buffer

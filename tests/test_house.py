@@ -295,6 +295,28 @@ def test_calls_are_written_out():
     assert not offenders, offenders
 
 
+# lines of a training script, None where it is not limited, and of its main
+PAGES = {
+    "grpo": (130, 55),
+    "ppo": (170, 75),
+    "dpo": (None, 60),
+    "sft": (None, 60),
+    "train_rm": (None, 60),
+    "multi_turn": (None, 60),
+}
+
+
+def test_the_algorithm_of_a_training_script_is_on_one_page():
+    offenders = []
+    for name, (whole, body) in PAGES.items():
+        text = (ROOT / "train_scripts" / f"{name}.py").read_text()
+        main = next(n for n in ast.parse(text).body if getattr(n, "name", "") == "main")
+        lines = text.count("\n"), main.end_lineno - main.lineno + 1
+        if lines[0] > (whole or 450) or lines[1] > body:
+            offenders.append((name, lines))
+    assert not offenders, offenders
+
+
 def test_a_body_over_60_lines_says_why():
     """By a comment above it; the docstring does not count."""
     offenders = []

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -126,6 +127,52 @@ def test_overlong_penalty_against_the_definition(length, max_new, share, scale):
     buffer = max(1, int(share * max_new))
     got = rs.overlong_penalty(torch.tensor(length), max_new=max_new, buffer=buffer, scale=scale)
     assert float(got) == pytest.approx(ref.overlong_penalty(length, max_new, buffer, scale), abs=1e-10)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    clip=st.sampled_from([0.0, 0.7]),
+    overlong=st.sampled_from([0, 3]),
+    kl=st.sampled_from([0.0, 0.1]),
+    normalize=st.booleans(),
+)
+def test_a_chain_against_the_definition(seed, clip, overlong, kl, normalize):
+    """Two steps, the second with the state of the first, which does not change."""
+    g = torch.Generator().manual_seed(seed)
+    chain = rs.chain(clip=clip, overlong=overlong, max_new=6, kl=kl, normalize=normalize)
+    state, before = chain.init(), [] if normalize else None
+    for _ in range(2):
+        length = torch.randint(1, 7, (6,), generator=g)
+        mask = torch.arange(8)[None] < length[:, None]
+        logp, ref_logp = (torch.where(mask, -torch.rand((6, 8), generator=g), 0) for _ in range(2))
+        reward = torch.randn((2, 3), generator=g)
+        batch = SimpleNamespace(mask=mask, logp=logp)
+        kept = tree.map(torch.clone, state)
+        got, after, metrics = chain.apply(reward, state, batch, ref_logp if kl else None)
+        ratio = (logp - ref_logp).sum(-1)
+        want, before = ref.shaped(
+            reward.flatten().tolist(),
+            length.tolist(),
+            ratio.tolist(),
+            clip=clip,
+            overlong=overlong,
+            max_new=6,
+            kl=kl,
+            before=before,
+        )
+        np.testing.assert_allclose(got.flatten(), want, rtol=1e-9, atol=1e-9)
+        assert metrics == ({"kl/in_reward": pytest.approx(float(ratio.mean()))} if kl else {})
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(kept), tree.leaves(state), strict=True))
+        state = after
+    if not normalize:
+        assert float(state.count) == 0
+
+
+def test_a_chain_with_a_kl_needs_the_initial_model():
+    chain = rs.chain(kl=0.1)
+    batch = SimpleNamespace(mask=torch.ones(1, 1, dtype=torch.bool), logp=torch.zeros(1, 1))
+    with pytest.raises(ValueError, match=r"^ref_logp: expected a tensor, got None"):
+        chain.apply(torch.zeros(1, 1), chain.init(), batch)
 
 
 def test_overlong_penalty_by_hand():
