@@ -6,6 +6,7 @@
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -43,7 +44,7 @@ UNREAD = (  # nothing is trained here, so nothing is sharded either: every proce
 
 
 def check(cfg: Config) -> None:
-    """ValueError for options that do not go together, and for a place that results cannot be written to."""
+    """Raise ValueError for options that do not go together, and for a place that results cannot be written to."""
     rft.run.without(cfg.strategy, *UNREAD)
     rft.run.without(cfg.strategy, "seed", instead="use --seed")
     if cfg.messages:
@@ -65,11 +66,18 @@ def main(cfg: Config) -> None:
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
     score = rft.run.load_rewards(rft.run.rewards_of(cfg, cfg.data), cfg, st)
     tokenizer = rft.model.load_tokenizer(model)
-    how = rft.run.data_options(cfg, rft.run.load_processing(cfg, model))
-    how |= {"max_prompt": cfg.max_prompt, "columns": rft.reward.columns(score)}
-    how |= {"values": rft.reward.label_values(score)}
-    how |= {"window": rft.model.read_window(model), "max_new": cfg.max_new}
-    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, split="test", **how)
+    dataset = rft.data.load(
+        cfg.data,
+        tokenizer,
+        seed=cfg.seed,
+        split="test",
+        columns=rft.reward.columns(score),
+        values=rft.reward.label_values(score),
+        max_prompt=cfg.max_prompt,
+        window=rft.model.read_window(model),
+        max_new=cfg.max_new,
+        **rft.run.data_options(cfg, rft.run.load_processing(cfg, model)),
+    )
     rft.run.check_engine_media(st, model, dataset)
     prompts, keys = rft.data.take(dataset, cfg.count, cfg.seed)
     rft.collect.check_reward(st, score, prompts[:2], tokenizer=tokenizer, timeout=cfg.reward_timeout)
@@ -78,15 +86,22 @@ def main(cfg: Config) -> None:
 
     # ---- answers, as many at a time as the engine takes
     step = max(cfg.strategy.engine_batch // cfg.group, 1) * st.world
-    sampled = {"n": cfg.group, "sampling": sampling}
-    judging = {"timeout": cfg.reward_timeout, "state": rft.reward.trainer_state(1, 1), "seed": cfg.seed}
+    generate = partial(rft.collect.gather_and_generate, eng, st, n=cfg.group, sampling=sampling)
+    judge = partial(
+        rft.collect.gather_and_judge,
+        st,
+        score,
+        timeout=cfg.reward_timeout,
+        state=rft.reward.trainer_state(1, 1),
+        seed=cfg.seed,
+    )
     rollouts = []
     judgements = []
     for at in rft.run.track(range(0, len(prompts), step), "evaluating", rank=st.rank):
         part = prompts[at : at + step]
-        rollout = rft.collect.gather_and_generate(eng, st, part, keys[at : at + step], **sampled)
+        rollout = generate(part, keys[at : at + step])
         rollouts.append(rollout)
-        judgements.append(rft.collect.gather_and_judge(st, score, rollout, part, tokenizer, **judging))
+        judgements.append(judge(rollout, part, tokenizer))
 
     # ---- what they are worth
     judged = rft.reward.concat(judgements)

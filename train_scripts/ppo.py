@@ -50,8 +50,8 @@ def optimizer(cfg: Config):
 def load_critic(cfg: Config, st: rft.Strategy):
     """Return (the critic, its optimizer, its learning rate as a function of the updates done)."""
     updates = cfg.steps * rft.run.updates_per_step(cfg)
-    how = rft.run.optimizer(cfg, cfg.critic_lr, updates=updates, warmup=cfg.warmup)
-    return rft.run.load_critic(cfg, st), *how
+    tx, schedule = rft.run.optimizer(cfg, cfg.critic_lr, updates=updates, warmup=cfg.warmup)
+    return rft.run.load_critic(cfg, st), tx, schedule
 
 
 def weighted(cfg: Config, row, exp: rft.Experience) -> rft.Experience:

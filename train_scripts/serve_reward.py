@@ -60,14 +60,23 @@ def main(cfg: Config) -> None:
     st = rft.strategy.get_strategy(cfg.strategy)
     if st.world > 1:
         raise ValueError(f"world: expected one process, got {st.world}; start a server for each device")
-    how = {"system": cfg.system, "chat_template_kwargs": cfg.chat_template_kwargs}
-    reading = Reading(reward_veto=cfg.reward_veto, **how)
+    reading = Reading(
+        reward_veto=cfg.reward_veto, system=cfg.system, chat_template_kwargs=cfg.chat_template_kwargs
+    )
     score = rft.run.load_rewards(cfg.reward, reading, st)
     if not any(hasattr(fn, "engine") for fn, _ in score.components.values()):
         rft.run.without(cfg.strategy, *options.ENGINE, instead="no judge is served")
-    limits = {"rows": cfg.rows, "wait": cfg.wait, "queue": cfg.queue, "max_bytes": cfg.max_bytes}
-    where = {"host": cfg.host, "port": cfg.port, "token_env": cfg.token_env}
-    rft.run.serve(score, **where, **limits, timeout=cfg.reward_timeout)
+    rft.run.serve(
+        score,
+        host=cfg.host,
+        port=cfg.port,
+        token_env=cfg.token_env,
+        rows=cfg.rows,
+        wait=cfg.wait,
+        queue=cfg.queue,
+        max_bytes=cfg.max_bytes,
+        timeout=cfg.reward_timeout,
+    )
     st.close()
 
 
