@@ -33,8 +33,8 @@ ELSEWHERE = {
     "README.md": "test_readme.py",
     "CONTRIBUTING.md": "test_contributing.py",
     "docs/scripts.md": "test_scripts_page.py",
-    "docs/generation.md": "collect/test_generate.py",
-    "docs/judges.md": "reward/test_generative_page.py",
+    "docs/engines.md": "collect/test_generate.py",
+    "docs/reward_models.md": "reward/test_generative_page.py",
 }
 TEXTS = {page: pages.read(page) for page in pages.PAGES}
 CODE = {page: [b for b in pages.blocks(text) if b.language == "python"] for page, text in TEXTS.items()}
@@ -168,7 +168,7 @@ def test_a_line_that_is_refused_on_purpose_is_marked():
     text = "So:\n\n<!-- refused: why -->\n\n    rft wibble\n\nThus:\n\n    rft doctor\n"
     assert list(pages.commands(text)) == [["rft", "doctor"]]
     marked = sum(text.count("<!-- refused: ") for text in TEXTS.values())
-    assert marked == 1  # an option of another library, in docs/sources.md
+    assert marked == 1  # an option of another library, in docs/data.md
 
 
 def test_pages_have_code_and_commands():

@@ -49,7 +49,7 @@ def commands(text):
 
 @pytest.mark.parametrize(
     ("path", "least"),
-    [("README.md", 5), ("docs/results/README.md", 3), ("docs/sources.md", 9), ("docs/preferences.md", 8)],
+    [("README.md", 5), ("docs/results/README.md", 3), ("docs/data.md", 9), ("docs/preferences.md", 8)],
 )
 def test_commands_are_understood_as_they_stand(path, least):
     """Every option is one of the script's, with a value that it takes."""

@@ -202,7 +202,7 @@ def served_at(
     max_bytes: int = 1 << 24,
     token_env: str = TOKEN_ENV,
 ) -> RewardFn:
-    """Return the reward that servers compute: JSON over HTTP, as docs/remote_rewards.md shows it.
+    """Return the reward that servers compute: JSON over HTTP, as docs/rewards.md shows it.
 
     `hosts` are addresses of servers that answer alike, as a list or with commas between them; the least busy
     one that answers is asked. `form` names the requests: ours, or the ones of servers for OpenRLHF. `columns`

@@ -1,6 +1,6 @@
 """The wire format of reward servers: requests and answers, ours and OpenRLHF's, as bytes of JSON.
 
-docs/remote_rewards.md shows both.
+docs/rewards.md shows both.
 """
 
 import base64

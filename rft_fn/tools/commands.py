@@ -69,7 +69,7 @@ class Watch:
     run: tyro.conf.Positional[str]  # folder of the run
     every: float = 2.0  # seconds between two looks
     once: bool = False  # show it as it stands, and end
-    color: Name = "push"  # the number of each token that it is coloured by; docs/reports.md has what each is
+    color: Name = "push"  # the number of each token that it is coloured by; docs/commands.md has what each is
 
 
 @dataclass(frozen=True)

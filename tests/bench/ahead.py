@@ -3,7 +3,7 @@
 Runs train_scripts/grpo.py on the embedded default with the engine in the trainer's process, in a process of
 its own, and one step ahead, each side with one thread, a few times in turn, since the load of a machine
 changes. Then sends weights of the size of SmolLM2-135M to a process. Writes docs/results/ahead.json and
-ahead.svg, and the table in docs/asynchronous.md.
+ahead.svg, and the table in docs/engines.md.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from rft_fn.types.engine import Delivered
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
-PAGE = ROOT / "docs" / "asynchronous.md"
+PAGE = ROOT / "docs" / "engines.md"
 BEGIN, END = "<!-- ahead:begin -->", "<!-- ahead:end -->"
 CASES = {
     "in the trainer's process": [],

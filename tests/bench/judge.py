@@ -3,7 +3,7 @@
 For each set of negatives: writes examples of (question, response) -> "score=0" or "score=1", trains the
 embedded default on them by train_scripts/sft.py, and asks the judge about held-out problems of sort_digits:
 right and wrong responses, and attacks on wrong ones. Writes docs/results/judge.json and the tables of
-docs/judges.md; `--draw` only the tables. Seeds: 0 for training, 1 for what is asked.
+docs/reward_models.md; `--draw` only the tables. Seeds: 0 for training, 1 for what is asked.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from rft_fn.reward import forms
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "results" / "judge.json"
-PAGE = ROOT / "docs" / "judges.md"
+PAGE = ROOT / "docs" / "reward_models.md"
 TASK = TASKS["sort_digits"]
 FORM = forms.terse()
 OPTIONS = {"steps": 200, "batch": 64, "lr": 3e-3, "warmup": 10, "lr_end": 0.1, "seed": 0}

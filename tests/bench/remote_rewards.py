@@ -4,7 +4,7 @@ Batches of 64 completions, 161 kB, are sent to train_scripts/serve_reward.py, an
 do less: a bare starlette that reads the JSON and answers zeros, and the standard library's, which has the
 same reward.
 Then the library's own client asks while a server is killed and restarted, with a second host and without.
-Writes docs/results/remote.json and the tables in docs/remote_rewards.md.
+Writes docs/results/remote.json and the tables in docs/rewards.md.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import httpx2
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "remote.json"
-PAGE = ROOT / "docs" / "remote_rewards.md"
+PAGE = ROOT / "docs" / "rewards.md"
 BEGIN, END = "<!-- load:begin -->", "<!-- load:end -->"
 ROWS = 64
 LENGTH = 1000  # characters of a prompt, and of a completion

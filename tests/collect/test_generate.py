@@ -141,10 +141,10 @@ def test_an_engine_that_cannot_continue_samples_all_the_same():
 
 
 def test_the_page_runs_as_it_stands():
-    """docs/generation.md, whose blocks continue each other."""
-    text = (Path(__file__).resolve().parents[2] / "docs" / "generation.md").read_text()
+    """docs/engines.md, whose blocks continue each other."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "engines.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     assert len(blocks) == 3
     found = {}
-    exec(compile("\n".join(blocks), "docs/generation.md", "exec"), found)
+    exec(compile("\n".join(blocks), "docs/engines.md", "exec"), found)
     assert len(found["cut"]) > 2 and len(found["branches"].tokens) == 4

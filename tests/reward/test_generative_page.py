@@ -1,4 +1,4 @@
-"""docs/judges.md: its code runs in order, and its tables and numbers are those of what is there."""
+"""docs/reward_models.md: its code runs in order, and its tables and numbers are those of what is there."""
 
 import importlib.util
 import inspect
@@ -15,7 +15,7 @@ from rft_fn.reward import forms, verdicts
 pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs" / "judges.md").read_text()
+TEXT = (ROOT / "docs" / "reward_models.md").read_text()
 
 
 def test_the_code_of_the_page_runs(tmp_path, monkeypatch):

@@ -218,7 +218,7 @@ def test_a_script_whose_run_cannot_learn_says_why(tmp_path, capsys):
 
 
 def test_every_rule_is_in_the_documentation():
-    text = " ".join((ROOT / "docs" / "reports.md").read_text().split())
+    text = " ".join((ROOT / "docs" / "commands.md").read_text().split())
     for rule in RULES:
         assert f"`{rule.name}` | {rule.condition} | {rule.remedy} |" in text, rule.name
 

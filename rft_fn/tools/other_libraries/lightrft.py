@@ -107,7 +107,7 @@ SHARED: r.Table = {
         ),
         "remote_rm_url": r.same(
             "--reward",
-            "docs/remote_rewards.md; a FILE.py:FN stands there too",
+            "docs/rewards.md; a FILE.py:FN stands there too",
             remark="given as FILE.py:FUNCTION",
         ),
         "data.prompt_dataset prompt_data": r.same("--data"),
@@ -148,7 +148,7 @@ SHARED: r.Table = {
         "reward.model_name_or_path": r.Row("--reward model:{x}", "a folder with a head", hint=r.REWARD_MODEL),
         "reward.remote_url": r.same(
             "--reward",
-            "docs/remote_rewards.md has the request in OpenRLHF's form",
+            "docs/rewards.md has the request in OpenRLHF's form",
             remark="given as FILE.py:FUNCTION",
         ),
     },
@@ -187,7 +187,7 @@ TABLE: r.Table = {
     "rl": {
         "max_eval_samples": r.same("--eval-prompts", hint=(r.Flag("eval_prompts"), r.Flag("count"))),
         "reference_key": r.nothing("rewards get every column by its name", r.ANSWER),
-        "images_key": r.nothing("columns with images are detected: docs/media_data.md"),
+        "images_key": r.nothing("columns with images are detected: docs/data.md"),
         "system_prompt": r.same("--system"),
         "mixed_mm_data": r.nothing("batches with and without media mix freely"),
         "text_only": r.nothing("a model without towers takes none"),

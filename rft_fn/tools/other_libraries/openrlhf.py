@@ -23,7 +23,7 @@ TABLE: r.Table = {
         "ds.use_liger_kernel": r.FUSED,
     },
     "rl": {
-        "data.image_key": r.nothing("columns with images are detected: docs/media_data.md"),
+        "data.image_key": r.nothing("columns with images are detected: docs/data.md"),
         "rollout.max_new_tokens": r.same("--max-new"),
         "rollout.temperature": r.same("--temperature", "divides the logits in training too"),
         "rollout.top_p": r.same("--top-p", "cut in training too"),

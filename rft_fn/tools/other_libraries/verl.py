@@ -60,7 +60,7 @@ TABLE: r.Table = {
             r.Flag("max_prompt", "longer prompts are always left out"),
         ),
         "data.reward_fn_key": r.nothing("rewards get every column; reward.by_column routes by one", r.ANSWER),
-        "data.image_key": r.nothing("columns with images are detected: docs/media_data.md"),
+        "data.image_key": r.nothing("columns with images are detected: docs/data.md"),
         "critic.optim.lr": r.same("--critic-lr", "of ppo.py"),
         "critic.model.path": r.same("--critic", "of ppo.py"),
         "critic.cliprange_value": r.same("--value-clip", "of ppo.py"),
