@@ -56,7 +56,7 @@ BEFORE = {
     ("docs/environments.md", 0): IMPORTS + "tokenizer = rft.model.load_tokenizer('tiny')\n" + SEVERAL,
     ("docs/preferences.md", 0): IMPORTS,
     ("docs/preferences.md", 1): OWN_PAIRS,
-    ("docs/commands.md", 0): IMPORTS + STATE.replace(", tx)", ", tx, entropy=True)") + ROLLOUT + TOKENS,
+    ("docs/commands.md", 1): IMPORTS + STATE.replace(", tx)", ", tx, entropy=True)") + ROLLOUT + TOKENS,
     (
         "docs/reward_models.md",
         2,

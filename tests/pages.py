@@ -65,7 +65,7 @@ def anchors(text):
 def links(text):
     """The targets of a page's links and pictures that are in the repository."""
     plain = re.sub(r"(`+).*?\1", "``", prose(text).replace("\\`", ""))
-    found = re.findall(r"\]\(([^()\s]+)\)", plain) + re.findall(r"(?:src|href)=\"([^\"]+)\"", plain)
+    found = re.findall(r"\]\(([^()\s]+)\)", plain) + re.findall(r"(?:src|srcset|href)=\"([^\"]+)\"", plain)
     return [x for x in found if not re.match(r"[a-z]+:", x)]
 
 

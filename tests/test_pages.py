@@ -34,7 +34,6 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "test_contributing.py",
     "docs/scripts.md": "test_scripts_page.py",
     "docs/engines.md": "collect/test_generate.py",
-    "docs/reward_models.md": "reward/test_generative_page.py",
 }
 TEXTS = {page: pages.read(page) for page in pages.PAGES}
 CODE = {page: [b for b in pages.blocks(text) if b.language == "python"] for page, text in TEXTS.items()}

@@ -38,7 +38,7 @@ def test_every_page_is_there_and_has_its_place(site):
     for page in pages.PAGES:
         name = page.removeprefix("docs/")
         if name.endswith("README.md"):
-            name = {"README.md": "readme.md", "kernels/README.md": "kernels.md"}.get(
+            name = {"README.md": "index.md", "kernels/README.md": "kernels.md"}.get(
                 name, name.replace("README", "index")
             )
         name = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}.get(name, name)

@@ -15,15 +15,17 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rft_fn"
 TOP = {
-    "README.md": "readme.md",
+    "README.md": "index.md",  # the first page of the site
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "kernels/README.md": "kernels.md",
 }
 LANGUAGES = {".py": "python", ".sh": "bash", ".json": "json", ".yml": "yaml", ".toml": "toml"}
 PICTURES = (".png", ".svg")
+DARK = "(prefers-color-scheme: dark)"
 FENCE = re.compile(r"^( *)(`{3,})[^\n]*\n.*?^\1\2 *$", re.S | re.M)
 LINK = re.compile(r"(?<!`)(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
+PICTURE = re.compile(r"<picture>.*?</picture>", re.S)
 SPAN = re.compile(r"`(?:rft(?:_fn)?\.)?([a-z_]+)\.([A-Za-z_]\w*)(?:\(\))?`")
 
 
@@ -131,7 +133,7 @@ def page_of(target):
         return target.removeprefix("docs/")
     if Path(target).suffix in PICTURES:
         return f"source/{target}"
-    return f"source/{target}.md"
+    return f"source/{target.removeprefix('.')}.md"  # mkdocs reads no hidden folders
 
 
 def source_page(target):
@@ -148,10 +150,34 @@ def rewritten(text, origin, here):
         target, anchor = target_of(origin, m[2])
         if not (ROOT / target).exists():
             return m[0]  # strict mode names it
+        label = m[1] if m[1].startswith("!") else f"[{LINK.sub(link, m[1][1:-1])}]"  # a picture that is a link
         path = os.path.relpath(page_of(target), PurePosixPath(here).parent)
-        return f"{m[1]}({path}{'#' if anchor else ''}{anchor})"
+        return f"{label}({path}{'#' if anchor else ''}{anchor})"
 
     return prose(text, lambda part: LINK.sub(link, part))
+
+
+def by_theme(text, origin, here):
+    """Each `<picture>` as two, one for the light theme of the site and one for the dark.
+
+    On GitHub the system chooses; here the reader may, and site.css shows the one of the theme.
+    """
+
+    def address(path):
+        return os.path.relpath(page_of(target_of(origin, path)[0]), PurePosixPath(here).parent)
+
+    def both(m):
+        sources = dict(re.findall(r'<source media="([^"]+)" srcset="([^"]+)">', m[0]))
+        (said,), (light,) = re.findall(r' alt="([^"]+)"', m[0]), re.findall(r' src="([^"]+)"', m[0])
+        pair = ((light, "(max-width: 600px)"), (sources[DARK], f"{DARK} and (max-width: 600px)"))
+        shown = ""
+        for theme, (wide, narrow) in zip(("light", "dark"), pair):
+            source = f'<source media="(max-width: 600px)" srcset="{address(sources[narrow])}">'
+            image = f'<img alt="{said}" src="{address(wide)}">'
+            shown += f'<picture class="only-{theme}">{source}{image}</picture>'
+        return f"<div>{shown}</div>"
+
+    return PICTURE.sub(both, text)
 
 
 def named(text):
@@ -217,7 +243,7 @@ def on_files(files, config):
     if lost:
         raise ValueError(f"mkdocs.yml: expected a place for every page, got none for {lost}")
     scripts = sorted(f.src_uri for f in files.documentation_pages() if f.src_uri.startswith("source/"))
-    config.nav.append({"Scripts": scripts})
+    config.nav[-1]["Background"].append({"Scripts and files": scripts})
     return files
 
 
@@ -227,4 +253,4 @@ def on_page_markdown(markdown, page, config, files):
     if here.startswith(("source/", "reference/")):
         return markdown
     origin = {made: target for target, made in TOP.items()}.get(here, f"docs/{here}")
-    return named(rewritten(markdown, origin, here))
+    return named(rewritten(by_theme(markdown, origin, here), origin, here))

@@ -1,4 +1,4 @@
-"""docs/reward_models.md: its code runs in order, and its tables and numbers are those of what is there."""
+"""The judges of docs/reward_models.md: the code runs in order, tables and numbers are those of what is there."""
 
 import importlib.util
 import inspect
@@ -15,14 +15,14 @@ from rft_fn.reward import forms, verdicts
 pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs" / "reward_models.md").read_text()
+TEXT = (ROOT / "docs" / "reward_models.md").read_text().partition("\n## Judges")[2]
 
 
 def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
     for code in re.findall(r"```python\n(.*?)```", TEXT, re.S):
-        exec(compile(code, "judges.md", "exec"), names)
+        exec(compile(code, "reward_models.md", "exec"), names)
     rows = [json.loads(line) for line in Path("judge.jsonl").read_text().splitlines()]
     assert [row["verdict"] for row in rows] == ["score=1", "score=0"]
 

@@ -68,7 +68,7 @@ def test_from_an_empty_folder_to_the_report_of_a_run_of_a_copy(installed, tmp_pa
     where = rft(installed, "where", "grpo", cwd=tmp_path).strip()
     assert where == str(installed / "rft_scripts" / "grpo.py")
     assert "rft run my_grpo.py" in rft(installed, "new", "grpo", "my_grpo.py", cwd=tmp_path)
-    (reward,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "commands.md").read_text(), re.S)
+    (reward,) = re.findall(r"```python\n(def even.*?)```", (ROOT / "docs" / "commands.md").read_text(), re.S)
     (tmp_path / "even.py").write_text(reward)
     own = ["--reward", "even.py:even", "--out", "a"]
     shown = rft(installed, "run", "my_grpo.py", *TINY_RUN, *own, cwd=tmp_path)
