@@ -1,4 +1,4 @@
-"""docs/howto and the drawings of docs/ideas.md: nothing is left out, nothing is stale."""
+"""docs/howto, and the drawings of docs/ideas.md and the README: nothing is left out, nothing is stale."""
 
 import os
 import re
@@ -30,6 +30,16 @@ def test_the_drawings_are_those_of_their_script(tmp_path, monkeypatch):
     assert [x.name for x in written] == [f"idea{i}.svg" for i in range(1, 6)]
     for file in written:
         assert file.read_text() == (committed / file.name).read_text(), file.name
+
+
+def test_the_pictures_of_the_readme_are_those_of_their_script():
+    front = as_module(ROOT / "tests" / "bench" / "front.py")
+    for name, made in front.pictures().items():
+        assert made == (ROOT / "docs" / "pictures" / name).read_text(), name
+    code = (ROOT / "README.md").read_text()
+    for _, _, lines in front.WAY:
+        for call in " ".join(lines).replace(". ", ".").split():
+            assert f"{call}(" in code or call == "loss_fn", call
 
 
 def test_the_edits_of_a_copied_script_run(tmp_path):

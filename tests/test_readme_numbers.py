@@ -1,4 +1,4 @@
-"""Each measured number of the README, computed again from the file that a run or a script wrote."""
+"""Each measured number of the README, and of pages that say the same, computed again from its file."""
 
 import json
 import re
@@ -16,7 +16,6 @@ from rft_fn.run import options
 pytestmark = pytest.mark.docs
 
 RESULTS = ROOT / "docs" / "results"
-TEXT = " ".join(README.split())
 WORDS = dict(zip(("four", "eight", "ten", "twelve", "fourteen"), ("4", "8", "10", "12", "14"), strict=True))
 NUMBER = r"(\d[\d.]*\d|\d|" + "|".join(WORDS) + ")"
 
@@ -57,13 +56,6 @@ def tiny_time():
     return [found["steps"], found["seconds"]]
 
 
-def served():
-    true = "task:sort_digits"
-    greedy = column("rm/policy/run.json", f"eval/{true}")
-    sampled = first_and_last(column("rm/policy/run.json", f"reward/{true}"))
-    return [*sampled, greedy[0], greedy[-1]]
-
-
 def warm_up():
     recipe = (ROOT / "Makefile").read_text().partition("\ntrain-smollm2:")[2].partition("define evaluate")[0]
     return [int(re.search(r"train_scripts/sft\.py.*?--steps (\d+)", recipe, re.S)[1])]
@@ -73,44 +65,50 @@ def loss_lines():
     return [len(re.search(r"def cispo.*?return [^\n]*\n", BLOCKS[1], re.S)[0].splitlines())]
 
 
-# what the README says, with # for each number, and the numbers
+# what a page says, with # for each number, and the numbers
 SAID = {
-    "reward of samples rises from # to # (# for greedy answers; guessing scores #)": tiny,
-    "Its # steps take # seconds": tiny_time,
-    "takes # times as long on two CPU cores (# times": lambda: [times("equal"), times("tailed")],
-    "rises from # to # for sampled answers and from # to # for greedy ones": served,
-    "measurements of # text families": lambda: [len(read("families.json")["families"])],
-    "checks this in # cases": lambda: [len(conformance.CASES)],
-    "After # updates in a row": lambda: [rft.strategy.StrategyConfig().max_skips],
-    "`--reward-timeout` (# s)": lambda: [options.Reward.reward_timeout],
-    "has # ideas from papers": lambda: [len(read("../examples/results.json"))],
-    "CISPO in # lines": loss_lines,
-    "the form of an answer in # supervised steps": warm_up,
+    "reward of samples rises from # to # (# for greedy answers; guessing scores #)": ("README.md", tiny),
+    "Its # steps take # seconds": ("README.md", tiny_time),
+    "a test checks # cases": ("README.md", lambda: [len(conformance.CASES)]),
+    "a loss and a weight, # rows": ("README.md", lambda: [len(rft.algorithm.TABLE)]),
+    "[# examples](docs/examples": ("README.md", lambda: [len(read("../examples/results.json"))]),
+    "CISPO in # lines": ("README.md", loss_lines),
+    "TRL takes # times as long": ("docs/performance.md", lambda: [times("equal")]),
+    "and # times as long with long-tailed lengths": ("docs/performance.md", lambda: [times("tailed")]),
+    "Equal, of # families": ("docs/models.md", lambda: [len(read("families.json")["families"])]),
+    "(`--strategy.max-skips`, #)": ("docs/troubleshooting.md", lambda: [rft.strategy.StrategyConfig().max_skips]),
+    "(`--reward-timeout`, # s": ("docs/trust.md", lambda: [options.Reward.reward_timeout]),
+    "| # steps of SFT on": ("docs/results/README.md", warm_up),
 }
+
+
+def text_of(page):
+    return " ".join((ROOT / page).read_text().split())
 
 
 @each("said", SAID)
 def test_a_number_is_that_of_its_file(said):
-    """As far as the README writes it out."""
+    """As far as the page writes it out."""
+    page, numbers = SAID[said]
     form = re.escape(said).replace(r"\#", NUMBER)
-    (found,) = re.findall(form, TEXT)
+    (found,) = re.findall(form, text_of(page))
     texts = [found] if isinstance(found, str) else found
-    for text, value in zip(texts, SAID[said](), strict=True):
+    for text, value in zip(texts, numbers(), strict=True):
         if text in WORDS:
             text = WORDS[text]
         digits = len(text.partition(".")[2])
-        assert f"{value:.{digits}f}" == text, f"{said}: the README has {text}, the file {value}"
+        assert f"{value:.{digits}f}" == text, f"{said}: {page} has {text}, the file {value}"
 
 
 def test_every_measured_number_is_looked_at():
     """A number with a decimal point, or with a unit of time, is in one of the sentences above."""
     prose = " ".join(re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|!\[[^]]*\]", " ", README, flags=re.S).split())
     wanted = re.findall(r"(?<![\w.-])(\d+\.\d+|\d+(?= (?:seconds|minutes|ms|GB|%)))(?![\d.]*\d)", prose)
-    covered = {n for said in SAID for f in [re.escape(said).replace(r"\#", NUMBER)] for n in numbers(f)}
-    limits = {"3.11", "2.11", "5.16", "2.13.0", "2.13"}  # of Python, torch and transformers
-    assert set(wanted) - covered - limits == set()
+    forms = [said for said, (page, _) in SAID.items() if page == "README.md"]
+    covered = {n for said in forms for n in numbers(re.escape(said).replace(r"\#", NUMBER))}
+    assert wanted and set(wanted) - covered == set()
 
 
 def numbers(form):
     """The numbers of the README's sentence of this form."""
-    return re.search(form, TEXT).groups()
+    return re.search(form, text_of("README.md")).groups()

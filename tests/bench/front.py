@@ -21,7 +21,7 @@ WAY = (
     ("reward", "[N, G]", ("collect.", "gather_and_judge")),
     ("adv, w", "[B, S]", ("advantage.grpo", "weight.token_mean")),
     ("Packed", "[T]", ("experience", "st.shard")),
-    ("grad", "", ("st.grad", "your loss")),
+    ("grad", "", ("st.grad", "loss_fn")),
     ("update", "", ("st.update",)),
     ("engine", "", ("st.export", "eng.load")),
 )
