@@ -44,7 +44,7 @@ UNREAD = (  # nothing is trained here, so nothing is sharded either: every proce
 
 
 def check(cfg: Config) -> None:
-    """Raise ValueError for options that do not go together, and for a place that results cannot be written to."""
+    """Raise ValueError for options that do not go together, and a place that cannot be written to."""
     rft.run.without(cfg.strategy, *UNREAD)
     rft.run.without(cfg.strategy, "seed", instead="use --seed")
     if cfg.messages:
