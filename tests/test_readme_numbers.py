@@ -12,6 +12,7 @@ from test_readme import BLOCKS, README, ROOT
 import rft_fn as rft
 from bench import record
 from rft_fn.run import options
+from rft_fn.strategy import StrategyConfig
 
 pytestmark = pytest.mark.docs
 
@@ -76,7 +77,7 @@ SAID = {
     "TRL takes # times as long": ("docs/performance.md", lambda: [times("equal")]),
     "and # times as long with long-tailed lengths": ("docs/performance.md", lambda: [times("tailed")]),
     "Equal, of # families": ("docs/models.md", lambda: [len(read("families.json")["families"])]),
-    "(`--strategy.max-skips`, #)": ("docs/troubleshooting.md", lambda: [rft.strategy.StrategyConfig().max_skips]),
+    "(`--strategy.max-skips`, #)": ("docs/troubleshooting.md", lambda: [StrategyConfig().max_skips]),
     "(`--reward-timeout`, # s": ("docs/trust.md", lambda: [options.Reward.reward_timeout]),
     "| # steps of SFT on": ("docs/results/README.md", warm_up),
 }

@@ -150,7 +150,7 @@ def rewritten(text, origin, here):
         target, anchor = target_of(origin, m[2])
         if not (ROOT / target).exists():
             return m[0]  # strict mode names it
-        label = m[1] if m[1].startswith("!") else f"[{LINK.sub(link, m[1][1:-1])}]"  # a picture that is a link
+        label = m[1] if m[1].startswith("!") else f"[{LINK.sub(link, m[1][1:-1])}]"  # a picture in it
         path = os.path.relpath(page_of(target), PurePosixPath(here).parent)
         return f"{label}({path}{'#' if anchor else ''}{anchor})"
 

@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "pictures"
-TITLE = "One step: prompts, rollout, rewards, advantages, packs, gradients, update, and weights for the engine"
+TITLE = "One step: prompts, rollout, rewards, advantages, packs, gradients, update, the engine"
 
 # (what it is, its shape, the calls that make it), in the order of a step
 WAY = (

@@ -1,4 +1,4 @@
-"""The judges of docs/reward_models.md: the code runs in order, tables and numbers are those of what is there."""
+"""The judges of docs/reward_models.md: the code runs in order, tables are those of what is there."""
 
 import importlib.util
 import inspect
