@@ -1,6 +1,6 @@
 """Collects rollouts: sampled and judged by all ranks, and checked against the trainer."""
 
-from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, Weights, due, version_of
+from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, Weights, due, sample_ahead, version_of
 from rft_fn.collect.batches import Batch, Collector, Source, collector
 from rft_fn.collect.episodes import Played
 from rft_fn.collect.gather import (
@@ -32,6 +32,6 @@ from rft_fn.collect.turns import play
 __all__ = [
     "Batch", "Collector", "Played", "Source", "check_reward", "collector", "due", "gather_and_generate",
     "gather_and_judge", "gather_and_judge_rows", "inference_engine_status", "judged_groups", "play",
-    "sample_partial", "sample_varied_groups", "setup_inference_engine", "sleep_inference_engine",
-    "update_engine_weights", "version_of", "wakeup_inference_engine",
+    "sample_ahead", "sample_partial", "sample_varied_groups", "setup_inference_engine",
+    "sleep_inference_engine", "update_engine_weights", "version_of", "wakeup_inference_engine",
 ]  # fmt: skip

@@ -145,6 +145,35 @@ def test_each_rollout_is_of_the_version_that_the_schedule_says(ahead, total, eva
         assert same(rollout, expected(step, version))
 
 
+@given(some.integers(0, 4), some.integers(1, 6))
+def test_a_script_samples_ahead_in_a_loop(ahead, total):
+    """Weights, evaluations and rollouts by one thread; a step's rollout is of `ahead` versions before."""
+    samples = rft.collect.sample_ahead(
+        Plain().record(), STRATEGY, draw, total=total, n=2, sampling=SAMPLING, ahead=ahead
+    )
+    samples.engine.load(iter(weights_of(0)), version=0)
+    for step, (prompts, rollout) in enumerate(samples):
+        assert prompts == draw(step)[0] and same(rollout, expected(step, version_of(step, ahead)))
+        samples.engine.load(iter(weights_of(step + 1)), version=step + 1)
+        mine = samples.engine.generate(*draw(step), n=1, sampling=GREEDY)
+        assert same(mine, expected(step, step + 1, GREEDY, 1))
+    assert step == total - 1
+    samples.engine.close()
+
+
+def test_a_script_begins_what_is_due_before_it_learns():
+    samples = rft.collect.sample_ahead(
+        Plain(seconds=0.1).record(), STRATEGY, draw, total=6, n=2, sampling=SAMPLING
+    )
+    began = time.perf_counter()
+    for _ in samples:
+        time.sleep(0.1)
+    assert time.perf_counter() - began < 1.05  # 1.2 one after the other
+    with pytest.raises(ValueError, match=r"^ahead: expected >= 0 steps, got -1$"):
+        rft.collect.sample_ahead(samples.engine, STRATEGY, draw, total=1, n=1, sampling=SAMPLING, ahead=-1)
+    samples.engine.close()
+
+
 @given(some.integers(0, 5), some.integers(1, 12))
 def test_a_rollout_is_due_when_the_weights_of_its_version_are_there(ahead, total):
     begun = {}
