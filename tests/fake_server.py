@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 
 from rft_fn.engine import weight_folder
-from rft_fn.engine.hf.sampler import draw_token, uniform_numbers
+from rft_fn.engine.hf.draws import draw_token, uniform_numbers
 from rft_fn.engine.requests import Row, Stop
 from rft_fn.types import Sampling
 

@@ -7,7 +7,7 @@ from each_case import each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rft_fn.engine.hf.sampler import draw, numbers_per_draw
+from rft_fn.engine.hf.draws import draw, numbers_per_draw
 
 
 def numbers(rows, vocab, seed=0):

@@ -2,7 +2,7 @@
 
 Where a model's cache allows it, the next prompts join the batch as rows end, so that a few long responses do
 not run by themselves. The same prompt and key give the same response in any company, order and batch size, in
-one piece or in several, up to the rounding of products, which may decide between two tokens (`draw`).
+one piece or in several, up to the rounding of products, which may decide between two tokens (`draws.draw`).
 """
 
 import inspect
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rft_fn import logprob, rng, tree
 from rft_fn.engine.hf import prompt_cache
+from rft_fn.engine.hf.draws import draw_token, uniform_numbers
 from rft_fn.engine.hf.prompt_cache import (
     OPTION,
     Layer,
@@ -33,53 +33,13 @@ from rft_fn.engine.requests import Response, Row, Stop
 from rft_fn.model.media_inputs import placeholders
 from rft_fn.types import Sampling
 
-__all__ = [
-    "Batch", "Batching", "Sampler", "draw", "draw_token", "numbers_per_draw", "start", "uniform_numbers",
-]  # fmt: skip
+__all__ = ["Batch", "Batching", "Sampler", "start"]
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHARE = 8  # prompts join when one in so many rows is free, so that few are read at a time of one row
-
-
-# ---------- numerically stable draws from a categorical distribution
-
-
-def numbers_per_draw(vocab: int) -> int:
-    """Return how many uniform numbers one draw from `vocab` tokens takes: ceil(log2(vocab))."""
-    return (vocab - 1).bit_length()
-
-
-def draw(p: Tensor, u: Tensor) -> Tensor:
-    """Draw one of V tokens with the probabilities p / p.sum(-1): p [B, V], u [B, D] -> token [B].
-
-    u are uniform numbers in [0, 1), float64; the first `numbers_per_draw(V)` are read. A token of
-    probability 0 is never drawn. Sums are formed element by element, so that a row gives the same token in
-    any batch.
-    """
-    # a level is the one below it, folded in the middle: y[j] = x[j] + x[j + half]
-    levels = [p]
-    while levels[-1].shape[-1] > 1:
-        below = levels[-1]
-        half = (below.shape[-1] + 1) // 2
-        pairs = below.shape[-1] - half
-        above = below[:, :pairs] + below[:, half:]
-        if pairs < half:  # the node in the middle has none
-            above = torch.cat([above, below[:, pairs:half]], -1)
-        levels.append(above)
-
-    # from the root, which is one node, to a token
-    node = torch.zeros(len(p), 1, dtype=torch.long, device=p.device)
-    for depth, level in enumerate(reversed(levels[:-1])):
-        half = (level.shape[-1] + 1) // 2
-        other = node + half
-        exists = other < level.shape[-1]
-        first = level.gather(-1, node).double()
-        second = level.gather(-1, other.clamp(max=level.shape[-1] - 1)).double() * exists
-        node = torch.where(u[:, depth : depth + 1] * (first + second) < first, node, other)
-    return node.squeeze(-1)
 
 
 # ---------- rows of tokens that grow together, and a model's logits for the next token of each
@@ -308,33 +268,6 @@ class _Rows:
     places: Tensor  # [R], the row of `u` of each
 
 
-def draw_token(
-    logits: Tensor, u: Tensor, sampling: Sampling, temperature: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return (token [B], logp [B]) drawn by uniform numbers u [B, D]; the likeliest at temperature 0.
-
-    `temperature` [B] is one for each row, in place of that of `sampling`.
-    """
-    if temperature is not None:
-        likeliest, likeliest_logp = draw_token(logits, u, tree.replace(sampling, temperature=0))
-        warm = temperature > 0
-        own = torch.where(warm, temperature, 1)
-        token, logp = _drawn(logprob.process_logits(logits, sampling, temperature=own), u)
-        return torch.where(warm, token, likeliest), torch.where(warm, logp, likeliest_logp)
-    z = logprob.process_logits(logits, sampling)
-    if sampling.temperature == 0:
-        largest, token = z.max(-1)
-        return token, largest - z.logsumexp(-1)
-    return _drawn(z, u)
-
-
-def _drawn(z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (token [B], logp [B]) drawn from logits [B, V]."""
-    p = z.softmax(-1)
-    token = draw(p, u)
-    return token, p.gather(-1, token.unsqueeze(-1)).squeeze(-1).log()
-
-
 class Sampler(NamedTuple):
     """Samples the batches of one call of `generate`."""
 
@@ -434,21 +367,6 @@ class Sampler(NamedTuple):
             rows = _Rows(rows.batch, [rows.live[k] for k in keep], rows.u, rows.places[index])
         rows.batch.append(self.lm, token)
         return rows
-
-
-def uniform_numbers(rows: Sequence[Row], longest: int, vocab: int) -> Tensor:
-    """Return the uniform numbers of each row's tokens: [R, `longest`, D] float64, D for each token.
-
-    They are the row's stream from its start to its limit, then 0. They are drawn at once, so that no row
-    depends on when another one ends.
-    """
-    depth = numbers_per_draw(vocab)
-    drawn = max(row.start + row.max_new for row in rows)
-    streams = rng.uniform([row.key for row in rows], drawn * depth)
-    u = torch.zeros(len(rows), longest, depth, dtype=torch.float64)
-    for r, (row, stream) in enumerate(zip(rows, streams.unflatten(-1, (drawn, depth)))):
-        u[r, : row.max_new] = stream[row.start : row.start + row.max_new]
-    return u
 
 
 def filled(keep: Sequence[int]) -> list[int]:
