@@ -109,6 +109,22 @@ def test_log_probs_are_of_the_distribution_sampled_from(vllm, hf, sampling):
     assert gap(lm, rollout, sampling) <= 10 * floor
 
 
+def test_rows_have_the_temperatures_that_they_were_asked_for(vllm, hf):
+    """Each row is that of a call at its temperature, and the trainer scores it at that."""
+    warm, sampling = [0.0, 0.5, 1.0, 1.7], rft.Sampling(max_new=10)
+    prompts, keys = prompts_of(12), range(12)
+    rollout = vllm.generate(prompts, keys, n=4, sampling=sampling, temperature=warm * 12)
+    for j, t in enumerate(warm):
+        alone = vllm.generate(prompts, keys, n=4, sampling=rft.Sampling(temperature=t, max_new=10))
+        for b in range(j, 48, 4):
+            size = int(rollout.length[b])
+            assert rollout.tokens[b, :size].tolist() == alone.tokens[b, :size].tolist()
+    scored = hf.score(rollout, sampling=sampling)
+    assert (scored - rollout.logp).abs().max() < 1e-4
+    with pytest.raises(engine.BadRequest, match="sampling: expected None for vllm"):
+        vllm.score(rollout, sampling=sampling)
+
+
 def test_score_is_of_the_models_softmax_whatever_was_sampled(vllm, hf):
     rollout = vllm.generate(prompts_of(6), range(6), n=2, sampling=SAMPLED)
     assert (vllm.score(rollout) - hf.score(rollout)).abs().max() < 1e-5
@@ -169,6 +185,11 @@ def test_no_prompts_give_a_rollout_without_rows(vllm):
             [[3], [4]],
             {"sampling": rft.Sampling(temperature=3.0, max_new=4)},
             "temperature: expected at most 2.0 for vllm, got 3.0",
+        ),
+        (
+            [[3], [4]],
+            {"temperature": [1.0, 2.5]},
+            "temperature: expected at most 2.0 for vllm, got 2.5",
         ),
         ([[3], [4]], {"start": [0, 2]}, r"start\[1\]: expected 0 for vllm"),
     ],
