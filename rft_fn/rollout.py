@@ -91,13 +91,13 @@ def _common_sampling(samplings: Sequence[Sampling | None]) -> Sampling | None:
 
 
 def _temperature(rollout: Rollout, sampling: Sampling | None) -> Tensor:
-    """Return the temperature of each row [B]; that of `sampling` where rows have none of their own."""
+    """Return the temperature of each row [B]; that of `sampling` where rows have none."""
     if rollout.temperature is not None:
         return rollout.temperature
     if sampling is None:
         raise ValueError(
-            "sampling: expected that of the rows without temperatures of their own, to be joined with rows "
-            "that have them, got None"
+            "sampling: expected that of the rows without temperatures, to be joined with rows that have "
+            "them, got None"
         )
     return rollout.logp.new_full((len(rollout.tokens),), sampling.distribution[0])
 

@@ -52,14 +52,14 @@ def _written_fields(cls: type) -> str:
         source = textwrap.dedent(inspect.getsource(cls))
     except (OSError, TypeError):
         return "\n".join(f"    {name}" for name in cls.__annotations__)
-    lines, found = source.splitlines(), []
+    lines, fields = source.splitlines(), []
     for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
         if isinstance(node, ast.AnnAssign):
             first = node.lineno - 1
             while lines[first - 1].strip().startswith("# "):
                 first -= 1
-            found += lines[first : node.end_lineno]
-    return "\n".join(found)
+            fields += lines[first : node.end_lineno]
+    return "\n".join(fields)
 
 
 def documented(cls: type[T]) -> type[T]:

@@ -401,7 +401,7 @@ Draw = Callable[[int], tuple[Sequence[Any], Sequence[int]]]  # a step -> (its pr
 
 
 class SampledAhead(Iterable[tuple[Sequence[Any], Rollout]]):
-    """The prompts and the rollout of each step, of which later ones are sampled meanwhile.
+    """The prompts and the rollout of each step, while later ones are sampled.
 
     The weights of a step, evaluations and scores go to `engine`, which does one after the other.
     """
@@ -442,7 +442,7 @@ def sample_ahead(
 
     `draw(step)` gives (prompts, keys), the same whenever it is asked. The rollout of step k is of version
     max(0, k - ahead), where each step loads its weights. From here on only `samples.engine` may be called: it
-    takes turns with the rollouts. To overlap with training the engine has a process of its own,
+    takes turns with the rollouts. To overlap with training the engine has its own process,
     EngineConfig(process=True), or servers. All ranks iterate alike. ValueError for `ahead` below 0.
     """
     if ahead < 0:

@@ -155,12 +155,18 @@ def check_rows(
     if temperature is not None:
         _check_size("temperature", temperature, count * n)
         for b, x in enumerate(temperature):
-            if not 0 <= x < math.inf:
+            try:
+                fits = 0 <= float(x) < math.inf
+            except (TypeError, ValueError):
+                fits = False
+            if not fits:
                 raise BadRequest(f"temperature[{b}]: expected a number >= 0, got {x}")
 
 
 def _check_size(name: str, numbers: Sequence[Any], size: int) -> None:
     """Raise BadRequest unless there is a number for each of `size` rows."""
+    if not hasattr(numbers, "__len__"):
+        raise BadRequest(f"{name}: expected one for each row, B = {size}, got {numbers!r}")
     if len(numbers) != size:
         raise BadRequest(f"{name}: expected one for each row, B = {size}, got B = {len(numbers)}")
 

@@ -204,7 +204,7 @@ class _Servers:
         """Score as `Score` says, at `Sampling()` only: servers score before any cut or temperature."""
         if sampling is not None and rollout.temperature is not None:
             raise BadRequest(
-                "sampling: expected None to score rows with temperatures of their own by "
+                "sampling: expected None to score rows with their own temperatures by "
                 f"{self.protocol.name}, got {sampling.described}; score by the trainer"
             )
         sampling = sampling or Sampling()

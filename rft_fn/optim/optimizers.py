@@ -199,7 +199,7 @@ def lion(
             toward = moment.lerp(step, 1 - b1).sign_()
             moment.lerp_(step, 1 - b2)
             step.copy_(toward.mul_(-rate))
-            del toward  # not beside the next one
+            del toward  # before the next one is made
         if weight_decay:
             _add_decay(steps, params, decays, -rate * weight_decay)
         return updates, tree.replace(state, count=state.count + 1)

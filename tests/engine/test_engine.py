@@ -260,6 +260,14 @@ def test_gather_and_generate_shares_out_prompts():
             "temperature: expected one for each row, B = 12, got B = 1",
         ),
         (
+            lambda: rollout(rft.Sampling(), temperature=0.5),
+            "temperature: expected one for each row, B = 12, got 0.5",
+        ),
+        (
+            lambda: rollout(rft.Sampling(), temperature=["hot"] * 12),
+            r"temperature\[0\]: expected a number >= 0, got hot",
+        ),
+        (
             lambda: rollout(rft.Sampling(max_new=3), temperature=[1.0, -0.5] * 6),
             r"temperature\[1\]: expected a number >= 0, got -0.5",
         ),

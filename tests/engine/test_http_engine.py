@@ -104,7 +104,7 @@ def test_limits_of_rows_and_texts_and_no_prompts(kind):
         got = eng.generate(PROMPTS, KEYS, sampling=SAMPLING, temperature=warm)
         same(got, hf().generate(PROMPTS, KEYS, sampling=SAMPLING, temperature=warm))
         with pytest.raises(
-            engine.BadRequest, match=r"^sampling: expected None to score rows with temperatures"
+            engine.BadRequest, match=r"^sampling: expected None to score rows with their own temperatures"
         ):
             eng.score(got, sampling=SAMPLING)
         assert eng.generate([], [], sampling=SAMPLING).tokens.shape == (0, 0)

@@ -10,7 +10,8 @@ from each_case import each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rft_fn.engine.requests import Response, assemble
+from rft_fn.engine.requests import Response, assemble, drawn_with
+from rft_fn.types import Sampling
 
 PAD = 7
 token = st.integers(0, 40)
@@ -46,6 +47,13 @@ def test_each_row_has_its_prompt_its_response_and_padding(case):
         assert rollout.length[row] == len(text) and rollout.truncated[row] != response.ended
         assert (rollout.group[row], rollout.version[row]) == (row // n, 3)
     assert rollout.tokens.shape == (len(responses), max(rollout.length.tolist(), default=0))
+
+
+def test_a_rank_without_prompts_has_temperatures_too():
+    """Ranks put their rollouts together leaf by leaf."""
+    drawn = drawn_with(assemble([], [], pad=PAD, version=0), Sampling(), [])
+    assert drawn.temperature.shape == (0,) and drawn.temperature.dtype == torch.float32
+    assert drawn_with(drawn, Sampling()).temperature is None
 
 
 def test_a_log_prob_too_few_is_not_given_to_the_next_row():
