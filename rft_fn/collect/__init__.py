@@ -1,7 +1,7 @@
 """Collects rollouts: sampled and judged by all ranks, and checked against the trainer."""
 
-from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, Weights, due, sample_ahead, version_of
-from rft_fn.collect.batches import Batch, Collector, Source, collector
+from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, Weights, due, version_of
+from rft_fn.collect.batches import Batch, Collector, Source, collector, sample_ahead
 from rft_fn.collect.episodes import Played
 from rft_fn.collect.gather import (
     check_reward,

@@ -29,8 +29,7 @@ from rft_fn.types import Engine, Rollout, Sampling, Strategy, record
 from rft_fn.types.engine import Delivered, EngineStatus
 
 __all__ = [
-    "AsyncSampler", "EngineWorker", "SampledAhead", "Weights", "due", "name_of", "sample_ahead",
-    "split_threads", "version_of",
+    "AsyncSampler", "EngineWorker", "Weights", "due", "name_of", "split_threads", "version_of",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -395,58 +394,3 @@ class AsyncSampler:
     def close(self) -> None:
         """End the engine, whatever it is doing."""
         self.engine.close()
-
-
-Draw = Callable[[int], tuple[Sequence[Any], Sequence[int]]]  # a step -> (its prompts, their keys)
-
-
-class SampledAhead(Iterable[tuple[Sequence[Any], Rollout]]):
-    """The prompts and the rollout of each step, while later ones are sampled.
-
-    The weights of a step, evaluations and scores go to `engine`, which does one after the other.
-    """
-
-    def __init__(self, sampler: AsyncSampler, draw: Draw, total: int, ahead: int, n: int, sampling: Sampling):
-        self.engine = sampler.engine
-        self.sampler = sampler
-        self.draw = draw
-        self.total = total
-        self.ahead = ahead
-        self.n = n
-        self.sampling = sampling
-
-    def __iter__(self):
-        for step in range(self.total):
-            for later in due(step, self.ahead, self.total):
-                self.sampler.begin(*self.draw(later), n=self.n, sampling=self.sampling)
-            prompts, keys = self.draw(step)
-            yield prompts, self.sampler.generate(prompts, keys, n=self.n, sampling=self.sampling)
-
-
-def sample_ahead(
-    engine: Engine,
-    strategy: Strategy,
-    draw: Draw,
-    *,
-    total: int,
-    n: int,
-    sampling: Sampling,
-    ahead: int = 1,
-) -> SampledAhead:
-    """Sample the rollouts of `total` steps in a thread, up to `ahead` steps before they are learned from.
-
-        samples = sample_ahead(engine, st, draw, total=100, n=8, sampling=sampling)
-        for prompts, rollout in samples:
-            ...
-            samples.engine.load(st.export(state), version=state.step)
-
-    `draw(step)` gives (prompts, keys), the same whenever it is asked. The rollout of step k is of version
-    max(0, k - ahead), where each step loads its weights. From here on only `samples.engine` may be called: it
-    takes turns with the rollouts. To overlap with training the engine has its own process,
-    EngineConfig(process=True), or servers. All ranks iterate alike. ValueError for `ahead` below 0.
-    """
-    if ahead < 0:
-        raise ValueError(f"ahead: expected >= 0 steps, got {ahead}")
-    worker = EngineWorker(lambda: engine)
-    sampler = AsyncSampler(worker.engine(), strategy, calls=worker)
-    return SampledAhead(sampler, draw, total, ahead, n, sampling)

@@ -1,20 +1,20 @@
-"""A collector of the groups that each step of a run learns from, over explicit state."""
+"""The batches that the steps of a run learn from: a collector over explicit state, and sampling ahead."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from rft_fn import data
-from rft_fn.collect.asynchronous import AsyncSampler, due
+from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, due
 from rft_fn.collect.gather import gather_and_generate
 from rft_fn.collect.partial import VariedGroups, judged_groups, sample_partial, sample_varied_groups
 from rft_fn.data import curriculum as shares
 from rft_fn.reward import Judged
-from rft_fn.types import Rollout, Sampling, Strategy
+from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
-__all__ = ["Batch", "Collector", "Source", "check_ways", "collector"]
+__all__ = ["Batch", "Collector", "SampledAhead", "Source", "check_ways", "collector", "sample_ahead"]
 
 State: TypeAlias = Mapping[str, Any]
 """What a checkpoint keeps of collecting: {"ahead": rollouts, "waiting": groups, "curriculum": shares}."""
@@ -173,3 +173,61 @@ def check_ways(*, ahead: int, partial_budget: int, rounds: int, curriculum: int)
             "curriculum: expected it without ahead and partial, which draw prompts before the rewards that "
             f"decide their shares, got ahead {ahead}, partial {partial_budget}"
         )
+
+
+# ---------- sampling ahead in a script that has no collector
+
+
+Draw = Callable[[int], tuple[Sequence[Any], Sequence[int]]]  # a step -> (its prompts, their keys)
+
+
+class SampledAhead(Iterable[tuple[Sequence[Any], Rollout]]):
+    """The prompts and the rollout of each step, while later ones are sampled.
+
+    The weights of a step, evaluations and scores go to `engine`, which does one after the other.
+    """
+
+    def __init__(self, sampler: AsyncSampler, draw: Draw, total: int, ahead: int, n: int, sampling: Sampling):
+        self.engine = sampler.engine
+        self.sampler = sampler
+        self.draw = draw
+        self.total = total
+        self.ahead = ahead
+        self.n = n
+        self.sampling = sampling
+
+    def __iter__(self):
+        for step in range(self.total):
+            for later in due(step, self.ahead, self.total):
+                self.sampler.begin(*self.draw(later), n=self.n, sampling=self.sampling)
+            prompts, keys = self.draw(step)
+            yield prompts, self.sampler.generate(prompts, keys, n=self.n, sampling=self.sampling)
+
+
+def sample_ahead(
+    engine: Engine,
+    strategy: Strategy,
+    draw: Draw,
+    *,
+    total: int,
+    n: int,
+    sampling: Sampling,
+    ahead: int = 1,
+) -> SampledAhead:
+    """Sample the rollouts of `total` steps in a thread, up to `ahead` steps before they are learned from.
+
+        samples = sample_ahead(engine, st, draw, total=100, n=8, sampling=sampling)
+        for prompts, rollout in samples:
+            ...
+            samples.engine.load(st.export(state), version=state.step)
+
+    `draw(step)` gives (prompts, keys), the same whenever it is asked. The rollout of step k is of version
+    max(0, k - ahead), where each step loads its weights. From here on only `samples.engine` may be called: it
+    takes turns with the rollouts. To overlap with training the engine has its own process,
+    EngineConfig(process=True), or servers. All ranks iterate alike. ValueError for `ahead` below 0.
+    """
+    if ahead < 0:
+        raise ValueError(f"ahead: expected >= 0 steps, got {ahead}")
+    worker = EngineWorker(lambda: engine)
+    sampler = AsyncSampler(worker.engine(), strategy, calls=worker)
+    return SampledAhead(sampler, draw, total, ahead, n, sampling)
