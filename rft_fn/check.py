@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 __all__ = [
     "AtLeast0", "Count", "Filled", "Finite", "Free", "Positive", "PositiveShare", "Range", "Seed", "Several",
-    "Share", "Whole", "at_most_one",
+    "Share", "Whole",
 ]  # fmt: skip
 
 

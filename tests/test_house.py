@@ -352,17 +352,21 @@ def load_script(name):
 
 
 def readers_of(script):
-    """The source of a script, and of the functions of rft_fn.run that it calls, directly or not."""
-    import rft_fn
+    """The source of a script, and of what it uses of rft_fn.run, directly or not."""
+    import rft_fn.run  # noqa: F401
 
     source = (ROOT / "train_scripts" / f"{script}.py").read_text()
+    rooms = [module for name, module in list(sys.modules.items()) if name.startswith("rft_fn.run")]
     found, waiting = {}, re.findall(r"rft\.run\.(\w+)", source)
+    skipped = {"load_task"} if "load=" in source else set()  # the default of `setup`
     while waiting:
         name = waiting.pop()
-        function = getattr(rft_fn.run, name, None)
-        if name not in found and inspect.isfunction(function):
+        function = next((getattr(room, name) for room in rooms if hasattr(room, name)), None)
+        ours = inspect.isfunction(function) or inspect.isclass(function)
+        ours = ours and function.__module__.startswith("rft_fn.run")
+        if name not in found and ours and name not in skipped:
             found[name] = inspect.getsource(function)
-            waiting += re.findall(r"\b(\w+)\(", found[name])
+            waiting += re.findall(r"\b(\w+)[(,]", found[name])
     return source + "".join(found.values())
 
 

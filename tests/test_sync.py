@@ -12,6 +12,7 @@ from each_case import each
 import rft_fn as rft
 from rft_fn import engine, optim, sync
 from rft_fn.run import options
+from rft_fn.run.rollout_engine import start_engine
 from rft_fn.sync.canary import uniform
 from rft_fn.sync.push import check_tensor, manifest_of
 from rft_fn.types.engine import Delivered
@@ -232,7 +233,7 @@ def test_an_iterator_that_dies_once_is_followed_by_a_new_engine():
         return made[-1]
 
     cfg = options.Reinforcement(model="tiny", canary=False)
-    eng, push = rft.run.start_engine(cfg, st._replace(export=export), None, build=build)
+    eng, push = start_engine(cfg, st._replace(export=export), None, build=build)
     push(state, version=7)
     assert len(made) == 2 and eng.status()["alive"] and eng.status()["version"] == 7
     want = engine.hf(tiny.llama(), tiny.tokenizer())

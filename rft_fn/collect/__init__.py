@@ -30,8 +30,8 @@ from rft_fn.collect.partial import VariedGroups, Waiting, judged_groups, sample_
 from rft_fn.collect.turns import play
 
 __all__ = [
-    "Batch", "Collector", "Played", "Source", "check_reward", "collector", "due", "gather_and_generate",
-    "gather_and_judge", "gather_and_judge_rows", "inference_engine_status", "judged_groups", "play",
-    "sample_ahead", "sample_partial", "sample_varied_groups", "setup_inference_engine",
+    "AsyncSampler", "Batch", "Collector", "Played", "Source", "check_reward", "collector", "due",
+    "gather_and_generate", "gather_and_judge", "gather_and_judge_rows", "inference_engine_status",
+    "play", "sample_ahead", "sample_partial", "sample_varied_groups", "setup_inference_engine",
     "sleep_inference_engine", "update_engine_weights", "version_of", "wakeup_inference_engine",
 ]  # fmt: skip

@@ -38,7 +38,7 @@ from rft_fn.model.save import assign, save
 
 __all__ = [
     "ActorAL", "ActorLanguage", "ActorOmni", "ActorVL", "Critic", "Head", "RewardModel",
-    "apply_lora_configuration", "assign", "bind", "calibrated", "check_quantize", "explained_variance",
+    "apply_lora_configuration", "assign", "bind", "calibrated", "explained_variance",
     "final_scores", "freeze", "load", "load_critic", "load_processor", "load_reward", "load_tokenizer",
     "read_window", "save", "save_critic", "save_reward", "score", "standardized", "tempered", "values",
 ]  # fmt: skip

@@ -333,7 +333,7 @@ def check_gap(
     *,
     engine: Engine | None = None,
 ) -> tuple[dict[str, float], float]:
-    """Return (the numbers of `collect.MISMATCH` among `values`, within the limits of the options; the floor).
+    """Return (the numbers of `collect.MISMATCH` among `values`, their floor), within the limits.
 
     The first gap of a run is its noise floor, for later steps and for a resumed run; before it `floor` is 0.
     Stale rows differ by more than noise: where they are corrected or asked for they have no limit.

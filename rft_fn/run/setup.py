@@ -1,4 +1,4 @@
-"""What the loop of a training script works with: checked, loaded and laid out, in one record of values.
+"""What the loop of a training script works with, checked, loaded and laid out in one record.
 
 A `Setup` has data and functions of one call. It holds no loop over steps, no loss, no advantage and no state
 that changes; the model's state and the loop's are arguments and results.

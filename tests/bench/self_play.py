@@ -87,20 +87,21 @@ def run(case, steps, every, folder):
     first, illegal = table_of(model.load(NAME), tokenizer)
     tables = [first]
     rows = [{"step": 0, **measures(tables, illegal)}]
-    save = rft.run.checkpoint
+    save = rft.run.Setup.checkpoint
     copy = model.load(NAME)
 
-    def watched(cfg, st, run, step, state, extra, **more):
+    def watched(env, state, loop, **more):
+        step = loop["step"]
         if step % every == 0:
-            copy.load_state_dict(dict(st.export(state)), strict=False)
+            copy.load_state_dict(dict(env.st.export(state)), strict=False)
             table, illegal = table_of(copy, tokenizer)
             tables.append(table)
             rows.append({"step": step, **measures(tables, illegal)})
             print(case, step, json.dumps(rows[-1]), flush=True)
-        save(cfg, st, run, step, state, extra, **more)
+        save(env, state, loop, **more)
 
     options = OPTIONS | CASES[case] | {"steps": steps, "save_every": steps, "out": str(folder)}
-    with mock.patch.object(rft.run, "checkpoint", watched):
+    with mock.patch.object(rft.run.Setup, "checkpoint", watched):
         multi_turn.main(multi_turn.Config(**options))
     return rows
 

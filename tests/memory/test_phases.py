@@ -13,7 +13,8 @@ import rft_fn as rft
 from rft_fn import memory, model, optim, tree
 from rft_fn.engine.hf.engine import _InProcess
 from rft_fn.memory.trace import nbytes
-from rft_fn.run import judges_here, load_rewards, options, reward_modules
+from rft_fn.run import load_rewards, options
+from rft_fn.run.reward_task import judges_here, reward_modules
 from rft_fn.strategy import StrategyConfig, estimate, get_strategy, layout, remedy
 
 TOKENS = 64

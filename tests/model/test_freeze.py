@@ -13,7 +13,8 @@ import rft_fn as rft
 from rft_fn import engine, model
 from rft_fn.memory.trace import nbytes
 from rft_fn.model.layers import freeze
-from rft_fn.run import load_policy, options
+from rft_fn.run import options
+from rft_fn.run.opening import load_policy
 from rft_fn.strategy import StrategyConfig, estimate, get_fake_strategy, get_strategy
 
 SEEING = ("visual", "layers.*.mlp.up_proj")  # a tower, and some of each block: a group has both kinds

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from rft_fn import data, engine, model, packing, reward
 from rft_fn.reward.scalar_model import reads_alike, steps_of
-from rft_fn.run import judges_here, load_rewards, options, reward_modules
+from rft_fn.run import load_rewards, options
+from rft_fn.run.reward_task import judges_here, reward_modules
 from rft_fn.strategy import get_strategy
 from rft_fn.types import TokenOut
 

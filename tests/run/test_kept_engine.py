@@ -9,6 +9,7 @@ from test_house import load_script as script
 import rft_fn as rft
 from rft_fn import engine, sync
 from rft_fn.run.reward_task import Task
+from rft_fn.run.rollout_engine import start_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
@@ -123,7 +124,7 @@ def test_bad_weights_and_refused_requests_build_no_engine(monkeypatch):
         made.append(engine.get_engine(None, "tiny", tokenizer))
         return made[-1]
 
-    eng, push = rft.run.start_engine(cfg, st, task, build=build)
+    eng, push = start_engine(cfg, st, task, build=build)
     _, state = st.init(rft.model.load("tiny"), rft.optim.adamw(0.1))
     push(state, version=0)
     with pytest.raises(engine.BadRequest):

@@ -11,6 +11,7 @@ from test_kept_engine import Fragile
 import rft_fn as rft
 from rft_fn import engine
 from rft_fn.model import layers
+from rft_fn.run.reward_task import judges_here
 from rft_fn.strategy import StrategyConfig, common
 from rft_kernels import products
 
@@ -142,6 +143,6 @@ def test_judges_on_servers_take_no_memory_here():
     )
     specs = ["judge:tiny(batch=3)", "judge:tiny(form='terse',engine_type='openai',servers=('http://h:1',))"]
     score = rft.run.load_rewards(specs, rft.run.options.Data(), st)
-    ((module, sampler),) = rft.run.judges_here(score)  # the other type's options are not the judge's
+    ((module, sampler),) = judges_here(score)  # the other type's options are not the judge's
     assert sampler == rft.memory.Sampler(3, 0, sleeps=StrategyConfig.enable_engine_sleep, packs=True)
     assert all(p.is_meta for p in module.parameters())

@@ -5,7 +5,8 @@ import pytest
 from inprocess import needs_vllm
 
 import rft_fn as rft
-from rft_fn.run import judges_here, load_rewards, options
+from rft_fn.run import load_rewards, options
+from rft_fn.run.reward_task import judges_here
 
 pytestmark = needs_vllm
 PROMPTS = [f"{i}=" for i in range(8)]
