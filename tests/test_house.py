@@ -379,7 +379,8 @@ def test_every_option_has_a_reader_and_a_line_of_help(name):
     config, source = load_script(name).Config, readers_of(name)
     records = [inspect.getsource(base) for base in config.__mro__ if dataclasses.is_dataclass(base)]
     for field in dataclasses.fields(config):
-        assert re.search(rf"cfg\.{field.name}\b", source), f"{name}.py: nobody reads {field.name}"
+        reader = rf'cfg\.{field.name}\b|cfg, "{field.name}"'
+        assert re.search(reader, source), f"{name}.py: nobody reads {field.name}"
         lines = (re.search(rf"^    {field.name}: .*", record, re.M) for record in records)
         line = next(filter(None, lines)).group()
         assert re.search(r"  # \w|default_factory", line), f"{name}.py: {field.name} has no help"
