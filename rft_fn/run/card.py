@@ -251,7 +251,8 @@ def _metric_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     means = [row["reward/mean"] for row in rows[-_MEAN_OF:] if row.get("reward/mean") is not None]
     if means:
         mean = sum(means) / len(means)
-        yield f"| reward/mean, mean of the last {len(means)} steps | {mean:.4g} | {last['reward/mean'][1]} |"
+        steps = "step" if len(means) == 1 else f"{len(means)} steps"
+        yield f"| reward/mean, mean of the last {steps} | {mean:.4g} | {last['reward/mean'][1]} |"
     for name in sorted(last):
         x, step = last[name]
         yield f"| {_cell(name)} | {x:.4g} | {step} |"
