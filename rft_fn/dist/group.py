@@ -28,16 +28,21 @@ def join(timeout: float) -> None:
 
     timeout [s] bounds every wait for another process, once all have started.
     """
+    device = None
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"  # here NCCL gathers sharded tensors, and gloo none
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
     else:
         _register_gloo()
         backend = _GLOO
 
     store: torch_dist.Store = _meet(max(timeout, _START)) if "RANK" in os.environ else torch_dist.HashStore()
     wait = timedelta(seconds=timeout)
-    torch_dist.init_process_group(backend, store=store, rank=rank(), world_size=started(), timeout=wait)
+    # told its device, NCCL connects here, within this limit, and not in the first step
+    torch_dist.init_process_group(
+        backend, store=store, rank=rank(), world_size=started(), timeout=wait, device_id=device
+    )
 
 
 @cache

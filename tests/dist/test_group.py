@@ -10,7 +10,7 @@ import torch
 import torch.distributed as torch_dist
 
 from rft_fn import dist
-from rft_fn.dist.group import _GLOO_THREAD, settle
+from rft_fn.dist.group import _GLOO_THREAD, join, settle
 
 
 def gloo_threads():
@@ -41,6 +41,23 @@ def test_each_group_has_one_thread_of_gloo(monkeypatch):
     assert ranks.run(2, "test_group:begin_groups") == [([1, 2], whole)] * 2
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     assert ranks.run(2, "test_group:begin_groups") == [([1, 2], whole)] * 2
+
+
+def test_nccl_is_told_its_device(monkeypatch):
+    """So that it connects when the group is made; gloo on a CPU has no such device."""
+    began, chosen = [], []
+    monkeypatch.setattr(torch_dist, "init_process_group", lambda *args, **how: began.append((args, how)))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    join(60.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    join(60.0)
+    host, gpu = began
+    assert host[1]["device_id"] is None
+    assert gpu[0] == ("cpu:gloo,cuda:nccl",) and gpu[1]["device_id"] == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)]
 
 
 def forbidden(*_):
