@@ -165,10 +165,13 @@ class Timing:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the seconds of the block under `name`."""
+        """Count the seconds of the block under `name`, on a GPU with the work that it began there."""
         before = time.perf_counter()
         try:
             yield
+            # else the seconds are those of the next phase that reads a number; after an error it may hang
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
         finally:
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - before
 
@@ -191,8 +194,6 @@ class Timing:
 
 def _peak_gib() -> float:
     """Return the peak memory of this process [GiB]: of its GPU, or without one of the host."""
-    import torch
-
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     import resource

@@ -829,6 +829,28 @@ def test_seconds_by_phase(tmp_path, monkeypatch):
     assert plot.phases(tmp_path / "none.jsonl", tmp_path / "q.png") is None
 
 
+def test_a_phase_ends_once_the_gpu_is_done(monkeypatch):
+    """Work on a GPU goes on after the call that began it; on a CPU there is nothing to wait for."""
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    timing = report.Timing()
+
+    def synchronize():
+        clock[0] += 5.0
+
+    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
+    with timing.phase("sync"):
+        clock[0] += 1.0
+    assert timing.phases == {"sync": 1.0}
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    with timing.phase("train"):
+        clock[0] += 1.0
+    assert timing.phases == {"sync": 1.0, "train": 6.0}
+    with pytest.raises(ValueError, match="x"), timing.phase("judge"):
+        raise ValueError("x")  # an error is told at once
+    assert timing.phases["judge"] == 0.0
+
+
 def test_errors_of_the_users_are_one_line(capsys, monkeypatch):
     def main(config):
         raise ValueError("adv: expected\n [T]")
