@@ -29,6 +29,19 @@ DIFFERENTIATE = {1024: 4}
 RESCALE = {1024: 4}
 
 
+def _item(n):
+    return n.handle.data.item()
+
+
+@triton.jit
+def _same(n):
+    return n
+
+
+# A number as an argument of range: in the interpreter it is an array of one, no index for numpy 2.4.
+bound = _item if INTERPRETED else _same
+
+
 @triton.jit
 def tanh(x):
     """Return tanh: the interpreter has no libdevice; exp of a negative number cannot overflow."""
@@ -86,7 +99,7 @@ def absorb_kernel(
     row_max = old_max
     sums = tl.zeros([BLOCK], inner.dtype)
     moments = tl.zeros([BLOCK], inner.dtype)
-    for start in range(0, columns, BLOCK):
+    for start in range(0, bound(columns), BLOCK):
         at = start + tl.arange(0, BLOCK)
         z = _logits(x_ptr, bias_ptr, inner, outer, at, at < columns, BIAS, SOFTCAP)
         z = tl.where((at < columns) & (at != target), z, float("-inf"))
@@ -114,7 +127,7 @@ def absorb_kernel(
     tl.store(rescale_ptr + row, rescale)
 
     if KEEP:
-        for start in range(0, columns, BLOCK):
+        for start in range(0, bound(columns), BLOCK):
             at = start + tl.arange(0, BLOCK)
             z = _logits(x_ptr, bias_ptr, inner, outer, at, at < columns, BIAS, SOFTCAP)
             e = tl.where(at == target, 0.0, tl.exp(z - row_max))
@@ -170,7 +183,7 @@ def rescale_kernel(x_ptr, x_stride, columns, factor_ptr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factor_ptr + row)
     if factor != 1:
-        for start in range(0, columns, BLOCK):
+        for start in range(0, bound(columns), BLOCK):
             at = start + tl.arange(0, BLOCK)
             here = x_ptr + row * x_stride + at
             tl.store(here, tl.load(here, mask=at < columns, other=0.0) * factor, mask=at < columns)

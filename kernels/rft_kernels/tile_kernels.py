@@ -13,7 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from rft_kernels.row_kernels import INTERPRETED, tanh
+from rft_kernels.row_kernels import INTERPRETED, bound, tanh
 
 GROUP = 16  # blocks of tokens whose tiles run one after another, over all columns: what they read stays in L2
 SPLITS = 8  # of the vocabulary; a constant, so that a row does not depend on how many rows there are
@@ -74,7 +74,7 @@ def _products(
 ):
     """Compute tile (block, n) [BM, BN] of h wᵀ; 0 beyond the last row or column."""
     z = tl.zeros([BM, BN], dtype)
-    for k in tl.range(0, width, BK, num_stages=STAGES):
+    for k in tl.range(0, bound(width), BK, num_stages=STAGES):
         h = h_desc.load([block * BM, k])
         w = w_desc.load([n * BN, k])
         if UPCAST:
@@ -133,8 +133,10 @@ def forward_kernel(
     row_max, row_sum, row_moment, target_logit, all [SPLITS, R].
     """
     split = tl.program_id(0) % SPLITS
+    first = tl.program_id(0) // SPLITS
+    apart = tl.num_programs(0) // SPLITS
     dtype = inner_ptr.dtype.element_ty
-    for block in range(tl.program_id(0) // SPLITS, tl.cdiv(tokens, BM), tl.num_programs(0) // SPLITS):
+    for block in range(bound(first), bound(tl.cdiv(tokens, BM)), bound(apart)):
         rows = block * BM + tl.arange(0, BM)
         live = rows < tokens
         inner = tl.load(inner_ptr + rows, mask=live, other=1.0)
@@ -148,7 +150,7 @@ def forward_kernel(
         row_sum = tl.zeros([BM], dtype)
         row_moment = tl.zeros([BM], dtype)
         target_logit = tl.full([BM], float("nan"), dtype)
-        for n in range(split, tl.cdiv(vocabulary, BN), SPLITS):
+        for n in range(bound(split), bound(tl.cdiv(vocabulary, BN)), SPLITS):
             z = _products(h_desc, w_desc, block, n, width, dtype, UPCAST, BM, BN, BK, STAGES)
             state = (row_max, row_sum, row_moment, target_logit)
             # A quarter of the columns at a time: all at once would not fit into the registers.

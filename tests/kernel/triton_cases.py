@@ -437,6 +437,25 @@ def test_the_kernels_of_triton_are_not_given_what_no_descriptor_can_describe(mon
     assert not fits(h, w.T.contiguous().T)
 
 
+@ENGINES
+def test_no_loop_makes_an_index_of_an_argument(engine, monkeypatch):
+    """Triton 3.6 cannot in its interpreter with numpy 2.4."""
+    change = interpreter._patch_lang_tensor
+
+    def refused(self):
+        raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+
+    def refusing(tensor, *scope):
+        change(tensor, *scope)
+        tensor.__index__ = refused
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", refusing)
+    h, w, y, g = problem(4, 16, 60, dtype=torch.float64)
+    assert_close(run(h, w, y, g, engine=engine, workspace_mb=TINY), definition(h, w, y, g), 1e-12)
+    logp, _ = run(h, w, y, g, frozen=True, engine=engine, workspace_mb=TINY)
+    np.testing.assert_allclose(logp, definition(h, w, y, g)[0], rtol=1e-12)
+
+
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_every_tile_of_the_gradient_is_made_once_in_whatever_order(group, monkeypatch):
     """9 blocks of tokens in groups, the last of which is not whole."""
