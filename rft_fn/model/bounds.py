@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, pad
 
 from rft_fn.types import Packed, TokenOut
 
@@ -117,6 +117,16 @@ class Tail(NamedTuple):
     mask: Tensor | None  # [own, size] bool, the keys of each query; None if all tokens are its own
 
 
+class RaggedTails(NamedTuple):
+    """The sequences that compute a token, one after another: their kept tokens, and all their tokens."""
+
+    keys: Tensor  # [S] i64, among the kept tokens of the pack, which are the queries
+    cu_queries: Tensor  # [K + 1] i32, cumulative numbers of kept tokens
+    cu_keys: Tensor  # [K + 1] i32, cumulative numbers of all tokens
+    longest_queries: int
+    longest_keys: int
+
+
 class SequenceBounds:
     """Where the sequences of a pack lie: their sizes in tokens, in order.
 
@@ -195,6 +205,22 @@ class SequenceBounds:
                 mask = torch.ones(count, size, dtype=torch.bool, device=self.device).tril(size - count)
             tails.append(Tail(queries.to(self.device), of[keys.to(self.device)], mask))
         return tails
+
+    @cached_property
+    def ragged_tails(self) -> RaggedTails:
+        """Return the sequences in their order; without those that keep no token."""
+        assert self.prefixes is not None
+        counts, sizes = torch.tensor(self.prefixes.own), torch.tensor(self.sizes)
+        computes = counts > 0
+        keys = computes.repeat_interleave(sizes).nonzero()[:, 0].to(self.device)
+        counts, sizes = counts[computes], sizes[computes]
+        return RaggedTails(
+            keys=self.prefixes.of[keys],
+            cu_queries=pad(counts.cumsum(0), (1, 0)).to(self.device, torch.int32),
+            cu_keys=pad(sizes.cumsum(0), (1, 0)).to(self.device, torch.int32),
+            longest_queries=int(counts.max()),
+            longest_keys=int(sizes.max()),
+        )
 
     @cached_property
     def unpermute(self) -> Tensor:

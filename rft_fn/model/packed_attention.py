@@ -5,7 +5,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -177,37 +177,27 @@ def by_varlen(
 ) -> Tensor:
     """Attend causally within each sequence, by one kernel for the pack.
 
-    Shapes are those of `by_sequence`. `f` is torch's varlen_attn or flash-attn's flash_attn_varlen_func.
-    Their keywords differ by version, so they are read from the signature.
+    Shapes are those of `by_sequence`, or of `by_tail` for a pack with tokens that begin alike. `f` is
+    torch's varlen_attn or flash-attn's flash_attn_varlen_func. They let heads of q share one of k and v,
+    and take the queries of a sequence with more keys as its last tokens.
     """
+    cu_q = cu_k = bounds.cu
+    longest_q = longest_k = bounds.longest
+    if bounds.prefixes is not None:
+        keys, cu_q, cu_k, longest_q, longest_k = bounds.ragged_tails
+        k = take_rows(k, keys)
+        v = take_rows(v, keys)
+
+    # Keywords differ by package and version: torch 2.11 lets heads share without being told.
+    window = (-1, 0)  # causal
     knows = _keywords(f)
-    options: dict[str, Any] = {}
-
-    # How a causal mask is asked for.
-    if "softmax_scale" in knows:  # flash-attn
-        options["causal"] = True
-    elif "window_size" in knows:
-        options["window_size"] = (-1, 0)
-    else:
-        options["is_causal"] = True
-
-    # The scale: where there is no keyword for it, it goes into q.
     if "softmax_scale" in knows:
-        options["softmax_scale"] = scale
-    elif "scale" in knows:
-        options["scale"] = scale
-    elif scale is not None:
-        q = q * (scale * q.shape[-1] ** 0.5)
-
-    # Fewer heads of k and v than of q: flash-attn knows them without being told, else they are repeated.
-    if "softmax_scale" not in knows and q.shape[1] != k.shape[1]:
-        if "enable_gqa" in knows:
-            options["enable_gqa"] = True
-        else:
-            k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-            v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-
-    out = f(q, k, v, bounds.cu, bounds.cu, bounds.longest, bounds.longest, **options)
+        out = f(q, k, v, cu_q, cu_k, longest_q, longest_k, softmax_scale=scale, causal=True)
+    elif "enable_gqa" in knows:
+        gqa = q.shape[1] != k.shape[1]
+        out = f(q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=window, enable_gqa=gqa)
+    else:
+        out = f(q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=window)
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -240,13 +230,7 @@ def packed(
         why = f"heads of {q.shape[-1]} for keys, of {v.shape[-1]} for values"
     if why:
         warn_once(f"attention: packs take one sdpa for each sequence: {why}")
-    shared = bounds.prefixes
-    if kernel == "sequence":
-        attend = by_sequence if shared is None else by_tail
-        return attend(q, k, v, bounds, scale=scale, sinks=sinks)
-    if shared is None:
+    if kernel != "sequence":
         return by_varlen(_kernels()[kernel], q, k, v, bounds, scale=scale)
-
-    # a kernel of whole sequences computes the tokens that begin alike once more
-    q, k, v = (take_rows(x, shared.of) for x in (q, k, v))
-    return take_rows(by_varlen(_kernels()[kernel], q, k, v, bounds, scale=scale), shared.kept)
+    attend = by_sequence if bounds.prefixes is None else by_tail
+    return attend(q, k, v, bounds, scale=scale, sinks=sinks)

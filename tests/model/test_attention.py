@@ -139,7 +139,7 @@ def test_what_one_sequence_holds_changes_no_bit_of_another(sizes, value):
 
 
 def _attend(q, k, v, cu_q, cu_k, max_q, max_k, scale):
-    """The kernels' contract in torch, from the boundaries alone."""
+    """The kernels' contract in torch, from the boundaries only: heads of q share those of k."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert torch.equal(cu_q, cu_k)
     sizes = cu_q.diff().tolist()
@@ -158,18 +158,11 @@ def torch_now(
     return _attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale)
 
 
-def torch_before_groups(
+def torch_2_11(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
 ):
     assert tuple(window_size) == (-1, 0)
-    assert query.shape[1] == key.shape[1]
     return _attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale)
-
-
-def torch_before_scale(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-    assert is_causal
-    assert query.shape[1] == key.shape[1]
-    return _attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, None)
 
 
 def flash(
@@ -189,7 +182,7 @@ def flash_with_lse(
     return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale), None
 
 
-@each("f", [torch_now, torch_before_groups, torch_before_scale, flash, flash_with_lse])
+@each("f", [torch_now, torch_2_11, flash, flash_with_lse])
 @each("kv_heads", [1, 2, 4])
 @each("scale", [None, 0.3])
 def test_every_kernel_is_called_as_its_version_wants_it(f, kv_heads, scale):
@@ -206,7 +199,7 @@ def test_the_installed_torch_has_the_keywords_that_are_looked_for():
 
     knows = list(inspect.signature(varlen_attn).parameters)
     assert knows[:7] == list(inspect.signature(torch_now).parameters)[:7]
-    assert {"window_size", "is_causal"} & set(knows)
+    assert {"window_size", "scale"} <= set(knows)
 
 
 ALL = frozenset({"varlen", "flash2", "flash3"})

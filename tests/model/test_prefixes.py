@@ -10,6 +10,7 @@ import tiny
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as some
+from torch.nn.functional import scaled_dot_product_attention
 
 from rft_fn import loss, model, optim, packing, tree
 from rft_fn.model import attention, packed_attention
@@ -107,21 +108,57 @@ def test_kept_tokens_attend_as_all_tokens_do(rows, padding, sinks, seed):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
 
-def test_a_kernel_of_whole_sequences_gets_them(monkeypatch):
-    tokens, pos, sizes = arrays([[1, 2, 3], [1, 2, 4]])
+def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+    """The contract of torch 2.11's varlen_attn, in torch: fewer queries are the last, heads of q share."""
+    assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    counts, sizes = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+    assert (max_q, max_k) == (max(counts), max(sizes)) and min(counts) > 0
+    out = []
+    for q, k, v in zip(query.split(counts), key.split(sizes), value.split(sizes)):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        y = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        out.append(y.transpose(0, 1))
+    return torch.cat(out)
+
+
+@given(rows=sequences, padding=some.integers(0, 2), seed=some.integers(0, 99))
+def test_one_kernel_for_the_pack_gets_the_kept_queries_and_whole_keys(rows, padding, seed):
+    tokens, pos, sizes = arrays(rows + rows[:2], padding)
     found = find_prefixes(tokens, pos, sizes)
+    assume(found is not None)
     shared = SequenceBounds(sizes, prefixes=found)
-    q = torch.randn(4, 2, 8)
+    g = torch.Generator().manual_seed(seed)
+    qkv = [torch.randn(len(found.kept), h, 8, generator=g, dtype=torch.float64) for h in (4, 2, 2)]
+    qkv = [x.requires_grad_() for x in qkv]
+    got = packed_attention.by_varlen(varlen, *qkv, shared, scale=0.3)
+    want = packed_attention.by_tail(*qkv, shared, scale=0.3)
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+    for a, b in zip(*(torch.autograd.grad(tiny.mixed(x), qkv) for x in (got, want))):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
-    def varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, window_size):
-        assert cu_q.tolist() == [0, 3, 6] and longest_k == 3
-        return packed_attention.by_sequence(q, k, v, SequenceBounds(sizes))
 
+def test_one_kernel_for_the_pack_copies_neither_queries_nor_a_head_twice(monkeypatch):
+    """Only keys and values of the beginnings are gathered, and their places once for all layers."""
+    tokens, pos, sizes = arrays([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 5]])
+    shared = SequenceBounds(sizes, prefixes=find_prefixes(tokens, pos, sizes))
+    qkv = [torch.randn(6, h, 8) for h in (4, 2, 2)]
+    seen, taken = [], []
+    take = packed_attention.take_rows
+    monkeypatch.setattr(packed_attention, "take_rows", lambda *a: taken.append(a) or take(*a))
     monkeypatch.setattr(packed_attention, "choose", lambda *args: ("varlen", None))
-    monkeypatch.setattr(packed_attention, "_kernels", lambda: {"varlen": varlen})
-    got = packed_attention.packed(q, q, q, shared)
-    monkeypatch.setattr(packed_attention, "choose", lambda *args: ("sequence", None))
-    torch.testing.assert_close(got, packed_attention.packed(q, q, q, shared))
+
+    def kernel(query, key, value, *bounds, scale, window_size):
+        seen.append((query, key, value, *bounds))
+        return varlen(query, key, value, *bounds, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(packed_attention, "_kernels", lambda: {"varlen": kernel})
+    for _ in range(2):
+        assert packed_attention.packed(*qkv, shared).shape == (6, 4, 8)
+    assert [x.shape for x in seen[0][:3]] == [(6, 4, 8), (10, 2, 8), (10, 2, 8)]
+    assert seen[0][0].data_ptr() == qkv[0].data_ptr()
+    assert seen[0][3:5] == seen[1][3:5]  # the tensors of the first layer
+    assert len(taken) == 4 and all(index is taken[0][1] for _, index in taken)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen3", "Mixtral", "DeepseekV3", "GPTNeoX"])
