@@ -11,6 +11,7 @@ from rft_fn import logprob, tree
 from rft_fn.loss.evaluate import REMEDY
 from rft_fn.model import attention, quantize, router
 from rft_fn.model.bounds import SequenceBounds
+from rft_fn.model.copies import to_device
 from rft_fn.model.forward import POSITIONS, run
 from rft_fn.model.layers import Residence, checkpointed, disable_dropout
 from rft_fn.model.lora import require_plain_adapters
@@ -293,4 +294,4 @@ def to_params_device(apply: Apply, params: tree.Named, packs: Sequence[Packed]) 
     device = getattr(apply, "device", None) if first is None else first.device
     if device is None:
         return list(packs)
-    return [tree.map(lambda x: x.to(device), pack) for pack in packs]
+    return [to_device(pack, device) for pack in packs]

@@ -21,6 +21,7 @@ from rft_fn import model as model_lib
 from rft_fn.model import quantize
 from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.bounds import SequenceBounds
+from rft_fn.model.copies import to_device
 from rft_fn.model.layers import Residence, blocks
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Backend, Packer, all_true
@@ -286,7 +287,7 @@ class FSDPApply:
             device = pack.tokens.device
             out = []
             for b in self.sequence.exchange([pack]):
-                out.append(self.together(params, tree.map(lambda x: x.to(device), b)))
+                out.append(self.together(params, to_device(b, device)))
             return out[self.sequence.rank]
 
 

@@ -14,6 +14,7 @@ from rft_fn import ckpt, dist, metric, optim, tree
 from rft_fn import model as model_lib
 from rft_fn.loss.evaluate import evaluate
 from rft_fn.model import layers
+from rft_fn.model.copies import to_device
 from rft_fn.model.layers import Residence
 from rft_fn.optim.transforms import local_parts
 from rft_fn.precision import wide
@@ -226,7 +227,7 @@ def grad(
 
     # each pack's gradients are taken out at once, so that sums of 16-bit ones can be wider
     for pack in packs:
-        pack = tree.map(lambda x: x.to(device), pack)
+        pack = to_device(pack, device)
         with session.phase(f"forward of step {state.step + 1}"):
             total, more = loss_and_metrics(loss_fn, apply(state.params, pack), pack)
         with session.phase(f"backward of step {state.step + 1}"):

@@ -16,6 +16,7 @@ from rft_fn import dist, memory, metric, precision, tree
 from rft_fn import model as model_lib
 from rft_fn.model import packing_probe
 from rft_fn.model.bind import own_parameters, require_own
+from rft_fn.model.copies import to_device
 from rft_fn.model.layers import Residence, Where, require_finite
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step
@@ -181,7 +182,7 @@ class ZeroBackend(Backend):
         model.clear()
         mine: dict[str, metric.Metric] = {}
         for i, pack in enumerate(packs):
-            pack = tree.map(lambda x: x.to(device), pack)
+            pack = to_device(pack, device)
             with self.session.phase(f"forward of step {state.step + 1}"):
                 out = apply(state.params, pack)
                 total, more = step.loss_and_metrics(loss_fn, out, pack)
