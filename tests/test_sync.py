@@ -11,6 +11,7 @@ from each_case import each
 
 import rft_fn as rft
 from rft_fn import engine, optim, sync
+from rft_fn.model import layers, lora
 from rft_fn.run import options
 from rft_fn.run.rollout_engine import start_engine
 from rft_fn.sync.canary import uniform
@@ -88,6 +89,25 @@ def test_what_is_frozen_is_known_to_the_engine():
     _, state = st.init(lm, optim.adamw(0.1))
     eng = engine.hf(tiny.llama(), tiny.tokenizer())
     assert sync.push(st, state, eng, version=1).tensors == len(state.params) < len(list(lm.parameters()))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_weights_are_checked_a_bucket_at_a_time_and_the_first_bad_one_is_named(bad, monkeypatch):
+    """As on a GPU, which a check of each would wait for; the same tensors in the same order."""
+    st, state, _ = started()
+    one_by_one = list(st.export(state))
+    checks = []
+    whole = layers.require_all_finite
+    monkeypatch.setattr(lora, "require_all_finite", lambda what, pairs: checks.append(whole(what, pairs)))
+    monkeypatch.setitem(lora.BUCKET, "cpu", 20_000)
+    together = list(st.export(state))
+    assert [name for name, _ in together] == [name for name, _ in one_by_one]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one_by_one, together))
+    assert 1 < len(checks) < len(together) / 2
+    state.params[NORM].data[3] = bad
+    state.params[LAST].data[3] = torch.nan
+    with pytest.raises(ValueError, match=f"^weights: {NORM}: expected finite numbers, got NaN or inf"):
+        list(st.export(state))
 
 
 def started(relative=1e-4):

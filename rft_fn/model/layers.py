@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from rft_fn.model.reader import Reader
 
 __all__ = [
     "TOWERS", "Mover", "Residence", "Where", "blocks", "checkpointed", "compile_blocks", "disable_dropout",
-    "freeze", "is_finite", "require_compiler", "require_finite",
+    "freeze", "is_finite", "require_all_finite", "require_compiler", "require_finite",
 ]  # fmt: skip
 
 
@@ -157,6 +158,15 @@ def require_finite(what: str, name: str, x: Tensor) -> None:
     """Raise ValueError that names a tensor with NaN or inf."""
     if not is_finite(x):
         raise ValueError(f"{what}: {name}: expected finite numbers, got NaN or inf")
+
+
+def require_all_finite(what: str, pairs: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise ValueError that names the first tensor with NaN or inf; a device is waited for once."""
+    floats = [x.detach() for _, x in pairs if x.is_floating_point() and x.numel()]
+    largest = torch._foreach_norm(floats, math.inf) if floats else []  # NaN is the largest of what holds it
+    if floats and not bool(torch.isfinite(torch.stack(list(largest))).all()):
+        for name, x in pairs:
+            require_finite(what, name, x)
 
 
 # ---------- the repeated blocks of a model, and torch.compile of those that read text

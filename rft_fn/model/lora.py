@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import rng
-from rft_fn.model.layers import require_finite
+from rft_fn.model.layers import require_all_finite, require_finite
 from rft_fn.model.lora_targets import linear, not_taken_for_experts, target_paths, warn_of_left_out
 from rft_fn.model.quantize import is_low, whole
 from rft_fn.optim.transforms import local_parts
@@ -26,6 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+BUCKET = {"cuda": 1 << 28}  # bytes of weights that are checked for NaN and inf at once, by kind of device
 BELOW = "base_model.model."  # in front of the name of every tensor that peft saves
 
 # Fields of peft's config that leave adapters what `_product` computes, whatever is in them. A field that is
@@ -209,7 +211,7 @@ class Export(Iterator[tuple[str, Tensor]]):
     base weight plus scale B A; frozen weights are left out. These are copies, which no later update
     changes. `own` gives the same weights by the module's names, adapters too; they may be the parameters
     themselves. `full` puts one parameter together: if that takes all ranks, all must iterate. With
-    `finite`, ValueError at a tensor with NaN or inf.
+    `finite`, ValueError at a tensor with NaN or inf; a GPU holds a bucket of them, to be checked at once.
     """
 
     def __init__(
@@ -224,14 +226,31 @@ class Export(Iterator[tuple[str, Tensor]]):
         self.module = module
         self.gathered = full
         self.finite = finite
+        self._ready: deque[tuple[str, Tensor]] = deque()  # that were checked
         layers = {} if module is None else dict(_adapted(module))
         self._pairs = self._merged(module, layers) if module is not None and layers else self._copies()
 
     def __next__(self) -> tuple[str, Tensor]:
+        if not self._ready:
+            self._ready.extend(self._read())
+        return self._ready.popleft()
+
+    def _read(self) -> list[tuple[str, Tensor]]:
+        """Read the next weight and check it; on a device, where a check waits, a bucket of them at once."""
         name, x = next(self._pairs)
-        if self.finite:
+        pairs, size, most = [(name, x)], x.nbytes, BUCKET.get(x.device.type, 0)
+        if not self.finite:
+            return pairs
+        if size >= most:
             require_finite("weights", name, x)
-        return name, x
+            return pairs
+        for name, x in self._pairs:
+            pairs.append((name, x))
+            size += x.nbytes
+            if size >= most:
+                break
+        require_all_finite("weights", pairs)
+        return pairs
 
     @property
     def frozen(self) -> frozenset[str]:

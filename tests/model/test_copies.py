@@ -1,12 +1,12 @@
 """Copies between the host and a device, with copies that a test can watch: there is no GPU here."""
 
+import tiny
 import torch
 
 import rft_fn as rft
 from rft_fn import packing
 from rft_fn.model import copies
 from rft_fn.types.media import Media
-from tests import tiny
 
 
 def test_a_pack_goes_to_a_device_in_one_copy():
