@@ -6,17 +6,27 @@ Gradients and states are donated: their memory may be reused. `spec` describes t
 for backends that bring their optimizer along.
 """
 
-from rft_fn.optim.optimizers import AdamState, Decays, LionState, SgdState, adamw, lion, sgd
+from rft_fn.optim.optimizers import (
+    AdamState,
+    Decays,
+    LionState,
+    Schedule,
+    SgdState,
+    adamw,
+    constant,
+    lion,
+    sgd,
+    warmup_cosine,
+    warmup_linear,
+)
 from rft_fn.optim.transforms import (
     EmaState,
     MasterState,
     PartitionState,
-    Schedule,
     apply_updates,
     by_name,
     chain,
     clip_by_global_norm,
-    constant,
     count,
     ema,
     ema_params,
@@ -24,8 +34,6 @@ from rft_fn.optim.transforms import (
     master_weights,
     partition,
     parts,
-    warmup_cosine,
-    warmup_linear,
 )
 from rft_fn.types import Transform
 

@@ -1,5 +1,6 @@
-"""Optimizers, in the memory of the gradients."""
+"""Schedules of learning rates, and optimizers in the memory of the gradients."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,10 +8,73 @@ import torch
 from torch import Tensor
 
 from rft_fn import tree
-from rft_fn.optim.transforms import Schedule, by_name, constant, local_parts
+from rft_fn.optim.transforms import by_name, local_parts
 from rft_fn.types import Transform
 
-__all__ = ["AdamState", "Decays", "LionState", "SgdState", "adamw", "lion", "sgd"]
+__all__ = [
+    "AdamState", "Decays", "LionState", "Schedule", "SgdState", "adamw", "constant", "lion", "sgd",
+    "warmup_cosine", "warmup_linear",
+]  # fmt: skip
+
+
+# ---------- learning rates as functions of the step
+
+
+Schedule = Callable[[int], float]  # updates done -> the learning rate
+
+
+def constant(lr: float) -> Schedule:
+    """Return the schedule with the same learning rate at every step."""
+
+    def schedule(step: int, /) -> float:
+        return lr
+
+    return schedule
+
+
+def warmup_linear(
+    lr: float, warmup: int, total: int, *, floor: float = 0.0, from_zero: bool = False
+) -> Schedule:
+    """Return a schedule of a linear warmup, then a linear decay.
+
+    From lr / warmup up to lr in `warmup` steps, then down to floor * lr at step `total`, where it stays. With
+    `from_zero` the warmup begins at 0 and reaches lr one step later, as that of transformers.
+    """
+
+    def decay(x: float) -> float:
+        return floor + (1 - floor) * (1 - x)
+
+    return _warmup(lr, warmup, total, decay, from_zero)
+
+
+def warmup_cosine(
+    lr: float, warmup: int, total: int, *, floor: float = 0.1, from_zero: bool = False
+) -> Schedule:
+    """Return a schedule of a linear warmup, then a cosine decay.
+
+    From lr / warmup up to lr in `warmup` steps, then by half a cosine down to floor * lr at step `total`,
+    where it stays; `from_zero` as in `warmup_linear`.
+    """
+
+    def decay(x: float) -> float:
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * x))
+
+    return _warmup(lr, warmup, total, decay, from_zero)
+
+
+def _warmup(lr: float, warmup: int, total: int, decay: Callable[[float], float], from_zero: bool) -> Schedule:
+    if not 0 <= warmup <= total:
+        raise ValueError(f"warmup: expected 0 <= warmup <= total = {total} steps, got {warmup}")
+
+    def schedule(step: int, /) -> float:
+        if step < warmup:
+            return lr * (step + (not from_zero)) / warmup
+        return lr * decay(min((step - warmup) / max(total - warmup, 1), 1.0))
+
+    return schedule
+
+
+# ---------- optimizers
 
 
 Decays = Callable[[str, Tensor], bool]  # whether the parameter of a name decays
