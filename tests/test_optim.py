@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rft_fn import optim, tree
+from rft_fn.optim import transforms
 
 SHAPES = {"w": (3, 4), "b": (4,), "v": (2, 2, 2)}
 
@@ -317,6 +318,56 @@ def test_master_weights_equal_float32_training():
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.01, weight_decay=0.1))
     _, state = run(optim.master_weights(tx), low, grads)
     close(state.master, run(tx, wide, wide_grads)[0], 1e-7)
+
+
+def doubled(grads, state, params):
+    return tree.map(lambda g: -2 * g, grads), state
+
+
+CLIP, ADAMW = optim.clip_by_global_norm(0.5), optim.adamw(0.01, weight_decay=0.1)
+OWN = optim.Transform(lambda params: (), doubled, {})
+IN_PLACE = {
+    "adamw": ADAMW,
+    "all": optim.chain(CLIP, optim.chain(optim.clip_by_global_norm(0.3), ADAMW, optim.ema(0.9))),
+    "lion": optim.chain(CLIP, optim.lion(0.01, weight_decay=0.1), optim.ema(0.9)),
+    "one's own": optim.chain(CLIP, OWN, optim.ema(0.9)),
+    "another order": optim.chain(OWN, CLIP, optim.adamw(0.01), CLIP),
+    "only a clip": CLIP,
+    "partition": optim.partition(lambda n, p: "a" if p.dim() > 1 else "b", a=ADAMW, b=optim.sgd(0.1)),
+    "an update in its place": ADAMW._replace(update=lambda g, s, p: (doubled(g, s, p)[0], s)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_step_in_place_is_the_update_added_to_the_parameters(name, dtype):
+    """What a GPU takes, here on a CPU; of 16-bit parameters the masters are compared too."""
+    masters = dtype == torch.bfloat16
+    tx = optim.master_weights(IN_PLACE[name]) if masters else IN_PLACE[name]
+    wide = torch.float32 if masters else dtype
+    grads = [draw(i, wide, scale=3.0) for i in range(1, 6)]
+    want, its = run(tx, draw(0, dtype), grads)
+    params = draw(0, dtype)
+    state = tx.init(params)
+    for g in grads:
+        norm = optim.global_norm(g)
+        state = transforms.step_in_place(tx, tree.map(torch.clone, g), state, params, norm)
+    tol = 1e-12 if dtype == torch.float64 else 2e-6
+    if masters:
+        assert all(torch.equal(p, state.master[n].bfloat16()) for n, p in params.items())
+    else:
+        close(params, want, tol)
+    found, wanted = tree.leaves(state), tree.leaves(its)
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tol, atol=tol)
+
+
+def test_buckets_are_no_larger_than_the_largest_tensor():
+    xs = [torch.zeros(n) for n in (1, 2, 5, 3, 1, 4)]
+    cut = list(transforms.buckets(xs, [2 * x for x in xs]))
+    assert [[len(x) for x in some] for some, _ in cut] == [[1, 2], [5], [3, 1], [4]]
+    assert all(len(a) == len(b) for a, b in cut) and list(transforms.buckets([], [])) == []
 
 
 def test_the_count_is_of_updates_that_were_made():

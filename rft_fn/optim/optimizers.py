@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import tree
-from rft_fn.optim.transforms import by_name, local_parts
+from rft_fn.optim.transforms import InPlace, buckets, by_name, local_parts
 from rft_fn.types import Transform
 
 __all__ = [
@@ -152,17 +152,47 @@ def adamw(
             torch._foreach_addcmul_(v, steps, steps, 1 - b2)
 
             # the gradients are used up: the updates take their memory, after the denominators
-            for step, moment in zip(steps, v):
-                step.copy_(moment)
+            torch._foreach_copy_(steps, v)
             torch._foreach_sqrt_(steps)
             torch._foreach_div_(steps, (1 - b2**count) ** 0.5)
             torch._foreach_add_(steps, eps)
-        for step, moment in zip(steps, m):
-            step.copy_((moment * (-rate / (1 - b1**count))).div_(step))
+        for some, moments in buckets(steps, m):
+            scaled = torch._foreach_mul(moments, -rate / (1 - b1**count))
+            torch._foreach_div_(scaled, some)
+            torch._foreach_copy_(some, scaled)
 
         if weight_decay:
             _add_decay(steps, params, decays, -rate * weight_decay)
         return updates, tree.replace(state, count=count)
+
+    def step(grads: Any, state: AdamState, params: Any, norm: Tensor, scale: Tensor | None) -> AdamState:
+        count = state.count + 1
+        lists = [local_parts(x) for x in (params, by_name(params, grads, "grads"), state.m, state.v)]
+        if scale is not None and scale.dtype == torch.float64:  # the kernel takes a factor in float32
+            torch._foreach_mul_(lists[1], scale)
+            scale = None
+        chosen = [bool(weight_decay) and decays(name, p) for name, p in tree.leaves_with_path(params)]
+        for decay in set(chosen):
+            p, g, m, v = ([x for x, own in zip(some, chosen) if own == decay] for some in lists)
+            now = torch.full((), float(count), device=p[0].device)
+            torch._fused_adamw_(
+                p,
+                g,
+                m,
+                v,
+                [],
+                [now] * len(p),
+                lr=float(schedule(state.count)),
+                beta1=b1,
+                beta2=b2,
+                weight_decay=weight_decay if decay else 0.0,
+                eps=eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=None if scale is None else 1 / scale,
+                found_inf=None,
+            )
+        return tree.replace(state, count=count)
 
     # for backends that have their own AdamW
     spec = {
@@ -174,7 +204,9 @@ def adamw(
         "weight_decay": weight_decay,
         "mask": mask,
     }
-    return Transform(init, torch.no_grad()(update), spec)
+    update = torch.no_grad()(update)
+    update.in_place = InPlace(step=step)  # type: ignore[attr-defined]
+    return Transform(init, update, spec)
 
 
 def sgd(
@@ -214,8 +246,8 @@ def sgd(
         if nesterov:
             torch._foreach_add_(steps, sums, alpha=momentum)
         else:
-            for step, total in zip(steps, sums):
-                step.copy_(total)
+            if sums:
+                torch._foreach_copy_(steps, sums)
         if steps:
             torch._foreach_mul_(steps, -rate)
         if weight_decay:
@@ -259,11 +291,12 @@ def lion(
         rate = float(schedule(state.count))
         updates = tree.map(torch.Tensor.detach, by_name(params, grads, "grads"))
         steps, m = local_parts(updates), local_parts(state.m)
-        for step, moment in zip(steps, m):
-            toward = moment.lerp(step, 1 - b1).sign_()
-            moment.lerp_(step, 1 - b2)
-            step.copy_(toward.mul_(-rate))
-            del toward  # before the next one is made
+        for some, moments in buckets(steps, m):
+            toward = torch._foreach_lerp(moments, some, 1 - b1)
+            torch._foreach_sign_(toward)
+            torch._foreach_lerp_(moments, some, 1 - b2)
+            torch._foreach_mul_(toward, -rate)
+            torch._foreach_copy_(some, toward)
         if weight_decay:
             _add_decay(steps, params, decays, -rate * weight_decay)
         return updates, tree.replace(state, count=state.count + 1)

@@ -16,7 +16,7 @@ from rft_fn.loss.evaluate import evaluate
 from rft_fn.model import layers
 from rft_fn.model.copies import to_device
 from rft_fn.model.layers import Residence
-from rft_fn.optim.transforms import local_parts
+from rft_fn.optim.transforms import local_parts, step_in_place
 from rft_fn.precision import wide
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
@@ -197,15 +197,16 @@ def start(
     return move_opt(state, "cpu") if config.adam_offload else state
 
 
-def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Add gradients; sums of 16-bit ones are in float32: in bfloat16 they stop growing after 256 terms."""
-    if part is None:
-        return total
-    part = part.to(wide(part.dtype))
-    if total is None:
-        return part
-    torch._foreach_add_(local_parts([total]), local_parts([part]))
-    return total
+def _add_gradients(sums: dict[str, Tensor], params: Mapping[str, Tensor]) -> None:
+    """Move the gradients of one pack from the parameters into their sums."""
+    parts = {name: p.grad for name, p in params.items() if p.grad is not None}
+    old = [name for name in parts if name in sums]
+    if old:
+        torch._foreach_add_(local_parts([sums[name] for name in old]), local_parts([parts[n] for n in old]))
+    for name, p in params.items():
+        if name in parts and name not in sums:  # in bfloat16 a sum stops growing after 256 terms
+            sums[name] = parts[name].to(wide(parts[name].dtype))
+        p.grad = None
 
 
 def grad(
@@ -221,7 +222,7 @@ def grad(
     _check_trains(state.params)
     metrics: dict[str, metric.Metric] = {}
     device = next(iter(state.params.values())).device
-    sums: dict[str, Tensor | None] = dict.fromkeys(state.params)
+    sums: dict[str, Tensor] = {}
     for p in state.params.values():
         p.grad = None
 
@@ -234,14 +235,12 @@ def grad(
             if total.requires_grad:
                 total.backward()
         metrics = metric.merge(metrics, more)
-        for name, p in state.params.items():
-            sums[name] = _add(sums[name], p.grad)
-            p.grad = None
+        _add_gradients(sums, state.params)
 
     # what no pack's loss depends on has a gradient of 0
     grads = tree.Named()
     for name, p in state.params.items():
-        total = sums[name]
+        total = sums.get(name)
         grads[name] = torch.zeros_like(p, dtype=wide(p.dtype)) if total is None else total.detach()
     return grads, metrics
 
@@ -292,7 +291,9 @@ def update(
 
     # the step is in place, in the memory of the parameters
     opt = state.opt
-    if finite:
+    if finite and not config.adam_offload and _on_gpu(state.params, grads):
+        opt = step_in_place(state.tx, grads, state.opt, state.params, norm)
+    elif finite:
         own = grads
         params = state.params
         if config.adam_offload:
@@ -307,6 +308,11 @@ def update(
     new = tree.map(lambda x: x, new)
     tree.donate(state, grads, given)
     return new, {"grad/norm": metric.sum(norm), "grad/skipped": metric.sum(torch.tensor(float(not finite)))}
+
+
+def _on_gpu(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> bool:
+    """Return whether parameters are on a GPU, with gradients in the type that they are summed in."""
+    return all(p.device.type == "cuda" and grads[name].dtype == wide(p.dtype) for name, p in params.items())
 
 
 def finite(grads: tree.Named) -> bool:

@@ -251,6 +251,23 @@ def test_a_copy_that_cannot_learn_is_refused_and_a_fork_learns():
     assert all(torch.equal(a, b) for a, b in zip(fork.opt[1].v.values(), state.opt[1].v.values()))
 
 
+def test_the_step_of_a_gpu_is_that_of_a_cpu(monkeypatch):
+    """It is in place, with torch's fused kernel: the same weights and moments, and a bad step is skipped."""
+    tx = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2, weight_decay=0.1))
+    ends = []
+    for on_gpu in (False, True):
+        monkeypatch.setattr(rft.strategy.step, "_on_gpu", lambda params, grads, x=on_gpu: x)
+        st, apply, state = start(tx)
+        for factor in (1.0, 1.0, torch.nan, 1.0):
+            grads, _ = st.grad(state, apply, loss_fn, packing.shard(experience(), 40)[0])
+            state, metrics = st.update(state, tree.map(lambda g, x=factor: g * x, grads))
+            assert rft.metric.results(metrics)["grad/skipped"] == (factor != 1)
+        ends.append(state)
+    assert ends[0].opt[1].count == ends[1].opt[1].count == 3
+    for a, b in zip(tree.leaves(ends[0]), tree.leaves(ends[1])):
+        torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-10, atol=1e-12)
+
+
 def test_a_loss_without_parameters_has_a_gradient_of_zero():
     st, apply, state = start()
     for loss in (lambda out, b: out.logp.detach(), lambda out, b: torch.ones_like(out.logp)):
