@@ -2,6 +2,8 @@
 
 import copy
 import re
+from functools import partial
+from importlib import import_module
 
 import pytest
 import ranks
@@ -14,7 +16,7 @@ from rft_fn import engine, optim, sync
 from rft_fn.model import layers, lora
 from rft_fn.run import options
 from rft_fn.run.rollout_engine import start_engine
-from rft_fn.sync.canary import uniform
+from rft_fn.sync.canary import uniform, weights_read_as
 from rft_fn.sync.push import check_tensor, manifest_of
 from rft_fn.types.engine import Delivered
 
@@ -399,6 +401,65 @@ def test_a_canary_that_passes_loads_twice(plain):
     assert len(loads) == 2
 
 
+BOUND = {
+    "tied": (lambda: tiny.llama(tie_word_embeddings=True), {}),
+    "untied": (lambda: tiny.llama(tie_word_embeddings=False), {}),
+    "checkpointed": (lambda: rft.model.load(tiny.llama(), gradient_checkpointing=True), {}),
+    "adapters": (lambda: with_adapters(), {}),
+    "logits": (tiny.llama, {"fused_linear_logprob": False}),
+}
+
+
+def with_adapters():
+    """Adapters that change their layers."""
+    lm = lora.apply_lora_configuration(tiny.llama(), rank=2, alpha=4)
+    with torch.no_grad():
+        for name, p in lm.named_parameters():
+            if ".lora_B." in name:
+                p.copy_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+    return lm
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_a_trainer_that_reads_changed_weights_is_a_copy_that_has_them(name):
+    """As on a GPU, which holds no second model; its own weights and their classes are as before."""
+    make, options = BOUND[name]
+    lm = make()
+    st = rft.strategy.get_strategy(rft.strategy.StrategyConfig(**options))
+    warm = rft.Sampling(temperature=2.0)
+    apply, state = st.init(lm, optim.adamw(0.1), sampling=warm)
+    before = [type(x) for x in lm.modules()], [p.clone() for p in lm.parameters()]
+    change = partial(sync.with_noise, key=3)
+    sent = {n: change(n, x) for n, x in st.export(state)}
+    plain = tiny.llama(tie_word_embeddings=lm.config.tie_word_embeddings)
+    plain.load_state_dict(dict(plain.state_dict()) | sent)
+    exp = tiny.experience()
+    params = rft.model.bind(plain)
+    want = rft.strategy.get_fake_strategy().score(*params, exp, 4096).logp
+    with weights_read_as(state.residence.root, state.residence.module, change, set(sent)):
+        got = st.score(apply, state.params, exp, 4096).logp
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    after = [type(x) for x in lm.modules()], [p.clone() for p in lm.parameters()]
+    assert after[0] == before[0] and all(torch.equal(a, b) for a, b in zip(after[1], before[1]))
+    assert (st.score(apply, state.params, exp, 4096).logp - want).abs().max() > 0.01
+
+
+def test_a_canary_on_a_gpu_loads_no_model(plain, monkeypatch):
+    """It has the numbers of a canary with a copy, and names a tensor that was not taken."""
+    lm = tiny.llama()
+    st = rft.strategy.get_fake_strategy()
+    apply, state = st.init(lm, optim.adamw(0.1), sampling=rft.Sampling(temperature=2.0))
+    eng = engine.hf(tiny.llama(), tiny.tokenizer())
+    with_copy = sync.canary(st, state, eng, "tiny", PROMPTS, version=1, key=5)
+    monkeypatch.setattr(import_module("rft_fn.sync.canary"), "COPIED", ())
+    with pytest.raises(sync.CanaryError, match=f"^canary: {Q}: "):
+        sync.canary(st, state, Forgetful(eng, kept_once(Q)), "tiny", PROMPTS, version=1)
+    monkeypatch.setattr(rft.model, "load", None)
+    probe = sync.canary(st, state, eng, "tiny", PROMPTS, version=1, key=5)
+    assert probe.noisy == pytest.approx(with_copy.noisy, rel=0.5) and probe.noisy < 1e-5
+    assert probe.floor == pytest.approx(with_copy.floor, rel=0.5) and apply is not None
+
+
 def test_uniform_weights_are_the_same_by_shape_and_survive_rounding():
     x = torch.randn(6, 16)
     found = uniform("a", x)
@@ -477,6 +538,13 @@ def on_two_ranks(rank, _):
     eng = engine.get_engine(None, "tiny")
     passed = sync.canary(st, state, eng, "tiny", PROMPTS, version=1)
     told = [max(passed.noisy, passed.floor), passed.key]
+
+    # the sharded trainer itself makes the noise, as on GPUs
+    module = import_module("rft_fn.sync.canary")
+    module.COPIED = ()
+    passed = sync.canary(st, state, eng, "tiny", PROMPTS, version=1)
+    told[0] = max(told[0], passed.noisy, passed.floor)
+    module.COPIED = ("cpu",)
 
     # one weight of one rank's engine stays behind
     engine_of_rank = eng

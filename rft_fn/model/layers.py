@@ -5,6 +5,7 @@ import inspect
 import math
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -295,6 +296,7 @@ class Residence:
         self.on_host = False
         self.mover: Mover | None = None  # chosen by the device of the weights when anything first leaves it
         self.trained = False
+        self.bound: weakref.ref[Any] | None = None  # the apply of a model that is trained
         self.opt: list[Tensor] = []  # the optimizer's tensors that move, of the newest state
         self.opt_on_host = False
 

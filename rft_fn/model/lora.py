@@ -21,8 +21,8 @@ from rft_fn.precision import wide
 from rft_fn.types import Apply, Packed, TokenOut
 
 __all__ = [
-    "BELOW", "CONFIG", "Export", "apply_lora_configuration", "home", "merged", "plain_name",
-    "read_adapter_config", "read_adapters", "require_plain_adapters", "require_plain_lora",
+    "BELOW", "CONFIG", "Export", "adapted", "apply_lora_configuration", "home", "merged", "plain_name",
+    "product", "read_adapter_config", "read_adapters", "require_plain_adapters", "require_plain_lora",
     "with_adapter", "without_adapters", "wrapped",
 ]  # fmt: skip
 
@@ -30,7 +30,7 @@ __all__ = [
 BUCKET = {"cuda": 1 << 28}  # bytes of weights that are checked for NaN and inf at once, by kind of device
 BELOW = "base_model.model."  # in front of the name of every tensor that peft saves
 
-# Fields of peft's config that leave adapters what `_product` computes, whatever is in them. A field that is
+# Fields of peft's config that leave adapters what `product` computes, whatever is in them. A field that is
 # not here must be empty, or peft's default: it may make of adapters more than their weights.
 _PLAIN = frozenset({
     # their origin, and which layers they are on
@@ -118,7 +118,7 @@ def wrapped(module: Any, config: Any, seed: int) -> nn.Module:
 
     # Draw them again: peft draws from the global generator, and on the meta device not at all.
     device = home(module)
-    for name, layer in _adapted(model):
+    for name, layer in adapted(model):
         dtype = wide(layer.get_base_layer().weight.dtype)
         for adapter in layer.active_adapters:
             if not 0 < layer.scaling[adapter] < math.inf:
@@ -141,7 +141,7 @@ def home(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
-def _adapted(module: nn.Module) -> list[tuple[str, Any]]:
+def adapted(module: nn.Module) -> list[tuple[str, Any]]:
     """Return (name, layer) of every layer with adapters."""
     return [(name, m) for name, m in module.named_modules() if len(getattr(m, "lora_A", ()))]
 
@@ -172,7 +172,7 @@ def require_plain_adapters(module: Any) -> None:
 # ---------- adapters merged
 
 
-def _product(layer: Any, base: Tensor, pairs: Sequence[tuple[str, Tensor, Tensor]]) -> Tensor:
+def product(layer: Any, base: Tensor, pairs: Sequence[tuple[str, Tensor, Tensor]]) -> Tensor:
     """Return base + sum of scale B A over adapters, in float32 at least, rounded once to its type."""
     out = base.to(wide(base.dtype))
     for adapter, a, b in pairs:
@@ -192,7 +192,7 @@ def plain_name(module: nn.Module, name: str) -> str:
 def merged(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Merge LoRA adapters into weights, by the plain model's names: base + scale B A."""
     out = dict(weights)
-    for name, layer in _adapted(module):
+    for name, layer in adapted(module):
         pairs = []
         for adapter in layer.lora_A:
             a = out.pop(f"{name}.lora_A.{adapter}.weight")
@@ -200,7 +200,7 @@ def merged(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor
             if adapter in layer.active_adapters:
                 pairs.append((adapter, a, b))
         base = f"{name}.base_layer.weight"
-        out[base] = _product(layer, out[base], pairs)
+        out[base] = product(layer, out[base], pairs)
     return {plain_name(module, name): x for name, x in out.items()}
 
 
@@ -227,7 +227,7 @@ class Export(Iterator[tuple[str, Tensor]]):
         self.gathered = full
         self.finite = finite
         self._ready: deque[tuple[str, Tensor]] = deque()  # that were checked
-        layers = {} if module is None else dict(_adapted(module))
+        layers = {} if module is None else dict(adapted(module))
         self._pairs = self._merged(module, layers) if module is not None and layers else self._copies()
 
     def __next__(self) -> tuple[str, Tensor]:
@@ -318,7 +318,7 @@ class Export(Iterator[tuple[str, Tensor]]):
             a = self.full(every[f"{path}.lora_A.{adapter}.weight"])
             b = self.full(every[f"{path}.lora_B.{adapter}.weight"])
             pairs.append((adapter, a, b))
-        return _product(layer, base, pairs)
+        return product(layer, base, pairs)
 
 
 # ---------- adapters turned off
@@ -331,7 +331,7 @@ def without_adapters(module: nn.Module, apply: Apply) -> Apply:
     never has a gradient. Works for the `apply` of every strategy. ValueError for a module without
     adapters.
     """
-    layers = [layer for _, layer in _adapted(module)]
+    layers = [layer for _, layer in adapted(module)]
     if not layers:
         raise ValueError(f"module: expected one with adapters, got {type(module).__name__} without any")
 

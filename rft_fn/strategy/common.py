@@ -1,5 +1,6 @@
 """What all strategies do alike: cut a batch into packs, and run a backend's part of each function."""
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -215,6 +216,7 @@ class Backend(ABC):
                 "Transform(init, update, spec)"
             )
         apply, state = self._init(module, tx, **options)
+        residence_of(apply).bound = weakref.ref(apply)
         self.placing.begin(residence_of(apply), state)
         return apply, state
 

@@ -7,7 +7,8 @@ At the size of a real update a weight that did not arrive hides in rounding: a d
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,12 +17,15 @@ from torch import Tensor, nn
 
 from rft_fn import model as model_lib
 from rft_fn import rng, strategy
+from rft_fn.model.bind import Scorer
+from rft_fn.model.lora import adapted, plain_name, product
+from rft_fn.model.quantize import is_low
 from rft_fn.sync.push import push
-from rft_fn.types import Engine, Rollout, Sampling, Strategy, TrainState
+from rft_fn.types import Apply, Engine, Rollout, Sampling, Strategy, TrainState
 
 __all__ = [
     "CanaryError", "Change", "Probe", "Sides", "agreed", "canary", "locate", "plain", "unchanged",
-    "uniform", "with_noise",
+    "uniform", "weights_read_as", "with_noise",
 ]  # fmt: skip
 
 
@@ -37,8 +41,8 @@ def unchanged(name: str, x: Tensor) -> Tensor:
 
 
 def plain(model: str) -> nn.Module:
-    """Load the model of a name, with adapters merged."""
-    lm = model_lib.load(model, quantize="none")
+    """Load the model of a name in host memory, with adapters merged."""
+    lm = model_lib.load(model, quantize="none", device="cpu")
     merge = getattr(lm, "merge_and_unload", None)
     if merge is not None:
         lm = merge()
@@ -51,11 +55,19 @@ def agreed(st: Strategy, x: float) -> float:
 
 
 class _Changed(Iterator[tuple[str, Tensor]]):
-    """Weights on their way to an engine, changed; a plain model on the host gets them too."""
+    """Weights on their way to an engine, changed on a device; a plain model on the host gets them too."""
 
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], change: Change, copy: nn.Module | None):
+    def __init__(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        change: Change,
+        copy: nn.Module | None,
+        device: torch.device | None,
+    ):
         self.weights = iter(weights)
         self.change = change
+        self.device = device  # None: where each of them is
+        self.finite: bool = getattr(weights, "finite", False)  # checked already
         self.frozen: frozenset[str] = frozenset(getattr(weights, "frozen", ()))
         self.names: list[str] = []
         named = () if copy is None else copy.named_parameters(remove_duplicate=False)
@@ -65,17 +77,85 @@ class _Changed(Iterator[tuple[str, Tensor]]):
     def __next__(self) -> tuple[str, Tensor]:
         name, x = next(self.weights)
         self.names.append(name)
-        x = self.change(name, x)
+        x = self.change(name, x if self.device is None else x.to(self.device))
         place = self.places.get(name)
         if place is not None and place.shape == x.shape:
             place.copy_(x)
         return name, x
 
 
-class Sides:
-    """An engine, and the trainer as a plain copy of the model named `model`, on the host of rank 0.
+COPIED = frozenset({"cpu"})  # kinds of device where a copy costs less than noise for each reading
 
-    The copy takes each full tensor as it is sent, and scores by functional_call. This holds for every
+
+@contextmanager
+def weights_read_as(
+    root: nn.Module, module: nn.Module, change: Change, names: Collection[str]
+) -> Iterator[None]:
+    """Have a bound module compute with changed weights, by the names that an export gives them.
+
+    Each is made when the module reads it and forgotten after, so there is no copy of the model; the weights
+    themselves stay as they were. Adapters are merged on the way and off meanwhile. Log-probs are those of
+    `Sampling()`.
+    """
+    layers = dict(adapted(module))
+    first = {id(p): name for name, p in module.named_parameters()}  # of a tied weight the one that is sent
+    classes: list[tuple[nn.Module, type[nn.Module]]] = []
+    scorers = [(x, x.sampling) for x in root.modules() if isinstance(x, Scorer)]
+    try:
+        for path, part in module.named_modules():
+            layer = layers.get(path.removesuffix(".base_layer"))
+            reads: dict[str, Any] = {}
+            for key, p in part._parameters.items():
+                name = "" if p is None else plain_name(module, first[id(p)])
+                if name in names:
+                    reads[key] = _read_as(key, change, name, layer)
+            if reads:
+                classes.append((part, type(part)))
+                part.__class__ = type(type(part).__name__, (type(part),), reads)
+        for x, _ in scorers:
+            x.sampling = Sampling()
+        for layer in layers.values():
+            layer._disable_adapters = True
+        with torch.compiler.set_stance("force_eager"):  # compiled blocks read their weights themselves
+            yield
+    finally:
+        for layer in layers.values():
+            layer._disable_adapters = False
+        for x, sampling in scorers:
+            x.sampling = sampling
+        for part, cls in classes:
+            part.__class__ = cls
+
+
+def _read_as(key: str, change: Change, name: str, layer: Any) -> property:
+    """Return the attribute `key` of a module: the changed parameter, with the adapters of `layer` in it."""
+
+    def read(part: nn.Module) -> Tensor:
+        x: Any = part._parameters[key]
+        x = x.detach()
+        if layer is not None and key == "weight":
+            both = [(a, layer.lora_A[a].weight, layer.lora_B[a].weight) for a in layer.active_adapters]
+            x = product(layer, x, both)
+        return change(name, x)
+
+    return property(read)
+
+
+def _trainer_of(st: Strategy, state: TrainState) -> Apply | None:
+    """Return the apply of a state; None if its weights are better not changed as it reads them."""
+    bound = getattr(state.residence, "bound", None)
+    apply = None if bound is None else bound()
+    if apply is None or st.device.type in COPIED or any(is_low(p) for p in state.module.parameters()):
+        return None
+    return apply
+
+
+class Sides:
+    """An engine, and the trainer: on a GPU itself, else as a plain copy of the model named `model`.
+
+    On a GPU the trainer makes each changed weight as it reads it, so nothing is loaded. On a CPU, where a
+    weight is drawn more slowly than it is read, and for weights in low precision, the copy is in the host
+    memory of rank 0, takes each full tensor as it is sent, and scores by functional_call. Both hold for every
     strategy, also for FSDP2 and ZeRO, where a module takes no parameters but its own.
     """
 
@@ -98,8 +178,9 @@ class Sides:
         self.version = version
         self.max_new = max_new
         self.names: list[str] = []  # of the tensors that are sent, in order
+        self.trainer = _trainer_of(st, state)
         self.copy: nn.Module | None = None
-        if st.rank == 0:
+        if self.trainer is None and st.rank == 0:
             self.copy = plain(model)
 
     def gap(self, change: Change) -> float:
@@ -109,7 +190,9 @@ class Sides:
         """
 
         def export(state: TrainState, /) -> Iterable[tuple[str, Tensor]]:
-            sent = _Changed(self.st.export(state), change, self.copy)
+            # noise is drawn by device, and the trainer draws it on its own
+            device = None if self.trainer is None else self.st.device
+            sent = _Changed(self.st.export(state), change, self.copy, device)
             self.names = sent.names
             return sent
 
@@ -119,18 +202,24 @@ class Sides:
         keys = range(len(self.prompts))
         rollout = self.engine.generate(self.prompts, keys, n=1, sampling=sampling)
         every: Rollout = self.st.gather(rollout)
-        gap = 0.0 if self.copy is None else _scored_gap(self.copy, every)
-        return agreed(self.st, gap)
+        logp = self._scored(change, every)
+        if logp is None:
+            return agreed(self.st, 0.0)
+        gap = (logp - every.logp).abs() * every.mask
+        return agreed(self.st, float(gap.double().sum() / every.mask.sum()))
 
-
-@torch.no_grad()
-def _scored_gap(copy: nn.Module, rollout: Rollout) -> float:
-    """Return the mean |sampler - model| of the log-probs of a rollout."""
-    st = strategy.get_fake_strategy()
-    apply, params = st.bind(copy)
-    logp = st.score(apply, params, rollout, 4096).logp
-    gap = (logp - rollout.logp).abs() * rollout.mask
-    return float(gap.double().sum() / rollout.mask.sum())
+    @torch.no_grad()
+    def _scored(self, change: Change, rollout: Rollout) -> Tensor | None:
+        """Return the trainer's log-probs of a rollout; None on a rank that has no copy."""
+        if self.trainer is not None:
+            residence = self.state.residence
+            with weights_read_as(residence.root, residence.module, change, set(self.names)):
+                return self.st.score(self.trainer, self.state.params, rollout, 4096).logp
+        if self.copy is None:
+            return None
+        st = strategy.get_fake_strategy()
+        apply, params = st.bind(self.copy)
+        return st.score(apply, params, rollout, 4096).logp
 
 
 # ---------- the tensor that an engine does not have as it was sent
@@ -215,13 +304,15 @@ class Probe(NamedTuple):
 def with_noise(name: str, x: Tensor, key: int, *, scale: float = NOISE) -> Tensor:
     """Add normal noise of `scale` x its root mean square to x, drawn by (key, name).
 
-    A tensor of zeros counts as one of ones. The noise does not depend on the device or on how the tensor is
-    sharded.
+    A tensor of zeros counts as one of ones. The noise is drawn where x is, and draws differ between kinds of
+    device; it does not depend on how the tensor is sharded. Nothing is read on the host.
     """
-    wide = x.detach().cpu().float()
-    size = float(wide.square().mean().sqrt()) or 1.0
-    noise = torch.randn(wide.shape, generator=rng.generator(rng.fold_in(key, name)))
-    return (wide + scale * size * noise).to(device=x.device, dtype=x.dtype)
+    x = x.detach()
+    noise = torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
+    size = noise.square_().mean().sqrt()
+    size = torch.where(size == 0, 1, size).double() * scale
+    noise.normal_(generator=rng.generator(rng.fold_in(key, name), x.device))
+    return noise.mul_(size).add_(x).to(x.dtype)
 
 
 def canary(
@@ -244,7 +335,7 @@ def canary(
 
     Where both sides differ, the weights are sent again in parts, to find a tensor at which they do: this
     takes log2(tensors) loads more, and the engine is left with some of these weights. Where all is well it
-    costs two loads, and one model in the host memory of rank 0.
+    costs two loads, and on a CPU one model in the host memory of rank 0.
 
     All ranks call it. CanaryError, which names the tensor where one was found, if the two gaps differ by more
     than noise, or the smaller is above `max_gap` [nats per token].
