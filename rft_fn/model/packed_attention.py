@@ -113,7 +113,7 @@ def by_sequence(
     out = []
     for (n, _), *part in zip(parts, *split):
         batch = [rearrange(x, "(n s) h d -> n h s d", n=n) for x in part]
-        y = _causal(batch[0], batch[1], batch[2], scale, sinks)
+        y = _causal(batch[0], batch[1], batch[2], sinks, scale=scale)
         out.append(rearrange(y, "n h s d -> (n s) h d"))
     if len(out) == 1:
         return out[0]
@@ -143,19 +143,22 @@ def by_tail(
     for queries, keys, mask in bounds.tails:
         each = (take_rows(q, queries), take_rows(k, keys), take_rows(v, keys))
         batch = [rearrange(x, "n s h d -> n h s d") for x in each]
-        y = _causal(batch[0], batch[1], batch[2], scale, sinks, mask)
+        y = _causal(batch[0], batch[1], batch[2], sinks, scale=scale, mask=mask)
         out.append(rearrange(y, "n h s d -> (n s) h d"))
     return take_rows(torch.cat(out), bounds.unpermute)
 
 
 def _causal(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None, mask: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, scale: float | None, mask: Tensor | None = None
 ) -> Tensor:
     """Attend causally in a batch of sequences of one length, from their last tokens.
 
     q [N, H, Q, D], k and v [N, H', S, D] -> [N, H, Q, D]. `mask` [Q, S] has the keys of each query, if Q <
-    S.
+    S. On a CPU 16 bits are computed in float32: the backward of sdpa takes up to three times as long in them.
     """
+    if q.device.type == "cpu" and q.dtype in (torch.float16, torch.bfloat16):
+        sinks = None if sinks is None else sinks.float()
+        return _causal(q.float(), k.float(), v.float(), sinks, scale=scale, mask=mask).to(q.dtype)
     count = q.shape[2]
     size = k.shape[2]
     gqa = q.shape[1] != k.shape[1]

@@ -82,6 +82,26 @@ def test_sinks_are_in_the_denominator(sizes, kv_heads, sink):
     np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sinks", [None, torch.arange(4.0) / 7])
+def test_16_bits_are_computed_in_float32_on_a_cpu(dtype, sinks):
+    """To the bit what float32 gives, rounded once, forward and backward."""
+    sizes = [5, 1, 9, 4]
+    narrow = [x.requires_grad_() for x in qkv(sizes, dtype=dtype)]
+    wide = [x.detach().float().requires_grad_() for x in narrow]
+    sinks = None if sinks is None else sinks.to(dtype)
+    got = packed_attention.by_sequence(*narrow, SequenceBounds(sizes), sinks=sinks)
+    want = packed_attention.by_sequence(
+        *wide, SequenceBounds(sizes), sinks=None if sinks is None else sinks.float()
+    )
+    up = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got.backward(up)
+    want.backward(up.float())
+    assert got.dtype == dtype and torch.equal(got, want.to(dtype))
+    for x, y in zip(narrow, wide):
+        assert torch.equal(x.grad, y.grad.to(dtype))
+
+
 @pytest.mark.parametrize("sizes", [[3, 1, 5], [4, 2, 4, 4, 2, 1, 1, 4]])
 def test_gradients_of_sinks_are_those_of_differences(sizes):
     sinks = torch.linspace(-1, 1, 2, dtype=torch.float64)
