@@ -16,7 +16,9 @@ import triton.language as tl
 from rft_kernels.row_kernels import INTERPRETED, bound, tanh
 
 GROUP = 16  # blocks of tokens whose tiles run one after another, over all columns: what they read stays in L2
-SPLITS = 8  # of the vocabulary; a constant, so that a row does not depend on how many rows there are
+# Of the vocabulary, for a forward of many tokens to few: the first keep blocks of h in L2, the others fill a
+# GPU of 132 multiprocessors. Constants of the kernel, which would spill registers with an argument.
+SPLITS = (8, 11, 16, 22, 33, 44, 66, 132)
 
 
 class Config(NamedTuple):
@@ -120,54 +122,51 @@ def _absorb(
     return new_max, row_sum, row_moment, target_logit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def forward_kernel(
     h_desc, w_desc, bias_ptr, inner_ptr, outer_ptr, y_ptr, row_max_ptr, row_sum_ptr, row_moment_ptr,
     target_logit_ptr, tokens, vocabulary, width,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, UPCAST: tl.constexpr,
-    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Compute the running softmax of each split of the vocabulary, from h [R, D] and w [V, D].
 
-    row_max, row_sum, row_moment, target_logit, all [SPLITS, R].
+    row_max, row_sum, row_moment, target_logit, all [SPLITS, R]; programs are [SPLITS, blocks of tokens].
     """
-    split = tl.program_id(0) % SPLITS
-    first = tl.program_id(0) // SPLITS
-    apart = tl.num_programs(0) // SPLITS
+    split = tl.program_id(0)
+    block = tl.program_id(1)
     dtype = inner_ptr.dtype.element_ty
-    for block in range(bound(first), bound(tl.cdiv(tokens, BM)), bound(apart)):
-        rows = block * BM + tl.arange(0, BM)
-        live = rows < tokens
-        inner = tl.load(inner_ptr + rows, mask=live, other=1.0)
-        outer = inner
-        if SOFTCAP:
-            outer = tl.load(outer_ptr + rows, mask=live, other=1.0)
-        target = tl.load(y_ptr + rows, mask=live, other=-1)
+    rows = block * BM + tl.arange(0, BM)
+    live = rows < tokens
+    inner = tl.load(inner_ptr + rows, mask=live, other=1.0)
+    outer = inner
+    if SOFTCAP:
+        outer = tl.load(outer_ptr + rows, mask=live, other=1.0)
+    target = tl.load(y_ptr + rows, mask=live, other=-1)
 
-        # As `softmax.start`, then every SPLITS-th slice of the vocabulary.
-        row_max = tl.full([BM], -1.7e38, dtype)
-        row_sum = tl.zeros([BM], dtype)
-        row_moment = tl.zeros([BM], dtype)
-        target_logit = tl.full([BM], float("nan"), dtype)
-        for n in range(bound(split), bound(tl.cdiv(vocabulary, BN)), SPLITS):
-            z = _products(h_desc, w_desc, block, n, width, dtype, UPCAST, BM, BN, BK, STAGES)
-            state = (row_max, row_sum, row_moment, target_logit)
-            # A quarter of the columns at a time: all at once would not fit into the registers.
-            pieces = _quarters(z)
-            for i in tl.static_range(4):
-                state = _absorb(
-                    state, pieces[i], n * BN + i * (BN // 4), bias_ptr, inner, outer, target, vocabulary,
-                    BIAS, SOFTCAP, ENTROPY,
-                )
-            row_max, row_sum, row_moment, target_logit = state
+    # As `softmax.start`, then every SPLITS-th slice of the vocabulary.
+    row_max = tl.full([BM], -1.7e38, dtype)
+    row_sum = tl.zeros([BM], dtype)
+    row_moment = tl.zeros([BM], dtype)
+    target_logit = tl.full([BM], float("nan"), dtype)
+    for n in range(bound(split), bound(tl.cdiv(vocabulary, BN)), SPLITS):
+        z = _products(h_desc, w_desc, block, n, width, dtype, UPCAST, BM, BN, BK, STAGES)
+        state = (row_max, row_sum, row_moment, target_logit)
+        # A quarter of the columns at a time: all at once would not fit into the registers.
+        pieces = _quarters(z)
+        for i in tl.static_range(4):
+            state = _absorb(
+                state, pieces[i], n * BN + i * (BN // 4), bias_ptr, inner, outer, target, vocabulary,
+                BIAS, SOFTCAP, ENTROPY,
+            )
+        row_max, row_sum, row_moment, target_logit = state
 
-        out = split.to(tl.int64) * tokens + rows
-        tl.store(row_max_ptr + out, row_max, mask=live)
-        tl.store(row_sum_ptr + out, row_sum, mask=live)
-        tl.store(target_logit_ptr + out, target_logit, mask=live)
-        if ENTROPY:
-            tl.store(row_moment_ptr + out, row_moment, mask=live)
+    out = split.to(tl.int64) * tokens + rows
+    tl.store(row_max_ptr + out, row_max, mask=live)
+    tl.store(row_sum_ptr + out, row_sum, mask=live)
+    tl.store(target_logit_ptr + out, target_logit, mask=live)
+    if ENTROPY:
+        tl.store(row_moment_ptr + out, row_moment, mask=live)
 
 
 @triton.jit

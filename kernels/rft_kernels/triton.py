@@ -1,9 +1,9 @@
 """Engine "triton", for CUDA: kernels that make the logits they use.
 
-Forward: one persistent kernel, and no slice of the logits reaches memory. A program owns a block of tokens
-and every S-th slice of the vocabulary, so all programs that run together read the same few slices of w and
-blocks of h, which then stay in the L2 cache. Each leaves one running softmax per row; the S of them are
-merged in a fixed order.
+Forward: one kernel, and no slice of the logits reaches memory. A program owns a block of tokens and every
+S-th slice of the vocabulary, so all programs that run together read the same few slices of w and blocks of h,
+which then stay in the L2 cache. Each leaves one running softmax per row; the S of them are merged in a fixed
+order. S is larger where tokens are few, so that every multiprocessor has a program.
 
 Backward: slice by slice of the vocabulary a kernel makes the logits and stores their gradient in 16 bits; the
 two products behind it, and dlogp/dh of a frozen head, are those of `gemm`.
@@ -25,6 +25,9 @@ from rft_kernels.parallel import local_labels
 from rft_kernels.row_kernels import INTERPRETED, launch
 from rft_kernels.slices import ceil_div, cut, part
 from rft_kernels.softmax import Cotangent, OnlineSoftmax
+
+_READ = 1 / 57  # seconds to read a slice of w over seconds of a tile, by an H100's data sheet
+_INTERPRETED_CORES = 16
 
 
 def forward(problem: Problem, y: Tensor, *, entropy: bool, unit_grad: bool) -> Outputs:
@@ -114,17 +117,22 @@ def _aligned(x: Tensor) -> bool:
 
 
 def _partial(head: UnscaledHead, y: Tensor, *, entropy: bool) -> OnlineSoftmax:
-    """Return the running softmax of each split of the vocabulary: fields [SPLITS, R]."""
+    """Return the running softmax of each split of the vocabulary: fields [splits, R]."""
     tokens, width = head.h.shape
     # A variant that would spill registers has a smaller tile.
     flags = {"BIAS": head.bias is not None, "SOFTCAP": head.outer is not None, "ENTROPY": entropy}
     config = kernels.forward_config(**flags)
+    cores = _INTERPRETED_CORES
     if INTERPRETED:
         config = kernels.SMALL
-    row_max, row_sum, row_moment, target_logit = head.inner.new_empty(4, kernels.SPLITS, tokens)
+    if head.h.is_cuda:
+        cores = torch.cuda.get_device_properties(head.h.device).multi_processor_count
+    blocks = ceil_div(tokens, config.tokens)
+    splits = choose_splits(blocks, ceil_div(len(head.w), config.columns), cores)
+    row_max, row_sum, row_moment, target_logit = head.inner.new_empty(4, splits, tokens)
     launch(
         kernels.forward_kernel,
-        (_programs(head.h, ceil_div(tokens, config.tokens)),),
+        (splits, blocks),
         head.h.device,
         TensorDescriptor.from_tensor(head.h, [config.tokens, config.depth]),
         TensorDescriptor.from_tensor(head.w, [config.columns, config.depth]),
@@ -139,7 +147,7 @@ def _partial(head: UnscaledHead, y: Tensor, *, entropy: bool) -> OnlineSoftmax:
         tokens,
         len(head.w),
         width,
-        SPLITS=kernels.SPLITS,
+        SPLITS=splits,
         **flags,
         **kernels.constants(config),
         num_warps=config.warps,
@@ -147,16 +155,22 @@ def _partial(head: UnscaledHead, y: Tensor, *, entropy: bool) -> OnlineSoftmax:
     return OnlineSoftmax(row_max, row_sum, row_moment, target_logit, row_max)
 
 
-def _programs(h: Tensor, blocks: int) -> int:
-    """Return as many programs as run at once: one per multiprocessor, SPLITS for a block of tokens."""
-    cores = 2 * kernels.SPLITS
-    if h.is_cuda:
-        cores = torch.cuda.get_device_properties(h.device).multi_processor_count
-    return kernels.SPLITS * max(1, min(blocks, cores // kernels.SPLITS))
+def choose_splits(blocks: int, tiles: int, cores: int) -> int:
+    """Return the splits of the vocabulary with which the forward takes the least time.
+
+    `blocks` of tokens, `tiles` of columns. One program runs on each of the `cores` multiprocessors: programs
+    are [splits, blocks], and each wave of them reads all of w once more.
+    """
+
+    def seconds(splits: int) -> float:  # of one tile
+        waves = ceil_div(splits * blocks, cores)
+        return waves * (ceil_div(tiles, splits) + _READ * tiles)
+
+    return min(kernels.SPLITS, key=seconds)
 
 
 def _merge(parts: OnlineSoftmax, *, entropy: bool) -> OnlineSoftmax:
-    """Merge fields [SPLITS, R] -> [R]: the sums relative to the largest logit of all."""
+    """Merge fields [splits, R] -> [R]: the sums relative to the largest logit of all."""
     row_max = parts.row_max.amax(0)
     drop = parts.row_max - row_max
     rescale = drop.exp()

@@ -456,6 +456,37 @@ def test_no_loop_makes_an_index_of_an_argument(engine, monkeypatch):
     np.testing.assert_allclose(logp, definition(h, w, y, g)[0], rtol=1e-12)
 
 
+@pytest.mark.parametrize("splits", [1, 8, 11, 44])
+@pytest.mark.parametrize("shape", [(20, 16, 1000), (3, 8, 130)])
+def test_the_splits_of_the_vocabulary_are_merged_to_one_softmax(splits, shape, monkeypatch):
+    """Also where most of them have no column."""
+    monkeypatch.setattr(tile_kernels, "SPLITS", (splits,))
+    h, w, y, g = problem(*shape, dtype=torch.float64)
+    options = {"bias": torch.linspace(-2, 1, shape[2]).double(), "softcap": 2.0}
+    assert_close(run(h, w, y, g, engine="triton"), definition(h, w, y, g), 1e-12)
+    assert_close(run(h, w, y, g, engine="triton", **options), definition(h, w, y, g, **options), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "programs", "busiest"),
+    [
+        (100, 151936, 132, 5),
+        (512, 151936, 132, 18),
+        (1024, 151936, 128, 38),
+        (2304, 151936, 396, 81),
+        (16384, 151936, 1024, 600),
+        (512, 32000, 132, 4),
+        (512, 200, 32, 1),
+    ],
+)
+def test_few_tokens_are_split_until_every_multiprocessor_has_a_program(tokens, vocabulary, programs, busiest):
+    """On 132 of them; `busiest` is the number of tiles of the one that has most."""
+    blocks, tiles = -(-tokens // tile_kernels.WIDE.tokens), -(-vocabulary // tile_kernels.WIDE.columns)
+    splits = triton_engine.choose_splits(blocks, tiles, 132)
+    assert splits * blocks == programs
+    assert -(-programs // 132) * -(-tiles // splits) == busiest
+
+
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_every_tile_of_the_gradient_is_made_once_in_whatever_order(group, monkeypatch):
     """9 blocks of tokens in groups, the last of which is not whole."""
