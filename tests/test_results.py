@@ -30,6 +30,8 @@ def test_the_tables_of_benches_are_what_their_scripts_make_of_the_files():
     engines, play = as_module(BENCH / "engines_table.py"), as_module(BENCH / "self_play.py")
     assert between(engines) == engines.tables(json.loads((FOLDER / "engines.json").read_text()))
     assert between(play) == play.table(json.loads((FOLDER / "kuhn_poker.json").read_text()))
+    gap = as_module(BENCH / "gap_by_type.py")
+    assert between(gap) == gap.table(json.loads(gap.OUT.read_text()))
     performance = (ROOT / "docs" / "performance.md").read_text()
     gradients, step = as_module(BENCH / "gradients.py"), as_module(BENCH / "step" / "report.py")
     assert gradients.table(json.loads(gradients.RESULTS.read_text())["turns"]) in performance

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rft_fn import collect, data, dist, optim, strategy, sync
+from rft_fn import collect, data, dist, optim, precision, strategy, sync, tree
 from rft_fn import engine as engine_lib
 from rft_fn.check import printable
 from rft_fn.collect import asynchronous
@@ -336,6 +336,8 @@ def check_gap(
     """Return (the numbers of `collect.MISMATCH` among `values`, their floor), within the limits.
 
     The first gap of a run is its noise floor, for later steps and for a resumed run; before it `floor` is 0.
+    Unless max_gap is given, it is the rounding of the coarser of the types that both compute in, or of the
+    trainer's where the engine does not tell its own.
     Stale rows differ by more than noise: where they are corrected or asked for they have no limit.
     ValueError, with an explanation, for a gap above the limit; an `engine` that is idle helps to find it.
     """
@@ -343,7 +345,22 @@ def check_gap(
     expected = correction_of(cfg) != "none" or cfg.ahead > 0 or cfg.partial > 0
     if expected and values["rollout/staleness_max"] > 0:
         return found, floor
-    limit = collect.gap_limit(cfg.max_gap, cfg.gap_factor, floor)
+    most = cfg.max_gap
+    if most is None:
+        most = precision.gap_by_rounding(_types(cfg, apply, params, engine))
+    limit = collect.gap_limit(most, cfg.gap_factor, floor)
     idle = None if cfg.ahead else engine
     collect.check_mismatch(found, limit, rollout, sampling, apply, params, packs, engine=idle)
     return found, floor or collect.noise_floor(found["policy/logp_gap"], sampling)
+
+
+def _types(cfg: options.Rollouts, apply: Apply, params: Any, engine: Engine | None) -> Iterator[torch.dtype]:
+    """Yield the types that the trainer computes in, and the engine's where it tells it: servers do not."""
+    config: strategy.StrategyConfig | None = getattr(cfg, "strategy", None)
+    root = getattr(apply, "root", None)  # with adapters, the frozen weights are in it too
+    weights = root.parameters() if isinstance(root, nn.Module) else tree.leaves(params)
+    if config is not None and config.bf16:
+        yield torch.bfloat16
+    yield from (x.dtype for x in weights)
+    if engine is not None and "computes" in (status := engine.status()):
+        yield status["computes"]

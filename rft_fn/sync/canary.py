@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import model as model_lib
-from rft_fn import rng, strategy
+from rft_fn import precision, rng, strategy
 from rft_fn.model.bind import Scorer
 from rft_fn.model.lora import adapted, plain_name, product
 from rft_fn.model.quantize import is_low
@@ -324,7 +324,7 @@ def canary(
     *,
     version: int,
     max_new: int = 8,
-    max_gap: float = 0.01,
+    max_gap: float | None = None,
     key: int | None = None,
 ) -> Probe:
     """Send weights with noise and score what the engine samples, then the same with the true weights.
@@ -338,7 +338,8 @@ def canary(
     costs two loads, and on a CPU one model in the host memory of rank 0.
 
     All ranks call it. CanaryError, which names the tensor where one was found, if the two gaps differ by more
-    than noise, or the smaller is above `max_gap` [nats per token].
+    than noise, or the smaller is above `max_gap` [nats per token]: by default the rounding of the coarser of
+    the types that both sides compute in, or of the trainer's where the engine does not tell its own.
     """
     began = time.perf_counter()
     key = int(agreed(st, secrets.randbits(48) if key is None else key))
@@ -350,7 +351,7 @@ def canary(
     # either of the two syncs may have failed: the better one tells the noise. A fault that is in both does
     # not differ between them, and is larger than any noise
     probe = Probe(noisy, floor, time.perf_counter() - began, key)
-    limit = min(max_gap, FACTOR * max(min(noisy, floor), LEAST))
+    limit = min(max_gap or _by_rounding(sides), FACTOR * max(min(noisy, floor), LEAST))
     if noisy <= limit and floor <= limit:  # neither is NaN
         return probe
 
@@ -358,6 +359,14 @@ def canary(
     wrong = unchanged if noisy <= limit else noise
     name = locate(sides, wrong, noise, good=lambda gap: gap <= limit)
     raise CanaryError(_line(name, probe, limit))
+
+
+def _by_rounding(sides: Sides) -> float:
+    """Return the gap that rounding explains, the same on every rank."""
+    types = [p.dtype for p in sides.copy.parameters()] if sides.copy is not None else []
+    if "computes" in (status := sides.engine.status()):
+        types.append(status["computes"])
+    return agreed(sides.st, precision.gap_by_rounding(types))
 
 
 def _line(name: str, probe: Probe, limit: float) -> str:

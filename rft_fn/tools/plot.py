@@ -230,7 +230,10 @@ def _draw_limit(ax: Any, rows: Sequence[Mapping[str, Any]], config: Mapping[str,
 
 def _gap_limit(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> tuple[float, set[int]]:
     """Return the limit of the log-prob gap, and the steps that it applies to, as `run.check_gap` has them."""
+    from torch import bfloat16
+
     from rft_fn.collect import gap_limit, noise_floor
+    from rft_fn.precision import gap_by_rounding
     from rft_fn.types import Sampling
 
     corrected = config.get("mismatch") not in (None, "none")
@@ -243,7 +246,10 @@ def _gap_limit(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> 
     if not checked or not {"max_gap", "gap_factor"} <= set(config):
         return math.inf, set()
     floor = noise_floor(checked[0][_GAP], Sampling(top_p=config.get("top_p", 1.0)))
-    limit = gap_limit(config["max_gap"], config["gap_factor"], floor)
+    most = config["max_gap"]
+    if most is None:  # by the type, which the noise shows: that of float32 is below 1e-4
+        most = gap_by_rounding([bfloat16] if floor > 3e-4 else [])
+    limit = gap_limit(most, config["gap_factor"], floor)
     return limit, {row["step"] + 1 for row in checked}
 
 

@@ -36,6 +36,7 @@ class EngineStatus(TypedDict):
     asleep: bool
     supported: frozenset[str]  # of "load", "score", "sleep" and "start" what does something
     dtype: NotRequired[torch.dtype]  # of its weights, where it is one: they are sent in it
+    computes: NotRequired[torch.dtype]  # the type that it computes in, where it tells
     window: NotRequired[int | None]  # tokens of a prompt and its response; None without a limit
     placeholders: NotRequired[frozenset[int]]  # of media: no prompt may have one without its media
     tied: NotRequired[bool]  # whether a tied weight must be sent under all of its names

@@ -584,6 +584,11 @@ def test_the_gap_has_the_limit_that_stops_the_run_on_a_logarithmic_axis():
     assert plot._gap_limit(tiny, config | {"max_gap": 1e-5}) == (1e-5, {1})
     assert plot._gap_limit(tiny, {}) == (np.inf, set())
 
+    # without a limit in the options it is that of the type, which the noise shows
+    for gap, limit in ((2e-4, 6e-3), (5e-4, 0.015), (0.02, 0.08)):
+        noise = [{"step": 0, "policy/logp_gap": gap}]
+        assert plot._gap_limit(noise, config | {"max_gap": None}) == (pytest.approx(limit), {1})
+
 
 @each(
     "options, steps", [({}, {1, 2}), ({"ahead": 1}, {1}), ({"partial": 2}, {1}), ({"mismatch": "tis"}, {1})]

@@ -214,6 +214,7 @@ class _InProcess:
             "supported": frozenset({"load", "score", "start", *(["sleep"] if self.can_sleep else [])}),
             "window": self.window,
             "placeholders": placeholder_ids(self.lm.config),
+            "computes": self.lm.dtype,
         }
         # a model may keep some of its weights wider than the rest
         types = {p.dtype for p in self.lm.parameters()}

@@ -334,6 +334,7 @@ class InProcess:
             "supported": frozenset(supported),
             "window": self.window,
             "placeholders": self.folder.places,
+            "computes": getattr(torch, self._dtype()),
         }
 
     def close(self) -> None:
