@@ -10,7 +10,7 @@ from torch._C._profiler import _EventType
 from torch.distributed.tensor import DTensor
 from torch.profiler import profile
 
-from rft_fn.model.layers import Mover
+from rft_fn.model.copies import Mover
 from rft_fn.strategy.placing import residence_of
 
 MARK = 77_654_321  # bytes that no tensor of a test has

@@ -1,16 +1,22 @@
-"""Copies between the host and a device: a pack in one piece."""
+"""Copies between the host and a device: a pack in one piece, weights through page-locked memory."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rft_fn import tree
 
-__all__ = ["in_one_copy", "locked", "to_device"]
+__all__ = ["LockedCopies", "Mover", "in_one_copy", "locked", "mover_of", "to_device"]
 
 T = TypeVar("T")
+
+
+# ---------- memory of the host that a device copies to and from
+
+
 _ALIGNMENT = 16  # bytes: what a kernel that reads in vectors expects of a pointer
 
 
@@ -23,6 +29,9 @@ def locked(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     except RuntimeError:  # no driver, or a limit to such memory
         return torch.empty(size, dtype=torch.uint8)
+
+
+# ---------- a tree of small tensors, such as a pack
 
 
 def to_device(x: T, device: torch.device) -> T:
@@ -56,3 +65,111 @@ def in_one_copy(x: T, copy: Callable[[Tensor], Tensor]) -> T:
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
     """Return the bytes of a buffer from `start` on as a tensor with the shape and type of `like`."""
     return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
+# ---------- weights and optimizers, which leave a device and come back
+
+
+class Mover(NamedTuple):
+    """The copies of a tensor between a device and the host, which are there after `finish`."""
+
+    to_host: Callable[[Tensor], Tensor]
+    to_device: Callable[[Tensor], Tensor]
+    finish: Callable[[], None] = lambda: None
+
+
+def mover_of(device: torch.device) -> Mover | None:
+    """Return the copies between `device` and the host; None for a CPU, which has the host's memory."""
+    if device.type == "cpu":
+        return None
+    if device.type == "cuda":
+        with suppress(RuntimeError):  # no stream without a driver
+            copies = LockedCopies(device, torch.cuda.Stream(device))
+            return Mover(copies.to_host, copies.to_device, copies.finish)
+    return Mover(lambda x: x.to("cpu"), lambda x: x.to(device))
+
+
+_FIRST, _LAST = 1 << 25, 1 << 30  # bytes of the pieces of host memory, each twice as large as the one before
+
+
+class LockedCopies:
+    """Copies between a GPU and locked memory, on a stream next to the one that computes.
+
+    Tensors are copied one after the other while the host goes on. After `finish` what went to the host may be
+    read, and the device computes with what came when that is there; the host waits only for the first. Memory
+    is not used again before its copy is done: torch's allocators know the stream. Tensors of the host lie in
+    pieces of powers of two, since torch rounds each piece up to one.
+    """
+
+    def __init__(self, device: torch.device, stream: Any):
+        self.device = device
+        self.stream = stream
+        self.piece = torch.empty(0, dtype=torch.uint8)
+        self.used = 0
+        self.size = _FIRST
+        self.leaving = False
+
+    def to_host(self, x: Any) -> Tensor:
+        """Return a copy in locked memory that is begun; the tensor itself where it is there already."""
+        if hasattr(x, "to_local"):
+            return _like(x, self.to_host(x.to_local()))
+        if x.device.type != self.device.type:
+            return x
+        if not _is_plain(x):
+            return x.to("cpu")
+        out = self._room(x)
+        self._copy(out, x)
+        x.record_stream(self.stream)
+        self.leaving = True
+        return out
+
+    def to_device(self, x: Any) -> Tensor:
+        """Return a copy on the device that is begun; the tensor itself where it is there already."""
+        if hasattr(x, "to_local"):
+            return _like(x, self.to_device(x.to_local()))
+        if x.device.type != "cpu":
+            return x
+        if not _is_plain(x):
+            return x.to(self.device)
+        out = torch.empty(x.shape, dtype=x.dtype, device=self.device)
+        self._copy(out, x)
+        out.record_stream(self.stream)
+        return out
+
+    def finish(self) -> None:
+        """Have the device wait for all copies, and the host for those that went to it."""
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        if self.leaving:
+            self.stream.synchronize()
+        self.leaving = False
+        self.piece = torch.empty(0, dtype=torch.uint8)
+        self.used, self.size = 0, _FIRST
+
+    def _copy(self, out: Tensor, x: Tensor) -> None:
+        """Begin a copy after all that the device was told to compute: it made x, or last used the memory."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.no_grad(), torch.cuda.stream(self.stream):
+            out.copy_(x, non_blocking=True)
+
+    def _room(self, x: Tensor) -> Tensor:
+        """Return locked memory for a tensor, in the present piece or a new one."""
+        size = -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if size >= _LAST:
+            return _view(locked(x.nbytes), 0, x)
+        if self.used + size > len(self.piece):
+            while self.size < size:
+                self.size *= 2
+            self.piece, self.used = locked(self.size), 0
+            self.size = min(2 * self.size, _LAST)
+        self.used += size
+        return _view(self.piece, self.used - size, x)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Return whether a tensor is its numbers in order, and nothing else, as one in low precision is not."""
+    return type(x) in (Tensor, nn.Parameter) and x.is_contiguous()
+
+
+def _like(x: Any, local: Tensor) -> Tensor:
+    """Return a sharded tensor with another shard, on whatever device."""
+    return type(x)(local, x._spec, requires_grad=False)

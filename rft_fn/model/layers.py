@@ -9,20 +9,21 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rft_fn.model import attention
+from rft_fn.model.copies import Mover, mover_of
 from rft_fn.model.parts import find
 from rft_fn.model.quantize import whole
 from rft_fn.model.reader import Reader
 
 __all__ = [
-    "TOWERS", "Mover", "Residence", "Where", "blocks", "checkpointed", "compile_blocks", "disable_dropout",
+    "TOWERS", "Residence", "Where", "blocks", "checkpointed", "compile_blocks", "disable_dropout",
     "freeze", "is_finite", "require_all_finite", "require_compiler", "require_finite",
 ]  # fmt: skip
 
@@ -267,20 +268,6 @@ def require_compiler(device: torch.device) -> None:
 Where = Literal["device", "host"]
 
 
-class Mover(NamedTuple):
-    """The copies of a tensor between a device and the host."""
-
-    to_host: Callable[[Tensor], Tensor]
-    to_device: Callable[[Tensor], Tensor]
-
-
-def mover_of(device: torch.device) -> Mover | None:
-    """Return the copies between `device` and the host; None for a CPU, which has the host's memory."""
-    if device.type == "cpu":
-        return None
-    return Mover(partial(Tensor.to, device="cpu"), partial(Tensor.to, device=device))
-
-
 class Residence:
     """Where the weights of one bound model are, and the optimizer of one that is trained.
 
@@ -320,11 +307,11 @@ class Residence:
             self._choose_mover()
             self.on_host = True
             if self.mover is not None:
-                self.apply(self.mover.to_host)
+                self._moved(self.apply, self.mover.to_host)
                 _return_memory()
         if where == "device" and self.on_host:
             if self.mover is not None:
-                self.apply(self.mover.to_device)
+                self._moved(self.apply, self.mover.to_device)
             self.on_host = False
 
     def move_opt(self, where: Where) -> None:
@@ -333,15 +320,25 @@ class Residence:
             self._choose_mover()
             self.opt_on_host = True
             if self.mover is not None:
-                self._apply_opt(self.mover.to_host)
+                self._moved(self._apply_opt, self.mover.to_host)
                 _return_memory()
         if where == "device" and self.opt_on_host:
             if self.mover is not None:
-                self._apply_opt(self.mover.to_device)
+                self._moved(self._apply_opt, self.mover.to_device)
             self.opt_on_host = False
 
     def _choose_mover(self) -> None:
         self.mover = self.mover or mover_of(next(self.root.parameters()).device)
+
+    def _moved(
+        self, apply: Callable[[Callable[[Tensor], Tensor]], None], copy: Callable[..., Tensor]
+    ) -> None:
+        """Put copies in the places of tensors, and see that they are there, also where one fails."""
+        assert self.mover is not None
+        try:
+            apply(copy)
+        finally:
+            self.mover.finish()
 
     def apply(self, copy: Callable[[Tensor], Tensor]) -> None:
         """Put `copy` of each parameter and buffer in its place."""

@@ -103,6 +103,8 @@ def fork(state: TrainState) -> TrainState:
         opt=tree.map(bring if home is not None and home.opt_on_host else clone, state.opt),
         residence=None,
     )
+    if mover is not None:
+        mover.finish()
     for p in copy.params.values():
         p.requires_grad_()
     return copy

@@ -14,7 +14,7 @@ from rft_fn import ckpt, dist, metric, optim, tree
 from rft_fn import model as model_lib
 from rft_fn.loss.evaluate import evaluate
 from rft_fn.model import layers
-from rft_fn.model.copies import to_device
+from rft_fn.model.copies import mover_of, to_device
 from rft_fn.model.layers import Residence
 from rft_fn.optim.transforms import local_parts, step_in_place
 from rft_fn.precision import wide
@@ -277,11 +277,20 @@ def update(
     them in a row raise NonFinite. With adam_offload the optimizer state is in host memory and steps there.
     """
     given, grads = grads, optim.by_name(state.params, grads, "grads")
+    on_gpu = _on_gpu(state.params, grads)
+    mover = None
+    own, params = grads, state.params
+    if config.adam_offload and on_gpu:  # on their way to the host while the norm is computed
+        mover = mover_of(next(iter(params.values())).device)
+    if mover is not None:
+        own, params = tree.map(mover.to_host, grads), tree.map(mover.to_host, params)
 
     # the norm is of all ranks' gradients, so all take or skip the step alike
     with session.phase(f"update of step {state.step + 1}"):
         norm = optim.global_norm(grads)
     finite = bool(torch.isfinite(norm))
+    if mover is not None:
+        mover.finish()
     skipped = 0 if finite else state.skipped + 1
     if skipped >= config.max_skips:
         raise NonFinite(
@@ -291,14 +300,14 @@ def update(
 
     # the step is in place, in the memory of the parameters
     opt = state.opt
-    if finite and not config.adam_offload and _on_gpu(state.params, grads):
-        opt = step_in_place(state.tx, grads, state.opt, state.params, norm)
-    elif finite:
-        own = grads
-        params = state.params
+    if finite and on_gpu:
+        opt = step_in_place(state.tx, own, state.opt, params, norm.cpu() if config.adam_offload else norm)
         if config.adam_offload:
-            own = tree.map(lambda x: x.to("cpu"), own)
-            params = tree.map(lambda x: x.to("cpu"), params)
+            for p, new in zip(local_parts(state.params), local_parts(params)):
+                p.copy_(new, non_blocking=True)
+    elif finite:
+        if config.adam_offload:
+            own, params = tree.map(lambda x: x.to("cpu"), own), tree.map(lambda x: x.to("cpu"), params)
         updates, opt = state.tx.update(own, state.opt, params)
         updates = optim.by_name(params, updates, "updates")
         optim.apply_updates(state.params, tree.map(lambda u, p: u.to(p.device), updates, state.params))
@@ -323,9 +332,18 @@ def finite(grads: tree.Named) -> bool:
 def move_opt(state: TrainState, device: str | torch.device) -> TrainState:
     """Move the optimizer's tensors to a device. Donates `state`."""
 
+    mover = mover_of(next(iter(state.params.values())).device)
+    to_host = torch.device(device).type == "cpu"
+
     def move(x: Any) -> Any:
-        return x.to(device) if isinstance(x, Tensor) else x
+        if not isinstance(x, Tensor):
+            return x
+        if mover is None:
+            return x.to(device)
+        return mover.to_host(x) if to_host else mover.to_device(x)
 
     new = tree.map(lambda x: x, tree.replace(state, opt=tree.map(move, state.opt)))
+    if mover is not None:
+        mover.finish()
     tree.donate(state)
     return new

@@ -111,7 +111,8 @@ def weights_read_as(
                     reads[key] = _read_as(key, change, name, layer)
             if reads:
                 classes.append((part, type(part)))
-                part.__class__ = type(type(part).__name__, (type(part),), reads)
+                reading: Any = type(type(part).__name__, (type(part),), reads)
+                part.__class__ = reading
         for x, _ in scorers:
             x.sampling = Sampling()
         for layer in layers.values():

@@ -11,6 +11,7 @@ from test_fsdp2 import ANOTHER_APPLY
 
 import rft_fn as rft
 from rft_fn import model, optim, packing, strategy, tree, types, weight
+from rft_fn.model.copies import Mover
 from rft_fn.strategy import StrategyConfig
 
 
@@ -266,6 +267,30 @@ def test_the_step_of_a_gpu_is_that_of_a_cpu(monkeypatch):
     assert ends[0].opt[1].count == ends[1].opt[1].count == 3
     for a, b in zip(tree.leaves(ends[0]), tree.leaves(ends[1])):
         torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_step_on_the_host_of_a_gpu_is_that_without_adam_offload(dtype, monkeypatch):
+    """Gradients and weights go to the host, which steps in place, and the weights come back."""
+    there = []
+    finished = []
+    mover = Mover(lambda x: there.append(x.clone()) or there[-1], torch.clone, lambda: finished.append(1))
+    monkeypatch.setattr(rft.strategy.step, "_on_gpu", lambda params, grads: True)
+    tx = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2, weight_decay=0.1))
+    ends = []
+    for options in ({}, {"adam_offload": True}):
+        monkeypatch.setattr(rft.strategy.step, "mover_of", lambda device, x=options: mover if x else None)
+        st = rft.strategy.get_strategy(StrategyConfig(**options))
+        apply, state = st.init(tiny.llama(dtype=dtype), tx)
+        there.clear(), finished.clear()
+        for _ in range(3):
+            grads, _ = st.grad(state, apply, lambda out, b: -out.logp, packing.shard(experience(), 40)[0])
+            state, _ = st.update(state, grads)
+        ends.append(state)
+        assert len(there) == (3 * 2 * len(state.params) if options else 0)
+        assert len(finished) == (3 if options else 0)
+    for a, b in zip(tree.leaves(ends[0]), tree.leaves(ends[1])):
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
 
 
 def test_a_loss_without_parameters_has_a_gradient_of_zero():

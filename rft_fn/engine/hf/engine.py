@@ -17,6 +17,7 @@ from rft_fn.engine.lifetime import EngineConfig, dead_after_failure
 from rft_fn.engine.requests import Stop
 from rft_fn.engine.weight_folder import LoadCheck, manifest
 from rft_fn.model import quantize
+from rft_fn.model.copies import mover_of
 from rft_fn.model.forward import forget_lengths, rope_switch
 from rft_fn.model.media_inputs import placeholder_ids
 from rft_fn.model.quantize import packed, set_fast
@@ -192,17 +193,20 @@ class _InProcess:
     def sleep(self) -> None:
         """Move the weights to the host, where that is not disabled."""
         if self.can_sleep and not self.asleep:
-            self._move(torch.device("cpu"))
+            self._move(to_host=True)
             self.asleep = True
 
     def wake(self) -> None:
         """Move the weights back to the device."""
         if self.asleep:
-            self._move(self.home)
+            self._move(to_host=False)
             self.asleep = False
 
-    def _move(self, device: torch.device) -> None:
-        nn.Module.to(self.lm, device)  # transformers' own `to` has no signature
+    def _move(self, to_host: bool) -> None:
+        mover = mover_of(self.home)
+        if mover is not None:
+            self.lm._apply(mover.to_host if to_host else mover.to_device)
+            mover.finish()
 
     def status(self) -> EngineStatus:
         """Return the state of the engine, which lives as long as the process."""
