@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rft_fn import ckpt, dist, optim, tree
 from rft_fn import model as model_lib
 from rft_fn.model import quantize
+from rft_fn.model.copies import mover_of
 from rft_fn.strategy import step
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.zero.stages import MOMENTS, lower, options, stage_of
@@ -202,10 +203,15 @@ class ZeroModel:
 
         DeepSpeed's own offload_states is for its own Adam at stage 3, and forgets these links at 1 and 2.
         """
+        mover = None
         for flat, state in self._states():
-            device = torch.device("cpu") if host else flat.device
+            mover = mover or mover_of(flat.device)
             for name in self.moments:
-                state[MOMENTS[name]] = state[MOMENTS[name]].to(device)
+                if mover is not None:  # on a CPU they stay where they are
+                    copy = mover.to_host if host else mover.to_device
+                    state[MOMENTS[name]] = copy(state[MOMENTS[name]])
+        if mover is not None:
+            mover.finish()
         self.stage.link_moments()
 
     def average(self) -> Average:
