@@ -117,6 +117,7 @@ def _add_decay(steps: list[Tensor], params: Any, decays: Decays, scale: float) -
         torch._foreach_add_([step for step, _ in pairs], [x for _, x in pairs], alpha=scale)
 
 
+# one piece, because its update and the same step in place share the numbers of one rule
 def adamw(
     lr: float | Schedule,
     *,
