@@ -460,6 +460,20 @@ def test_a_canary_on_a_gpu_loads_no_model(plain, monkeypatch):
     assert probe.floor == pytest.approx(with_copy.floor, rel=0.5) and apply is not None
 
 
+@pytest.mark.parametrize(("dtype", "bf16", "limit"), [("bfloat16", False, 0.08), ("float32", True, 0.08),
+                                                        ("float32", False, 0.01)])  # fmt: skip
+def test_the_types_of_a_trainer_that_makes_the_noise_limit_the_gap(dtype, bf16, limit, monkeypatch):
+    """Of an engine that does not tell what it computes in."""
+    module = import_module("rft_fn.sync.canary")
+    monkeypatch.setattr(module, "COPIED", ())
+    st = rft.strategy.get_strategy(rft.strategy.StrategyConfig(bf16=bf16))
+    apply, state = st.init(tiny.llama(dtype=getattr(torch, dtype)), optim.adamw(0.1))
+    silent = Forgetful(engine.hf(tiny.llama(), tiny.tokenizer()), list)
+    silent.status = dict
+    sides = module.Sides(st, state, silent, "tiny", PROMPTS, version=1, max_new=1)
+    assert sides.trainer is apply and module._by_rounding(sides) == limit
+
+
 def test_uniform_weights_are_the_same_by_shape_and_survive_rounding():
     x = torch.randn(6, 16)
     found = uniform("a", x)

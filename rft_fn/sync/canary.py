@@ -364,7 +364,10 @@ def canary(
 
 def _by_rounding(sides: Sides) -> float:
     """Return the gap that rounding explains, the same on every rank."""
-    types = [p.dtype for p in sides.copy.parameters()] if sides.copy is not None else []
+    model = sides.copy if sides.trainer is None else sides.state.module
+    types = [p.dtype for p in model.parameters()] if model is not None else []
+    if sides.trainer is not None and sides.st.config.bf16:
+        types.append(torch.bfloat16)  # of float32 parameters
     if "computes" in (status := sides.engine.status()):
         types.append(status["computes"])
     return agreed(sides.st, precision.gap_by_rounding(types))
