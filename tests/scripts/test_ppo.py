@@ -14,6 +14,7 @@ from test_scripts import rows, run, start
 from test_symptoms import check_written
 
 import rft_fn as rft
+from rft_fn.run.reward_task import draw_examples
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
@@ -229,7 +230,8 @@ def test_examples_are_a_function_of_the_update():
     tokenizer = rft.model.load_tokenizer("tiny")
     cfg = script().Config(ptx=0.5, ptx_data="sort_digits:1", ptx_batch=3)
     data = rft.data.load(cfg.ptx_data, tokenizer, template="{short}")
-    batches = [script().supervised(cfg, data, tokenizer, u) for u in (0, 1, 0)]
+    task = rft.run.Task(tokenizer, None, None, None, others={"ptx_data": data})
+    batches = [draw_examples(cfg, task, 0, i) for i in (0, 1, 0)]
     assert torch.equal(batches[0].tokens, batches[2].tokens)
     assert not torch.equal(batches[0].tokens, batches[1].tokens)
     row = data.prompt(4)  # the second example of update 1
@@ -276,7 +278,7 @@ BAD = {
         "gae_alpha: expected a number in (0, inf), or None, got 0.0",
     ),
     "a target without a coefficient": ({"kl_target": 0.1}, "kl: expected one, as kl_target is 0.1, got none"),
-    "a penalty longer than responses": ({"overlong": 7}, "overlong: expected at most 6, got 7"),
+    "a penalty longer than responses": ({"overlong": 7}, "overlong: expected at most max_new = 6, got 7"),
     "no such critic": ({"critic": "./nowhere"}, "expected a folder, a hub name"),
     "a missing column": ({"template": "{query}"}, "has no column 'query'"),
     "an average of 1": ({"ema": 1.0}, "ema: expected a number in [0, 1), got 1.0"),
@@ -296,4 +298,4 @@ def test_the_command_line_says_it_in_one_line_too(tmp_path):
     err = run("ppo", "--minibatches", "1000", "--out", tmp_path / "r", code=2)
     assert err.strip().splitlines()[-1] == "error: minibatches: expected at most 512, got 1000"
     text = " ".join(run("ppo", "--help").split())
-    assert "steps at the start that train the critic alone" in text and "--kl-horizon" in text
+    assert "steps at the start that train only the critic" in text and "--kl-horizon" in text
