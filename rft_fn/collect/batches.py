@@ -26,7 +26,7 @@ class Source(NamedTuple):
     strategy: Strategy
     samples: AsyncSampler
     dataset: data.Dataset
-    judge: Callable[[Rollout, list[Any], int], Judged]  # (rollout, prompts, step), the same on every rank
+    judge: Callable[[Rollout, Sequence[Any], int], Judged]  # (rollout, prompts, step), the same on every rank
     sampling: Sampling
     seed: int
     steps: int  # of the run: nothing is sampled beyond them
@@ -94,7 +94,7 @@ def collector(
         return data.draw(source.dataset, prompts, step, source.seed, round=i)
 
     def answer(
-        asked: list[Any], keys: Sequence[int], step: int, n: int = group, sampling: Sampling = sampling
+        asked: Sequence[Any], keys: Sequence[int], step: int, n: int = group, sampling: Sampling = sampling
     ) -> tuple[Rollout, Judged]:
         """Return n responses to each prompt, and their rewards [N, n]."""
         with source.sampling_block():
@@ -126,7 +126,7 @@ def collector(
             asked, keys, levels = shares.draw(levels, source.dataset, prompts, step, source.seed, floor=floor)
             return asked, keys
 
-        def answer_round(asked: list[Any], keys: Sequence[int]) -> tuple[Rollout, Judged]:
+        def answer_round(asked: Sequence[Any], keys: Sequence[int]) -> tuple[Rollout, Judged]:
             nonlocal levels
             rollout, judged = answer(asked, keys, step)
             if levels is not None:

@@ -147,10 +147,10 @@ class Setup:
             sampling_block=self.sampling_block,
         )
 
-    def judge(self, rollout: Rollout, prompts: list[Any], step: int) -> reward.Judged:
+    def judge(self, rollout: Rollout, prompts: Sequence[Any], step: int) -> reward.Judged:
         """Return the rewards of responses, the same on every rank."""
         with self.run.phase("judge"):
-            return judge(self.cfg, self.st, self.task, rollout, prompts, step=step)
+            return judge(self.cfg, self.st, self.task, rollout, list(prompts), step=step)
 
     def push(self, state: TrainState, *, version: int) -> None:
         """Send the weights of the policy to the engine, as those after `version` steps."""
