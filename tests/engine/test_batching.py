@@ -18,7 +18,8 @@ import rft_fn as rft
 from rft_fn import engine, model, packing, rng, weight
 from rft_fn.engine import prompt_media, requests
 from rft_fn.engine.hf import probe, prompt_cache
-from rft_fn.engine.hf.sampler import Batch, Batching, Sampler, filled, start
+from rft_fn.engine.hf.row_batch import Batch, Batching, start
+from rft_fn.engine.hf.sampler import Sampler, filled
 from rft_fn.engine.requests import Stop
 from rft_fn.model import packed_attention
 from rft_fn.strategy import get_fake_strategy

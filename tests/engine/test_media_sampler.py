@@ -13,7 +13,8 @@ import rft_fn as rft
 from rft_fn import engine, model, packing, rng, weight
 from rft_fn.engine import prompt_media, requests
 from rft_fn.engine.hf.probe import find_batching
-from rft_fn.engine.hf.sampler import Batching, Sampler
+from rft_fn.engine.hf.row_batch import Batching
+from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.prompt_media import Sent
 from rft_fn.engine.requests import Stop
 from rft_fn.model.media_inputs import placeholder_ids

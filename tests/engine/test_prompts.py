@@ -19,7 +19,7 @@ from rft_fn import engine
 from rft_fn.engine.hf import buffers, prompt_cache
 from rft_fn.engine.hf.buffers import Buffers
 from rft_fn.engine.hf.prompt_cache import Layer, Prompts
-from rft_fn.engine.hf.sampler import start
+from rft_fn.engine.hf.row_batch import start
 
 HEADS, GROUPED, SIZE = 2, 3, 4  # heads of keys, queries to each, numbers of a head
 MODULE = types.SimpleNamespace(layer_idx=0)

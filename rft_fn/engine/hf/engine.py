@@ -12,7 +12,8 @@ from rft_fn import model as model_lib
 from rft_fn.engine import prompt_media, requests
 from rft_fn.engine.hf.probe import find_batching
 from rft_fn.engine.hf.prompt_cache import media_arguments
-from rft_fn.engine.hf.sampler import Batching, Sampler
+from rft_fn.engine.hf.row_batch import Batching
+from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.lifetime import EngineConfig, dead_after_failure
 from rft_fn.engine.requests import Stop
 from rft_fn.engine.weight_folder import LoadCheck, manifest

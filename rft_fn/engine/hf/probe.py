@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rft_fn.engine.hf import prompt_cache
 from rft_fn.engine.hf.prompt_cache import can_share, media_arguments
-from rft_fn.engine.hf.sampler import Batching, start
+from rft_fn.engine.hf.row_batch import Batching, start
 from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.model.forward import rope_switch
 from rft_fn.model.packed_attention import warn_once
