@@ -119,13 +119,40 @@ def test_buffers_give_what_transformers_own_layers_give(kind):
 LIMITS = [3, 40, 7, 1, 5, 30, 9, 2, 6, 12]  # one row goes on long after the others
 
 
-def sampled(lm, batching, batch, prompts=PROMPTS, keys=KEYS, limits=LIMITS):
-    sampling = rft.Sampling(temperature=0.9, max_new=max(limits))
-    sampler = Sampler(lm, batching, sampling, Stop(None, frozenset(), ()), 0, batch)
+def sampled(lm, batching, batch, prompts=PROMPTS, keys=KEYS, limits=LIMITS, *, ends=(), every=1, **chosen):
+    sampling = rft.Sampling(max_new=max(limits), **{"temperature": 0.9} | chosen)
+    sampler = Sampler(lm, batching, sampling, Stop(None, frozenset(ends), ()), 0, batch, every)
     with torch.no_grad():
         return sampler.responses(
             prompts, prompt_media.text(prompts), requests.rows(keys, 2, sampling, max_new=limits)
         )
+
+
+def same(got, want, lm):
+    """The same tokens and ends; log-probs but for the rounding of products of other sizes."""
+    assert [x.tokens for x in got] == [x.tokens for x in want]
+    assert [x.ended for x in got] == [x.ended for x in want]
+    bound = tiny.logp_rounding(lm)
+    for x, y in zip(got, want):
+        torch.testing.assert_close(torch.tensor(x.logp), torch.tensor(y.logp), rtol=0, atol=bound)
+
+
+@each("kind", ["Llama", "Gemma3Text", "Qwen3Next", "Mamba", "RecurrentGemma"])
+def test_rows_are_the_same_however_seldom_the_host_looks(kind, monkeypatch):
+    """Rows that end early, by tokens and by limits, join and leave at every seventh token only."""
+    lm = small(kind, torch.float32)
+    way = batching_of(lm)
+    ends = range(0, lm.config.vocab_size, 16)
+    want = sampled(lm, way, 4, ends=ends)
+    looked = []
+    step = Sampler._step
+    monkeypatch.setattr(Sampler, "_step", lambda own, rows: looked.append(1) or step(own, rows))
+    sampled(lm, way, 4, ends=ends)
+    often = len(looked)
+    looked.clear()
+    same(sampled(lm, way, 4, ends=ends, every=7), want, lm)
+    assert len(looked) < 0.7 * often
+    assert {x.ended for x in want} == {True, False}
 
 
 @each(
@@ -150,12 +177,8 @@ def test_samples_are_the_same_whenever_a_prompt_joins(kind, shares, monkeypatch)
     monkeypatch.setattr(Batch, "join", lambda own, new: joined.append(own.seen.shape) or join(own, new))
     want = sampled(lm, way._replace(joins=False, shares=False), 10)
     assert not joined
-    bound = tiny.logp_rounding(lm)
     for batch in (2, 3, 5):
-        got = sampled(lm, way, batch)
-        assert [x.tokens for x in got] == [x.tokens for x in want]
-        for x, y in zip(got, want):
-            torch.testing.assert_close(torch.tensor(x.logp), torch.tensor(y.logp), rtol=0, atol=bound)
+        same(sampled(lm, way, batch), want, lm)
     assert len(joined) >= 4
     back = sampled(
         lm, way, 4, PROMPTS[::-1], KEYS[::-1], [x for i in range(8, -1, -2) for x in LIMITS[i : i + 2]]
@@ -205,7 +228,7 @@ def test_every_tensor_of_a_state_with_rows_is_selected(kind):
         two = start(lm, Batching(rows={}), [[3, 4, 5], [6, 7, 8]], [1, 1], 0).cache
     rows = prompt_cache.compare(one, two)
     before = {path: x.clone() for path, x in prompt_cache.tensors(two).items()}
-    after = prompt_cache.tensors(prompt_cache.select(two, rows, torch.tensor([1, 1, 0])))
+    after = prompt_cache.tensors(prompt_cache.select(two, rows, torch.tensor([1, 1, 0]), [0, 2]))
     assert after.keys() == before.keys()
     held = [path for path, x in before.items() if x.numel() > 1]
     assert set(held) == set(rows)
@@ -227,7 +250,7 @@ def test_a_state_in_containers_of_every_kind():
     rows = prompt_cache.compare(one, two)
     assert rows[("pair", 1, 0)] == 1
     assert sorted(map(len, rows)) == [2, 2, 3, 3]
-    got = prompt_cache.select(two, rows, torch.tensor([1]))
+    got = prompt_cache.select(two, rows, torch.tensor([1]), [0])
     want = torch.tensor([[3.0, 4, 5]])
     assert got is two and two.me is two
     assert torch.equal(two.list[0], want)

@@ -132,7 +132,10 @@ class Buffers(DynamicLayer, OwnRows):
 
 
 def _copy_rows(place: Tensor, x: Tensor, index: Tensor) -> None:
-    """Set place[r] = x[index[r]] for every r; rows that repeat one after the other are one write."""
+    """Set place[r] = x[index[r]] for every r; on a CPU rows that repeat one after the other are one write."""
+    if index.device.type != "cpu":
+        place.copy_(x[index])
+        return
     row, count = torch.unique_consecutive(index, return_counts=True)
     if len(row) == len(index):
         place.copy_(x[index])

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "check_config", "hf"]
 
+_EVERY = 16  # tokens after which the host looks at them, where it would wait for the device each time
+
 
 def check_config(config: EngineConfig) -> None:
     """Raise ValueError for options that an engine in this process cannot honour."""
@@ -118,7 +120,8 @@ class _InProcess:
             self.batching = find_batching(self.lm, pad)
         batching = self.batching._replace(shares=False) if n == 1 else self.batching
         stop = Stop(self.tokenizer, self.ends, sampling.stop)
-        sampler = Sampler(self.lm, batching, sampling, stop, pad, self.batch)
+        every = 1 if self.lm.device.type == "cpu" else _EVERY
+        sampler = Sampler(self.lm, batching, sampling, stop, pad, self.batch, every)
         rows = requests.rows(keys, n, sampling, **per_row)
         with packed(self.lm):
             responses = sampler.responses(ids, media, rows)

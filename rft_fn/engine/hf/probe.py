@@ -181,7 +181,7 @@ def _read_on(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], p
     logits = [batch.logits[kept]]
     batch.append(lm, more[:, 0])
     logits.append(batch.logits[kept])
-    batch.take(kept)
+    batch.take(kept.tolist())
     for token in more[kept].T[1:]:
         batch.append(lm, token)
         logits.append(batch.logits)
@@ -209,7 +209,7 @@ def _joined(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pa
         if not kept:
             return torch.stack([torch.stack(logits[i, 0]) for i in range(len(rows))])
         if len(kept) < len(live):
-            batch.take(torch.tensor(kept, device=lm.device))
+            batch.take(kept)
             live = [live[k] for k in kept]
         at = [rows[i][-MORE - 1 + len(logits[i, j])] for i, j in live]
         batch.append(lm, torch.tensor(at, device=lm.device))

@@ -85,51 +85,59 @@ class Layer(NamedTuple):
 class Prompts:
     """P prompts of W tokens, and the prompt that each of R rows continues."""
 
-    def __init__(self, layers: Sequence[Layer], seen: Tensor, of: Tensor):
+    def __init__(self, layers: Sequence[Layer], seen: Tensor, of: Sequence[int]):
         self.layers = list(layers)
         self.seen = seen  # [P, W] bool, False on the padding
-        self.of = of  # [R], the prompt of each row
+        self.of = list(of)  # R, the prompt of each row
+        self._hide()
         self._group()
 
-    def _group(self) -> None:
-        """Find the rows of each prompt, and the padding."""
-        rows = torch.arange(len(self.of), device=self.of.device)
-        counts = self.of.bincount(minlength=len(self.seen))
-        by_prompt = self.of.argsort(stable=True)
-        first = counts.cumsum(0) - counts
-        self.rank = torch.empty_like(rows)  # [R], the number of each row among its prompt's
-        self.rank[by_prompt] = rows - first[self.of[by_prompt]]
-
-        # [P, G]: a prompt with fewer rows than another one is asked by row 0 too, and nobody reads the answer
-        self.groups = rows.new_zeros(len(counts), int(counts.max()))
-        self.groups[self.of, self.rank] = rows
-        self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # `_places` of so many heads
+    def _hide(self) -> None:
+        """Find the padding."""
         self.bias: Tensor | None = None  # [P, 1, 1, W]
         if not self.seen.all():
             bias = torch.zeros_like(self.seen, dtype=self.layers[0].keys.dtype)
             self.bias = bias.masked_fill_(~self.seen, -torch.inf)[:, None, None]
 
-    def take(self, index: Tensor) -> None:
-        """Keep the rows `index` [R'], and let go of prompts without rows once half of them have none."""
-        self.of = self.of[index]
-        left, of = self.of.unique(return_inverse=True)
+    def _group(self) -> None:
+        """Find the rows of each prompt, on the host."""
+        groups: list[list[int]] = [[] for _ in range(len(self.seen))]
+        rank = []
+        for row, prompt in enumerate(self.of):
+            rank.append(len(groups[prompt]))
+            groups[prompt].append(row)
+
+        # [P, G]: a prompt with fewer rows than another one is asked by row 0 too, and nobody reads the answer
+        most = max(map(len, groups))
+        filled = [group + [0] * (most - len(group)) for group in groups]
+        self.groups = torch.tensor(filled, device=self.seen.device)
+        self.place = torch.tensor([self.of, rank], device=self.seen.device)  # [2, R] in `groups`, of each row
+        self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # `_places` of so many heads
+
+    def take(self, index: Sequence[int]) -> None:
+        """Keep the rows `index`, and let go of prompts without rows once half of them have none."""
+        self.of = [self.of[row] for row in index]
+        left = sorted(set(self.of))
         if 2 * len(left) <= len(self.seen):
             seen = self.seen[left]
             empty = int(seen.any(0).int().argmax())  # columns that are padding in all of them
-            self.of, self.seen = of, seen[:, empty:]
+            self.of = [left.index(prompt) for prompt in self.of]
+            self.seen = seen[:, empty:]
             self.layers = [Layer(k[left, :, empty:], v[left, :, empty:]) for k, v in self.layers]
+            self._hide()
         self._group()
 
     def join(self, other: "Prompts") -> None:
         """Append other prompts and their rows."""
         width = max(self.seen.shape[1], other.seen.shape[1])
-        self.of = torch.cat([self.of, other.of + len(self.seen)])
+        self.of += [prompt + len(self.seen) for prompt in other.of]
         self.seen = torch.cat([_padded(x, width, dim=1) for x in (self.seen, other.seen)])
         pairs = zip(self.layers, other.layers, strict=True)
         self.layers = [
             Layer(*(torch.cat([_padded(x, width, dim=2) for x in both]) for both in zip(*layers)))
             for layers in pairs
         ]
+        self._hide()
         self._group()
 
     def scores(self, layer: int, query: Tensor) -> Tensor:
@@ -157,10 +165,10 @@ class Prompts:
     def _places(self, heads: int, each: int) -> tuple[Tensor, Tensor]:
         """Return the index into [R, H, N] of each of [P, H, G, N], and its inverse."""
         if (heads, each) not in self._known:
-            head = torch.arange(heads, device=self.of.device)[:, None]
-            query = torch.arange(each, device=self.of.device)
+            head = torch.arange(heads, device=self.seen.device)[:, None]
+            query = torch.arange(each, device=self.seen.device)
             there = (self.groups[:, None, :, None] * heads + head[:, None]) * each + query
-            of, rank = self.of[:, None, None], self.rank[:, None, None]
+            of, rank = self.place[..., None, None]
             back = ((of * heads + head) * self.groups.shape[1] + rank) * each + query
             self._known[heads, each] = there.flatten(), back.flatten()
         return self._known[heads, each]
@@ -339,17 +347,20 @@ def compare(one: Any, two: Any) -> Rows:
     return rows
 
 
-def select(cache: Any, rows: Rows, index: Tensor) -> Any:
-    """Return the cache of the rows `index` [R], which may repeat or leave out some."""
+def select(cache: Any, rows: Rows, index: Tensor, moved: Sequence[int]) -> Any:
+    """Return the cache of the rows `index` [R], which may repeat or leave out some.
+
+    `moved` are the places with a row of another place.
+    """
 
     def selected(path: Path, x: Tensor) -> Tensor:
         return x.index_select(rows[path], index.to(x.device)) if path in rows else x
 
     parts = own(cache)
     if parts:
-        moved = (index != torch.arange(len(index), device=index.device)).nonzero().squeeze(-1)
+        places = torch.tensor(moved, dtype=torch.long, device=index.device)
         for part in parts:
-            part.take(index, moved)
+            part.take(index, places)
     return _replaced(cache, selected, (), {})
 
 

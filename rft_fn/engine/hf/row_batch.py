@@ -56,6 +56,7 @@ class Batch:
     beyond: Tensor  # [axes, R], by how much positions are more than the number of tokens before them
     media: list[PromptMedia]  # R
     logits: Tensor  # [R, V] of the next token
+    length: list[int]  # R, tokens of each among those W, which the host knows without asking the device
     name: str = ""  # by which the model takes its cache
     cache: Any = None
     ragged: bool = True  # whether some row has padding
@@ -63,9 +64,9 @@ class Batch:
     prompts: Prompts | None = None  # shared by the rows: `seen` and the cache then leave them out
     every: Tensor | None = None  # [R, W] all tokens, where a switch is ahead
 
-    def repeat(self, counts: Tensor) -> None:
-        """Put `counts` [R] rows, side by side, in place of each; share the prompts where the model can."""
-        of = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    def repeat(self, counts: Sequence[int]) -> None:
+        """Put `counts` rows, side by side, in place of each; share the prompts where the model can."""
+        of = [row for row, count in enumerate(counts) for _ in range(count)]
         if not self.batching.shares:
             if len(of) > len(counts):
                 self.take(of)
@@ -74,27 +75,32 @@ class Batch:
         self.prompts = Prompts(layers, self.seen, of)
         self.before = self.seen.sum(-1)
         self._pick(of)
+        self.length = [0] * len(of)
         self.seen = self.seen.new_empty(len(of), 0)
         self.ragged = False
 
-    def take(self, index: Tensor) -> None:
-        """Keep only the rows `index` [R'], which may repeat."""
-        self._pick(index)
-        self.seen = self.seen[index]
+    def take(self, index: Sequence[int]) -> None:
+        """Keep only the rows `index`, which may repeat."""
+        picked = self._pick(index)
+        self.seen = self.seen[picked]
         if self.batching.rows is not None:
-            self.cache = prompt_cache.select(self.cache, self.batching.rows, index)
+            moved = [place for place, row in enumerate(index) if place != row]
+            self.cache = prompt_cache.select(self.cache, self.batching.rows, picked, moved)
         if self.prompts is not None:
             self.prompts.take(index)
         self._trim()
 
-    def _pick(self, index: Tensor) -> None:
-        """Select rows of every per-row field."""
+    def _pick(self, rows: Sequence[int]) -> Tensor:
+        """Select rows of every per-row field; return them as a tensor."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.logits.device)
         self.tokens = self.tokens[index]
         self.every = None if self.every is None else self.every[index]
         self.before = self.before[index]
         self.beyond = self.beyond[:, index]
-        self.media = [self.media[r] for r in index.tolist()]
+        self.media = [self.media[r] for r in rows]
+        self.length = [self.length[r] for r in rows]
         self.logits = self.logits[index]
+        return index
 
     def join(self, other: "Batch") -> None:
         """Append the rows of another batch after its prompts; both are of a model that `joins`."""
@@ -104,6 +110,7 @@ class Batch:
         self.before = torch.cat([self.before, other.before])
         self.beyond = torch.cat([self.beyond, other.beyond], 1)
         self.media = [*self.media, *other.media]
+        self.length = [*self.length, *other.length]
         self.logits = torch.cat([self.logits, other.logits])
         prompt_cache.join(self.cache, other.cache)
         if self.prompts is not None and other.prompts is not None:
@@ -114,12 +121,13 @@ class Batch:
         """Drop the first columns where they are padding in every row."""
         if not self.batching.joins or not self.seen.shape[1]:
             return
-        empty = int(self.seen.any(0).int().argmax())
+        longest = max(self.length)
+        empty = self.seen.shape[1] - longest
         if empty:
             self.seen = self.seen[:, empty:]
             for part in prompt_cache.own(self.cache):
                 part.crop_left(empty)
-        self.ragged = not bool(self.seen.all())
+        self.ragged = min(self.length) < longest
 
     def append(self, lm: "PreTrainedModel", token: Tensor) -> None:
         """Read one more token [R] of each row."""
@@ -134,6 +142,7 @@ class Batch:
                 # keys in the cache have the factors of short sequences
                 new, self.cache, self.every = self.every, None, None
         self.tokens = new
+        self.length = [size + 1 for size in self.length]
         self.seen = torch.cat([self.seen, self.seen.new_ones(len(self.seen), 1)], -1)
         self.read(lm)
 
@@ -211,6 +220,7 @@ def start(
         beyond=tokens.new_empty(0, len(prompts)),  # no axes
         media=list(media or text(prompts)),
         logits=torch.empty(0),
+        length=[len(p) for p in prompts],
         most=most,
     )
     if batching.joins:
@@ -218,5 +228,5 @@ def start(
     if batching.switch is not None and width <= batching.switch:
         batch.every = tokens
     batch.read(lm)
-    batch.repeat(torch.tensor(counts, device=lm.device))
+    batch.repeat(counts)
     return batch

@@ -58,6 +58,7 @@ class _Rows:
     live: list[_Growing]
     u: Tensor  # [R', W, D], for each of W tokens that a row may get, also of rows that have left
     places: Tensor  # [R], the row of `u` of each
+    ends: Tensor  # [V] bool, tokens that end a row
 
 
 class Sampler(NamedTuple):
@@ -69,6 +70,7 @@ class Sampler(NamedTuple):
     stop: Stop
     pad: int
     batch: int  # rows at a time
+    every: int = 1  # tokens after which the host looks which rows have ended
 
     def responses(
         self, prompts: Sequence[Sequence[int]], media: Sequence[PromptMedia], rows: Sequence[Row]
@@ -125,40 +127,71 @@ class Sampler(NamedTuple):
             most=longest,
         )
         live = [x for job in jobs for x in job.responses]
-        u = uniform_numbers([x.row for x in live], longest, batch.logits.shape[-1]).to(self.lm.device)
+        vocab = batch.logits.shape[-1]
+        u = uniform_numbers([x.row for x in live], longest, vocab).to(self.lm.device)
         if rows is None:
-            return _Rows(batch, live, u, torch.arange(len(u), device=u.device))
+            ends = torch.zeros(vocab, dtype=torch.bool)
+            ends[[x for x in self.stop.ids if x < vocab]] = True
+            return _Rows(batch, live, u, torch.arange(len(u), device=u.device), ends.to(u.device))
         rows.batch.join(batch)
         u = torch.cat([rows.u[rows.places], u])
-        return _Rows(rows.batch, [*rows.live, *live], u, torch.arange(len(u), device=u.device))
+        return _Rows(rows.batch, [*rows.live, *live], u, torch.arange(len(u), device=u.device), rows.ends)
 
     def _step(self, rows: _Rows) -> _Rows | None:
-        """Sample one token for every row, and run those that have not ended one token further."""
-        drawn = torch.tensor([len(x.logp) for x in rows.live], device=rows.u.device)
-        u = rows.u[rows.places, drawn]
-        own = [x.row.temperature for x in rows.live]
-        differ = any(x != self.sampling.temperature for x in own)
-        temperature = torch.tensor(own, device=u.device) if differ else None
-        token, logp = draw_token(rows.batch.logits, u, self.sampling, temperature)
+        """Sample the next tokens of every row, and run those that have not ended one token further."""
+        # no row passes its limit, so that all positions are the model's
+        count = min(self.every, min(x.most - len(x.text) for x in rows.live))
+        token, logp = self._drawn(rows, count)
         keep = []
-        for k, (response, t, p) in enumerate(zip(rows.live, token.tolist(), logp.tolist())):
-            response.text.append(t)
-            response.logp.append(p)
-            response.ended = self.stop.ends(response.text)
+        given = zip(rows.live, *torch.stack([token.double(), logp.double()]).tolist())
+        for k, (response, tokens, logps) in enumerate(given):
+            for t, p in zip(tokens, logps):
+                response.text.append(int(t))
+                response.logp.append(p)
+                response.ended = self.stop.ends(response.text)
+                if response.ended:
+                    break
             if not response.ended and len(response.text) < response.most:
                 keep.append(k)
         if not keep:
             return None
 
         # a row that ended leaves the batch at once: it would cost as much as the others
+        token = token[:, -1]
         if len(keep) < len(token):
             keep = filled(keep)
             index = torch.tensor(keep, dtype=torch.long, device=token.device)
             token = token[index]
-            rows.batch.take(index)
-            rows = _Rows(rows.batch, [rows.live[k] for k in keep], rows.u, rows.places[index])
+            rows.batch.take(keep)
+            rows.live = [rows.live[k] for k in keep]
+            rows.places = rows.places[index]
         rows.batch.append(self.lm, token)
         return rows
+
+    def _drawn(self, rows: _Rows, count: int) -> tuple[Tensor, Tensor]:
+        """Return `count` more tokens of every row, all read but the last, and log-probs: [R, `count`].
+
+        The host looks at them only afterwards: what a row gets after its end is ignored.
+        """
+        device = rows.u.device
+        drawn = torch.tensor([len(x.logp) for x in rows.live], device=device)
+        own = [x.row.temperature for x in rows.live]
+        differ = any(x != self.sampling.temperature for x in own)
+        temperature = torch.tensor(own, device=device) if differ else None
+        tokens: list[Tensor] = []
+        logps: list[Tensor] = []
+        ended = torch.zeros(len(drawn), dtype=torch.bool, device=device)
+        while True:
+            u = rows.u[rows.places, drawn + len(tokens)]
+            token, logp = draw_token(rows.batch.logits, u, self.sampling, temperature)
+            tokens.append(token)
+            logps.append(logp)
+            if len(tokens) == count:
+                return torch.stack(tokens, -1), torch.stack(logps, -1)
+
+            # a placeholder ends a row, and the model would look for its media
+            ended |= rows.ends[token]
+            rows.batch.append(self.lm, torch.where(ended, self.pad, token))
 
 
 def filled(keep: Sequence[int]) -> list[int]:
