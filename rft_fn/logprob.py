@@ -114,11 +114,33 @@ def _excluded(z: Tensor, sampling: Sampling) -> Tensor:
         least, count = _growing_nucleus(z, z.logsumexp(-1, keepdim=True), sampling.top_p, _FIRST)
 
     # without equals of the last one that stays, a comparison decides
-    least = least.unsqueeze(-1)
-    drop = z < least
+    drop = z < least.unsqueeze(-1)
     if can_branch and bool((drop.sum(-1) + count == z.shape[-1]).all()):
         return drop
-    equal = z == least
+    return _beyond(z, least, count)
+
+
+def truncated_on_device(z: Tensor, sampling: Sampling, ranks: int) -> tuple[Tensor, Tensor]:
+    """Return (logits with -inf as of `process_logits`, [R] rows that are not sure); the host reads nothing.
+
+    Of logits z [R, V] that the temperature has divided. For top_p only the first `ranks` are looked at; a row
+    is not sure where its set may go on after them.
+    """
+    every = z.shape[-1]
+    most = min(sampling.top_k or (every if sampling.top_p == 1 else ranks), every)
+    ranked = z.topk(most).values
+    norm = (ranked if sampling.top_k else z).logsumexp(-1, keepdim=True)
+    least, count = ranked[:, -1], torch.full_like(ranked[:, 0], most, dtype=torch.long)
+    if sampling.top_p < 1:
+        least, count = _nucleus(ranked, norm, sampling.top_p)
+    unsure = (count == most) & (not sampling.top_k and most < every)
+    return z.masked_fill(_beyond(z, least, count), -torch.inf), unsure
+
+
+def _beyond(z: Tensor, least: Tensor, count: Tensor) -> Tensor:
+    """Return what is not among the first `count` [R] of z [R, V], of which `least` [R] is the last."""
+    least = least.unsqueeze(-1)
+    drop, equal = z < least, z == least
     room = count - (z > least).sum(-1)
     return drop | (equal & (equal.cumsum(-1) > room.unsqueeze(-1)))
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import rft_fn as rft
 from rft_fn import engine, model, packing, rng, weight
 from rft_fn.engine import prompt_media, requests
-from rft_fn.engine.hf import probe, prompt_cache
+from rft_fn.engine.hf import fixed_steps, probe, prompt_cache
+from rft_fn.engine.hf.fixed_steps import FixedSteps
 from rft_fn.engine.hf.row_batch import Batch, Batching, start
 from rft_fn.engine.hf.sampler import Sampler, filled
 from rft_fn.engine.requests import Stop
@@ -119,13 +120,14 @@ def test_buffers_give_what_transformers_own_layers_give(kind):
 LIMITS = [3, 40, 7, 1, 5, 30, 9, 2, 6, 12]  # one row goes on long after the others
 
 
-def sampled(lm, batching, batch, prompts=PROMPTS, keys=KEYS, limits=LIMITS, *, ends=(), every=1, **chosen):
+def sampled(
+    lm, batching, batch, prompts=PROMPTS, keys=KEYS, limits=LIMITS, *, ends=(), every=1, warm=None, **chosen
+):
     sampling = rft.Sampling(max_new=max(limits), **{"temperature": 0.9} | chosen)
     sampler = Sampler(lm, batching, sampling, Stop(None, frozenset(ends), ()), 0, batch, every)
     with torch.no_grad():
-        return sampler.responses(
-            prompts, prompt_media.text(prompts), requests.rows(keys, 2, sampling, max_new=limits)
-        )
+        asked = requests.rows(keys, 2, sampling, max_new=limits, temperature=warm)
+        return sampler.responses(prompts, prompt_media.text(prompts), asked)
 
 
 def same(got, want, lm):
@@ -153,6 +155,70 @@ def test_rows_are_the_same_however_seldom_the_host_looks(kind, monkeypatch):
     same(sampled(lm, way, 4, ends=ends, every=7), want, lm)
     assert len(looked) < 0.7 * often
     assert {x.ended for x in want} == {True, False}
+
+
+DRAWS = {
+    "plain": {},
+    "greedy": {"temperature": 0},
+    "a temperature for each row": {"warm": [0, 0.5, 1, 1.5, 0.9] * 2},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.8},
+    "both": {"top_k": 9, "top_p": 0.7},
+}
+
+
+@each("kind", ["Llama", "GPT2", "Qwen3"])
+def test_steps_of_fixed_shapes_give_the_same_rows(kind, monkeypatch):
+    """Rows that end early, join and leave, in buffers that grow and are moved to the front."""
+    lm = small(kind, torch.float32)
+    way, fixed = batching_of(lm), probe.find_batching(lm, 0, fixed=True)
+    assert fixed.fixed and not way.fixed
+    ran = []
+    run = FixedSteps.run
+    monkeypatch.setattr(FixedSteps, "run", lambda own, *args: ran.append(own.shape) or run(own, *args))
+    for draws in DRAWS.values():
+        for limits, ends in ((LIMITS, range(0, 64, 16)), ([100, 5, 5, 5, 90, 5, 3, 5, 5, 90], ())):
+            want = sampled(lm, way, 4, limits=limits, ends=ends, **draws)
+            same(sampled(lm, fixed, 4, limits=limits, ends=ends, every=7, **draws), want, lm)
+    assert {shape[:2] for shape in ran[1:] if shape} >= {(4, 32), (4, 64)}
+
+
+@each("kind", ["Bloom", "Gemma3Text", "Mamba"])
+def test_steps_of_fixed_shapes_need_attention_of_ours(kind):
+    """Biases by position, windows and states are left to the model."""
+    assert not probe.find_batching(small(kind, torch.float32), 0, fixed=True).fixed
+
+
+def test_a_row_waits_where_top_p_may_go_further(monkeypatch):
+    """Steps that look at 3 ranks leave its next token to a draw from all, and then look at more."""
+    lm = small("Llama", torch.float32)
+    fixed = probe.find_batching(lm, 0, fixed=True)
+    monkeypatch.setattr(fixed_steps, "_RANKS", 3)
+    waited = []
+    count = FixedSteps.count_unsure
+    monkeypatch.setattr(
+        FixedSteps, "count_unsure", lambda own, rows: waited.append((rows, own.ranks)) or count(own, rows)
+    )
+    want = sampled(lm, batching_of(lm), 4, ends=range(0, 64, 16), top_p=0.8)
+    same(sampled(lm, fixed, 4, ends=range(0, 64, 16), every=7, top_p=0.8), want, lm)
+    assert waited[0][0] > 0 and {ranks for _, ranks in waited} == {3, 48}
+
+
+def test_a_graph_that_cannot_be_captured_is_said_once(monkeypatch):
+    """Steps then run one by one, here for want of a driver."""
+    lm = small("Llama", torch.float32)
+    fixed = probe.find_batching(lm, 0, fixed=True)
+    want = sampled(lm, fixed, 4, every=7)
+    start = FixedSteps.__init__
+
+    def captures(own, *args, **kwargs):
+        start(own, *args, **kwargs)
+        own.captures = True
+
+    monkeypatch.setattr(FixedSteps, "__init__", captures)
+    with pytest.warns(UserWarning, match="sampling: LlamaForCausalLM runs without a CUDA graph: ") as said:
+        assert sampled(lm, fixed, 4, every=7) == want
+    assert len(said) == 1
 
 
 @each(

@@ -42,6 +42,8 @@ class Buffers(DynamicLayer, OwnRows):
         assert plain.keys is not None and plain.values is not None
         self.dtype, self.device = plain.keys.dtype, plain.keys.device
         self.is_initialized = True
+        self.at: Tensor | None = None  # [1], the column of the next token, where the buffers are `fix`ed
+        self.made = 0  # times that they have been
 
         # the first new token, or the samples of each prompt, will need more room than any that is made here
         self.buffers: list[Tensor] = [plain.keys, plain.values]
@@ -52,6 +54,7 @@ class Buffers(DynamicLayer, OwnRows):
         self, held: Sequence[Tensor], rows: int, width: int, more: int = 0, index: Tensor | None = None
     ) -> None:
         """Copy keys and values, or their rows `index`, into buffers for `rows` rows and `more` tokens."""
+        self.at = None
         room = max(min(max(_ROOM, width // 2), self.most), more)
         count = len(held[0]) if index is None else len(index)
         self.buffers = []
@@ -79,7 +82,11 @@ class Buffers(DynamicLayer, OwnRows):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append new tokens, and return all keys and values."""
+        """Append new tokens, and return all keys and values; of fixed buffers the empty places too."""
+        if self.at is not None:
+            for buffer, new in zip(self.buffers, (key_states, value_states)):
+                buffer.index_copy_(2, self.at, new)
+            return self.buffers[0], self.buffers[1]
         keys, values = self.held()
         size = key_states.shape[-2]
         if self.end + size > self.buffers[0].shape[-2]:
@@ -89,6 +96,32 @@ class Buffers(DynamicLayer, OwnRows):
         self.end += size
         self._show(len(keys), self.first)
         return self.held()
+
+    def fix(self, most: int, more: int) -> None:
+        """Make room for `more` tokens in lasting buffers of at most `most` rows, in powers of two.
+
+        What is empty holds finite numbers, for a mask does not hide others.
+        """
+        held = self.held()
+        rows, width, columns = len(held[0]), held[0].shape[2], self.buffers[0].shape[2]
+        if self.at is not None and self.end + more <= columns:
+            return
+        if self.at is not None and 4 * (width + more) <= 3 * columns:  # else it would move again soon
+            for buffer, x in zip(self.buffers, held):
+                buffer[:rows, :, :width] = x.clone()
+        else:
+            shape = min(_power(rows), most), _power(width + more)
+            for k, x in enumerate(held):
+                self.buffers[k] = x.new_zeros(shape[0], x.shape[1], shape[1], x.shape[3])
+                self.buffers[k][:rows, :, :width] = x
+            self.made += 1
+        self.end = width
+        self._show(rows, 0)
+
+    def advance(self, count: int) -> None:
+        """Count the tokens that fixed buffers were given."""
+        self.end += count
+        self._show(len(self.held()[0]), self.first)
 
     def take(self, index: Tensor, moved: Tensor) -> None:
         """Keep the rows `index` [R']; `moved` are the places with a row of another place."""
@@ -129,6 +162,11 @@ class Buffers(DynamicLayer, OwnRows):
     def crop_left(self, count: int) -> None:
         """Drop the first `count` cache positions, which no row sees."""
         self._show(len(self.held()[0]), self.first + count)
+
+
+def _power(count: int) -> int:
+    """Return the least power of two that is not less."""
+    return 1 << (count - 1).bit_length()
 
 
 def _copy_rows(place: Tensor, x: Tensor, index: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Draws of tokens: numerically stable, by uniform numbers of each row's own stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,19 +48,26 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
 
 
 def draw_token(
-    logits: Tensor, u: Tensor, sampling: Sampling, temperature: Tensor | None = None
+    logits: Tensor,
+    u: Tensor,
+    sampling: Sampling,
+    temperature: Tensor | None = None,
+    process: Callable[..., Tensor] = logprob.process_logits,
 ) -> tuple[Tensor, Tensor]:
     """Return (token [B], logp [B]) drawn by uniform numbers u [B, D]; the likeliest at temperature 0.
 
-    `temperature` [B] is one for each row, in place of that of `sampling`.
+    `temperature` [B] is one for each row, in place of that of `sampling`. `process` is called as
+    `logprob.process_logits` is.
     """
     if temperature is not None:
-        likeliest, likeliest_logp = draw_token(logits, u, tree.replace(sampling, temperature=0))
+        likeliest, likeliest_logp = draw_token(
+            logits, u, tree.replace(sampling, temperature=0), process=process
+        )
         warm = temperature > 0
         own = torch.where(warm, temperature, 1)
-        token, logp = _drawn(logprob.process_logits(logits, sampling, temperature=own), u)
+        token, logp = _drawn(process(logits, sampling, temperature=own), u)
         return torch.where(warm, token, likeliest), torch.where(warm, logp, likeliest_logp)
-    z = logprob.process_logits(logits, sampling)
+    z = process(logits, sampling)
     if sampling.temperature == 0:
         largest, token = z.max(-1)
         return token, largest - z.logsumexp(-1)

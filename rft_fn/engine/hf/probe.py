@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from rft_fn.engine.hf import prompt_cache
-from rft_fn.engine.hf.prompt_cache import can_share, media_arguments
+from rft_fn.engine.hf.fixed_steps import FixedSteps
+from rft_fn.engine.hf.prompt_cache import can_replace, can_share, media_arguments
 from rft_fn.engine.hf.row_batch import Batching, start
 from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.model.forward import rope_switch
 from rft_fn.model.packed_attention import warn_once
 from rft_fn.model.packing_probe import lowered, rounding, usual_tokens
+from rft_fn.types import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +34,7 @@ NO_CACHE = Batching(rows=None)
 
 
 @torch.no_grad()
-def find_batching(lm: "PreTrainedModel", pad: int) -> Batching:
+def find_batching(lm: "PreTrainedModel", pad: int, *, fixed: bool | None = None) -> Batching:
     """Return the fastest Batching under which every row is the same as by itself.
 
     In this order: padded, rows of one length, one row at a time, and without a cache, which always is
@@ -43,7 +45,8 @@ def find_batching(lm: "PreTrainedModel", pad: int) -> Batching:
 
     Each is tried with buffers before it is tried without: layers of a cache that hold only keys and values of
     all tokens are put into them, windows and states are left alone. Prompts may join only where the whole
-    cache is in buffers, and samples share their prompt where attention can be ours.
+    cache is in buffers, and samples share their prompt where attention can be ours. Steps of fixed shapes are
+    tried if `fixed`, by default on every device but a CPU, which has no use for them.
     """
     rows = _prompts(lm)
     want = torch.stack([_alone(lm, x) for x in rows])
@@ -51,7 +54,7 @@ def find_batching(lm: "PreTrainedModel", pad: int) -> Batching:
     with lowered(lm, NEAR) as has_thresholds:
         if has_thresholds:
             far = torch.stack([_alone(lm, x) for x in rows])
-    for batching, note in _attempt(_with_cache, lm, pad) or []:
+    for batching, note in _attempt(_with_cache, lm, pad, fixed) or []:
         got = _attempt(_together, lm, batching, rows, pad)
         fits = got is not None and _same(got, want, lm.dtype)
         if fits and far is not None:
@@ -77,7 +80,7 @@ def _attempt(f: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-def _with_cache(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
+def _with_cache(lm: "PreTrainedModel", pad: int, fixed: bool | None) -> list[tuple[Batching, str]]:
     """Return `_plain`, before each the same with buffers, and with joins if they hold all of its cache."""
     plain = _plain(lm, pad)
     roomy = _attempt(start, lm, Batching(rows={}, room=True), [[pad] * 3], [1], pad)
@@ -89,6 +92,8 @@ def _with_cache(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
                 and not prompt_cache.tensors(roomy.cache).keys() & (batching.rows or {}).keys()
             ):
                 joining = batching._replace(room=True, joins=True)
+                if can_replace(lm) and (lm.device.type != "cpu" if fixed is None else fixed):
+                    ways.append((joining._replace(fixed=True), note))
                 if can_share(lm):
                     ways.append((joining._replace(shares=True), note))
                 ways.append((joining, note))
@@ -198,6 +203,8 @@ def _joined(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pa
     early, late = order[: len(rows) // 2], order[len(rows) // 2 :]
     first = [(i, j) for i in early for j in range(n)]
     batch = start(lm, batching, [rows[i][:-MORE] for i in early], [n] * len(early), pad)
+    ends = torch.zeros(batch.logits.shape[-1], dtype=torch.bool, device=lm.device)
+    steps = FixedSteps(lm, Sampling(), pad=pad, ends=ends, every=1, rows=n * len(rows))
     live = first
     logits: dict[tuple[int, int], list[Tensor]] = {(i, j): [] for i in order for j in range(n)}
     while True:
@@ -212,7 +219,11 @@ def _joined(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pa
             batch.take(kept)
             live = [live[k] for k in kept]
         at = [rows[i][-MORE - 1 + len(logits[i, j])] for i, j in live]
-        batch.append(lm, torch.tensor(at, device=lm.device))
+        token = torch.tensor(at, device=lm.device)
+        if batching.fixed:
+            steps.read(batch, token)
+        else:
+            batch.append(lm, token)
         if live == first and len(logits[live[0]]) == 1:
             batch.join(start(lm, batching, [rows[i][:-MORE] for i in late], [n] * len(late), pad))
             live = [*first, *((i, j) for i in late for j in range(n))]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rft_fn import tree
 from rft_fn.engine.prompt_media import PromptMedia, as_pack
@@ -23,8 +24,8 @@ from rft_fn.model.media_inputs import media_inputs, placeholders
 from rft_fn.model.parts import text_config
 
 __all__ = [
-    "OPTION", "Layer", "OwnRows", "Path", "Prompts", "Rows", "cache_of", "can_share", "compare",
-    "constant", "join", "media_arguments", "own", "positions_ahead", "select", "shared_attention",
+    "OPTION", "Layer", "OwnRows", "Path", "Prompts", "Rows", "cache_of", "can_replace", "can_share",
+    "compare", "constant", "join", "media_arguments", "own", "positions_ahead", "select", "shared_attention",
     "tensors",
 ]  # fmt: skip
 
@@ -186,15 +187,20 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attend as transformers asks for: query [R, H, 1, D] -> [R, 1, H, D'].
 
-    Keys [R, H', S, D] and values [R, H', S, D'] are of each row's own tokens; its prompt's are read too.
-    ValueError for a layer that asks for more than that.
+    Keys [R, H', S, D] and values [R, H', S, D'] are of each row's own tokens; its prompt's are read too,
+    where prompts are shared. Without them the mask [R, 1, 1, S] is added to scores. Keys are not repeated for
+    the queries that share them. ValueError for a layer that asks for more than that.
     """
-    prompts: Prompts = options[OPTION]
+    prompts: Prompts | None = options.get(OPTION)
     for name in ("sliding_window", "softcap", "s_aux", "position_bias", "dropout"):
         given = options.get(name)
         if given is not None and not (name == "dropout" and given == 0):
             raise ValueError(f"attention of shared prompts: expected no {name}, got {given}")
     scale = options.get("scaling") or query.shape[-1] ** -0.5
+    if prompts is None:
+        rows = rearrange(query, "r (h n) 1 d -> r h n d", h=key.shape[1])
+        out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+        return rearrange(out, "r h n d -> r 1 (h n) d"), None
     rows = rearrange(query * scale, "r (h n) 1 d -> r h n d", h=key.shape[1])
     own = rows @ key.mT
     if mask is not None:
@@ -209,12 +215,17 @@ def attention(
     return rearrange(out, "r h n d -> r 1 (h n) d"), None
 
 
+def can_replace(lm: nn.Module) -> bool:
+    """Return whether this attention may be tried: where a model looks its own up by name."""
+    return unfit_model(lm) is None and not keeps_scores(lm)
+
+
 def can_share(lm: nn.Module) -> bool:
     """Return whether to try it: on a CPU, where it gains, and where attention is looked up by name."""
     parameter = next(lm.parameters())
     if parameter.device.type != "cpu" or parameter.dtype not in (torch.float32, torch.float64):
         return False
-    return unfit_model(lm) is None and not keeps_scores(lm)
+    return can_replace(lm)
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class Batching(NamedTuple):
     room: bool = False  # whether plain keys and values are kept in buffers with room for more
     joins: bool = False  # whether all of the cache is (needs `room`), so that rows may join longer ones
     shares: bool = False  # whether the samples of a prompt read it in one place (needs `joins`)
+    fixed: bool = False  # whether steps of fixed shapes are right, by attention of ours (needs `joins`)
     switch: int | None = None  # tokens after which all are read anew, by other rotary factors (not `padded`)
 
 
@@ -56,7 +57,7 @@ class Batch:
     beyond: Tensor  # [axes, R], by how much positions are more than the number of tokens before them
     media: list[PromptMedia]  # R
     logits: Tensor  # [R, V] of the next token
-    length: list[int]  # R, tokens of each among those W, which the host knows without asking the device
+    length: list[int]  # R, columns from the first token of each on; the host knows them without the device
     name: str = ""  # by which the model takes its cache
     cache: Any = None
     ragged: bool = True  # whether some row has padding

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rft_fn.engine.hf.draws import draw_token, uniform_numbers
+from rft_fn.engine.hf.fixed_steps import FixedSteps
 from rft_fn.engine.hf.row_batch import Batch, Batching, start
 from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.engine.requests import Response, Row, Stop
@@ -59,6 +60,7 @@ class _Rows:
     u: Tensor  # [R', W, D], for each of W tokens that a row may get, also of rows that have left
     places: Tensor  # [R], the row of `u` of each
     ends: Tensor  # [V] bool, tokens that end a row
+    steps: FixedSteps | None = None
 
 
 class Sampler(NamedTuple):
@@ -132,20 +134,36 @@ class Sampler(NamedTuple):
         if rows is None:
             ends = torch.zeros(vocab, dtype=torch.bool)
             ends[[x for x in self.stop.ids if x < vocab]] = True
-            return _Rows(batch, live, u, torch.arange(len(u), device=u.device), ends.to(u.device))
+            ends = ends.to(u.device)
+            steps = None
+            if self.batching.fixed and self._joins():
+                steps = FixedSteps(
+                    self.lm, self.sampling, pad=self.pad, ends=ends, every=self.every, rows=most
+                )
+            return _Rows(batch, live, u, torch.arange(len(u), device=u.device), ends, steps)
         rows.batch.join(batch)
-        u = torch.cat([rows.u[rows.places], u])
-        return _Rows(rows.batch, [*rows.live, *live], u, torch.arange(len(u), device=u.device), rows.ends)
+        rows.live = [*rows.live, *live]
+        rows.u = torch.cat([rows.u[rows.places], u])
+        rows.places = torch.arange(len(rows.u), device=u.device)
+        return rows
 
     def _step(self, rows: _Rows) -> _Rows | None:
         """Sample the next tokens of every row, and run those that have not ended one token further."""
         # no row passes its limit, so that all positions are the model's
         count = min(self.every, min(x.most - len(x.text) for x in rows.live))
-        token, logp = self._drawn(rows, count)
+        u, temperature = self._numbers(rows, count)
+        if rows.steps is None:
+            token, logp = self._drawn(rows, u, temperature)
+        else:
+            token, logp = rows.steps.run(rows.batch, u, temperature)
         keep = []
+        unsure = 0
         given = zip(rows.live, *torch.stack([token.double(), logp.double()]).tolist())
         for k, (response, tokens, logps) in enumerate(given):
             for t, p in zip(tokens, logps):
+                if t < 0:
+                    unsure += 1
+                    break
                 response.text.append(int(t))
                 response.logp.append(p)
                 response.ended = self.stop.ends(response.text)
@@ -156,6 +174,9 @@ class Sampler(NamedTuple):
         if not keep:
             return None
 
+        if rows.steps is not None:
+            rows.steps.count_unsure(unsure)
+
         # a row that ended leaves the batch at once: it would cost as much as the others
         token = token[:, -1]
         if len(keep) < len(token):
@@ -165,33 +186,36 @@ class Sampler(NamedTuple):
             rows.batch.take(keep)
             rows.live = [rows.live[k] for k in keep]
             rows.places = rows.places[index]
-        rows.batch.append(self.lm, token)
+        if rows.steps is None:
+            rows.batch.append(self.lm, token)
         return rows
 
-    def _drawn(self, rows: _Rows, count: int) -> tuple[Tensor, Tensor]:
-        """Return `count` more tokens of every row, all read but the last, and log-probs: [R, `count`].
-
-        The host looks at them only afterwards: what a row gets after its end is ignored.
-        """
+    def _numbers(self, rows: _Rows, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return uniform numbers [R, `count`, D] of the next tokens, and temperatures [R] that differ."""
         device = rows.u.device
-        drawn = torch.tensor([len(x.logp) for x in rows.live], device=device)
+        drawn = torch.tensor([[len(x.logp) + t for t in range(count)] for x in rows.live], device=device)
         own = [x.row.temperature for x in rows.live]
         differ = any(x != self.sampling.temperature for x in own)
         temperature = torch.tensor(own, device=device) if differ else None
+        return rows.u[rows.places[:, None], drawn], temperature
+
+    def _drawn(self, rows: _Rows, u: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return tokens drawn by u [R, N, D], all read but the last, and their log-probs: both [R, N].
+
+        The host looks at them only afterwards: what a row gets after its end is ignored.
+        """
         tokens: list[Tensor] = []
         logps: list[Tensor] = []
-        ended = torch.zeros(len(drawn), dtype=torch.bool, device=device)
-        while True:
-            u = rows.u[rows.places, drawn + len(tokens)]
-            token, logp = draw_token(rows.batch.logits, u, self.sampling, temperature)
+        ended = torch.zeros(len(u), dtype=torch.bool, device=u.device)
+        for numbers in u.unbind(1):
+            token, logp = draw_token(rows.batch.logits, numbers, self.sampling, temperature)
             tokens.append(token)
             logps.append(logp)
-            if len(tokens) == count:
-                return torch.stack(tokens, -1), torch.stack(logps, -1)
-
-            # a placeholder ends a row, and the model would look for its media
-            ended |= rows.ends[token]
-            rows.batch.append(self.lm, torch.where(ended, self.pad, token))
+            if len(tokens) < u.shape[1]:
+                # a placeholder ends a row, and the model would look for its media
+                ended |= rows.ends[token]
+                rows.batch.append(self.lm, torch.where(ended, self.pad, token))
+        return torch.stack(tokens, -1), torch.stack(logps, -1)
 
 
 def filled(keep: Sequence[int]) -> list[int]:

@@ -1,0 +1,197 @@
+"""Runs decoding steps whose shapes stay the same, so that a CUDA graph can replay them.
+
+A step draws a token of every row and reads it. Its tensors have a place for more rows and more tokens than
+there are, a power of two of each; a mask hides what is empty. All that moves from step to step (the column
+to write, positions, the numbers to draw by) is in tensors too: the host starts steps, and waits for none.
+
+How many tokens make up top_p is not known ahead. Steps look at some of the likeliest; a row whose set may be
+larger waits, and its next token is drawn from all of them before the next steps.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rft_fn import logprob
+from rft_fn.engine.hf import prompt_cache
+from rft_fn.engine.hf.draws import draw_token
+from rft_fn.engine.hf.prompt_cache import shared_attention
+from rft_fn.engine.hf.row_batch import Batch
+from rft_fn.model.packed_attention import warn_once
+from rft_fn.types import Sampling
+
+__all__ = ["FixedSteps"]
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_RANKS = 1024  # tokens that are looked at for top_p
+_MANY = 8  # more are looked at once one row in so many had to wait
+
+
+class FixedSteps:
+    """The steps of one batch as its rows end and others join, in tensors for R rows and W columns."""
+
+    def __init__(
+        self, lm: "PreTrainedModel", sampling: Sampling, *, pad: int, ends: Tensor, every: int, rows: int
+    ):
+        self.lm = lm
+        self.sampling = sampling
+        self.pad = pad
+        self.ends = ends  # [V] bool, tokens that end a row
+        self.every = every  # steps at a time, at most
+        self.rows = rows  # at a time, at most
+        self.captures = lm.device.type == "cuda"
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.shape: tuple[Any, ...] = ()
+        self.ranks = _RANKS
+        self.exact = False  # whether the next token is drawn from all
+        self.at = torch.zeros(1, dtype=torch.long, device=lm.device)  # the column of the next token
+        self.step = torch.zeros(1, dtype=torch.long, device=lm.device)
+
+    def run(self, batch: Batch, u: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Draw and read the next tokens by u [R, N, D]; return them and their log-probs, both [R, N].
+
+        A row that has ended reads padding from then on, and one that waits gets -1. `temperature` [R] is one
+        for each row, in place of that of the sampling.
+        """
+        rows, count = u.shape[:2]
+        self._load(batch, count, u.shape[-1], temperature is not None)
+        self.u[:rows, :count] = u
+        if self.temperature is not None and temperature is not None:
+            self.temperature[:rows] = temperature
+        left = count
+        if self.exact:
+            self._step(logprob.process_logits)
+            left -= 1
+        if left and self.captures and self.graph is None:
+            self._step(self._process)
+            left -= 1
+            self._capture()
+        for _ in range(left):
+            if self.graph is None:
+                self._step(self._process)
+            else:
+                self.graph.replay()
+        self._store(batch, count)
+        return self.tokens[:rows, :count].clone(), self.logp[:rows, :count].clone()
+
+    def count_unsure(self, rows: int) -> None:
+        """Note how many rows wait."""
+        self.exact = rows > 0
+        if rows * _MANY > self.rows:
+            self.ranks *= 16
+            self.graph = None
+
+    def read(self, batch: Batch, token: Tensor) -> None:
+        """Read one given token [R] of every row."""
+        self._load(batch, 1, 1, False)
+        given = self.tokens.new_full((len(self.tokens), 1), self.pad)
+        given[: len(token), 0] = token
+        self._read(given)
+        self._store(batch, 1)
+        batch.logits = batch.logits.clone()
+
+    def _load(self, batch: Batch, count: int, depth: int, warm: bool) -> None:
+        """Copy the state of a batch into tensors that stay where they are, for `count` more tokens."""
+        parts: list[Any] = prompt_cache.own(batch.cache)
+        for part in parts:
+            part.fix(self.rows, count)
+            part.at = self.at
+        rows, _, columns = parts[0].buffers[0].shape[:3]
+        shape = (rows, columns, parts[0].made, depth, warm)
+        if shape != self.shape:
+            self.graph = None  # its memory goes before other is taken
+            self.shape = shape
+            self._allocate(rows, columns, batch, depth, warm)
+        self.name, self.cache = batch.name, batch.cache
+
+        live = len(batch.logits)
+        self.logits[:live] = batch.logits
+        seen = self.bias[:live, 0, 0, parts[0].first : parts[0].end]
+        self.bias.fill_(-torch.inf)
+        seen.masked_fill_(batch.seen, 0)
+        self.position[:live, 0] = batch.before + batch.seen.sum(-1)
+        self.ended.zero_()
+        self.waits.zero_()
+        self.at.fill_(parts[0].end)
+        self.step.zero_()
+
+    def _allocate(self, rows: int, columns: int, batch: Batch, depth: int, warm: bool) -> None:
+        """Make the tensors of steps; rows that nobody has draw and read too, and nobody looks."""
+        z = batch.logits
+        self.logits = z.new_zeros(rows, z.shape[-1])
+        self.bias = z.new_zeros(rows, 1, 1, columns, dtype=self.lm.dtype)  # 0 where a row sees, else -inf
+        self.position = batch.before.new_zeros(rows, 1)
+        self.ended = self.ends.new_zeros(rows)
+        self.waits = self.ends.new_zeros(rows)
+        self.u = z.new_zeros(rows, self.every, depth, dtype=torch.float64)
+        self.temperature = z.new_ones(rows, dtype=torch.float32) if warm else None
+        self.tokens = batch.tokens.new_zeros(rows, self.every)
+        self.logp = z.new_zeros(rows, self.every, dtype=torch.promote_types(z.dtype, torch.float32))
+
+    def _process(self, logits: Tensor, sampling: Sampling, *, temperature: Tensor | None = None) -> Tensor:
+        """Return logits as `logprob.process_logits` does; rows that are not sure of them wait."""
+        z = logprob.process_logits(
+            logits, Sampling(temperature=sampling.temperature), temperature=temperature
+        )
+        if not sampling.truncates:
+            return z
+        z, unsure = logprob.truncated_on_device(z, sampling, self.ranks)
+        self.waits |= unsure
+        return z
+
+    def _step(self, process: Callable[..., Tensor]) -> None:
+        """Draw a token of every row, and read it."""
+        u = self.u.index_select(1, self.step).squeeze(1)
+        token, logp = draw_token(self.logits, u, self.sampling, self.temperature, process)
+        self.tokens.index_copy_(1, self.step, torch.where(self.waits, -1, token).unsqueeze(-1))
+        self.logp.index_copy_(1, self.step, logp.unsqueeze(-1))
+        self.ended |= self.ends[token]
+        self.step += 1
+        self._read(torch.where(self.ended | self.waits, self.pad, token).unsqueeze(-1))
+
+    def _read(self, tokens: Tensor) -> None:
+        """Read one token of every row, [R, 1]; rows that wait will not see it."""
+        hidden = torch.where(self.waits, -torch.inf, 0).to(self.bias.dtype)
+        self.bias.index_copy_(-1, self.at, hidden[:, None, None, None])
+        options: dict[str, Any] = {self.name: self.cache}
+        with shared_attention(self.lm):
+            out = self.lm(
+                input_ids=tokens,
+                attention_mask=self.bias,
+                position_ids=self.position,
+                use_cache=True,
+                **options,
+            )
+        logits = out.logits[:, -1]
+        if self.sampling.truncates:
+            logits = torch.where(self.waits.unsqueeze(-1), self.logits, logits)
+        self.logits.copy_(logits)
+        self.position += ~self.waits.unsqueeze(-1)
+        self.at += 1
+
+    def _capture(self) -> None:
+        """Record a step; without it where the model or the device does not allow that, said once."""
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._step(self._process)
+            self.graph = graph
+        except (RuntimeError, AssertionError) as error:
+            self.captures = False
+            reason = str(error).partition("\n")[0]
+            warn_once(f"sampling: {type(self.lm).__name__} runs without a CUDA graph: {reason}")
+
+    def _store(self, batch: Batch, count: int) -> None:
+        """Write back what a batch has got by `count` tokens of every row."""
+        live = len(batch.logits)
+        batch.logits = self.logits[:live]
+        batch.tokens = self.tokens[:live, count - 1 : count]
+        batch.seen = torch.cat([batch.seen, self.tokens[:live, :count] >= 0], -1)
+        batch.length = [size + count for size in batch.length]
+        for part in prompt_cache.own(batch.cache):
+            part.advance(count)
