@@ -119,7 +119,7 @@ def test_pieces_are_the_whole(name):
 
 @each("name", FAMILIES)
 def test_every_way_to_batch_is_right(name):
-    """Whatever the probe may choose: rows of one length, one row, and no cache at all."""
+    """Whatever the probe may choose: rows of one length, one row, and no cache at all; seen seldom too."""
     lm, _, prompts, rollout = sampled(name)
     bound = tiny.logp_rounding(lm)
     ids = requests.token_ids(prompts)
@@ -127,8 +127,9 @@ def test_every_way_to_batch_is_right(name):
     best = find_batching(lm, 0)
     ends = requests.end_tokens(lm, tiny.tokenizer())
     best = best._replace(joins=False, shares=False)
-    for batching in (best._replace(padded=False), best._replace(padded=False, single=True), Batching(None)):
-        sampler = Sampler(lm, batching, SAMPLING, Stop(None, ends, ()), 0, 64)
+    even, single = best._replace(padded=False), best._replace(padded=False, single=True)
+    for batching, every in ((even, 1), (single, 1), (Batching(None), 1), (best, 4), (Batching(None), 4)):
+        sampler = Sampler(lm, batching, SAMPLING, Stop(None, ends, ()), 0, 64, every)
         with torch.no_grad():
             found = sampler.responses(ids, shown, requests.rows(KEYS, 3, SAMPLING))
         for b, response in enumerate(found):

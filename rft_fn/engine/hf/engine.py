@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "check_config", "hf"]
 
+_LONG = 512  # tokens of a prompt from which on a GPU gains by reading it once, not for each of its samples
 _EVERY = 16  # tokens after which the host looks at them, where it would wait for the device each time
 
 
@@ -118,7 +119,8 @@ class _InProcess:
         pad = self.tokenizer.pad_token_id
         if self.batching is None:
             self.batching = find_batching(self.lm, pad)
-        batching = self.batching._replace(shares=False) if n == 1 else self.batching
+        alone = n == 1 or (self.lm.device.type != "cpu" and max(map(len, ids)) < _LONG)
+        batching = self.batching._replace(shares=False) if alone else self.batching
         stop = Stop(self.tokenizer, self.ends, sampling.stop)
         every = 1 if self.lm.device.type == "cpu" else _EVERY
         sampler = Sampler(self.lm, batching, sampling, stop, pad, self.batch, every)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rft_fn import logprob
 from rft_fn.engine.hf import prompt_cache
 from rft_fn.engine.hf.draws import draw_token
-from rft_fn.engine.hf.prompt_cache import shared_attention
+from rft_fn.engine.hf.prompt_cache import OPTION, Prompts, shared_attention
 from rft_fn.engine.hf.row_batch import Batch
 from rft_fn.model.packed_attention import warn_once
 from rft_fn.types import Sampling
@@ -47,6 +47,7 @@ class FixedSteps:
         self.captures = lm.device.type == "cuda"
         self.graph: torch.cuda.CUDAGraph | None = None
         self.shape: tuple[Any, ...] = ()
+        self.prompts: Prompts | None = None  # where rows share them
         self.ranks = _RANKS
         self.exact = False  # whether the next token is drawn from all
         self.at = torch.zeros(1, dtype=torch.long, device=lm.device)  # the column of the next token
@@ -108,6 +109,10 @@ class FixedSteps:
             self.shape = shape
             self._allocate(rows, columns, batch, depth, warm)
         self.name, self.cache = batch.name, batch.cache
+        if batch.prompts is not None:
+            prompts = batch.prompts.fix(self.prompts, rows)
+            if prompts is not self.prompts:
+                self.graph, self.prompts = None, prompts
 
         live = len(batch.logits)
         self.logits[:live] = batch.logits
@@ -159,6 +164,9 @@ class FixedSteps:
         hidden = torch.where(self.waits, -torch.inf, 0).to(self.bias.dtype)
         self.bias.index_copy_(-1, self.at, hidden[:, None, None, None])
         options: dict[str, Any] = {self.name: self.cache}
+        if self.prompts is not None:
+            self.prompts.forget_places()
+            options[OPTION] = self.prompts
         with shared_attention(self.lm):
             out = self.lm(
                 input_ids=tokens,

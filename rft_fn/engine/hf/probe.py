@@ -93,8 +93,10 @@ def _with_cache(lm: "PreTrainedModel", pad: int, fixed: bool | None) -> list[tup
             ):
                 joining = batching._replace(room=True, joins=True)
                 if can_replace(lm) and (lm.device.type != "cpu" if fixed is None else fixed):
+                    if can_share(lm):
+                        ways.append((joining._replace(fixed=True, shares=True), note))
                     ways.append((joining._replace(fixed=True), note))
-                if can_share(lm):
+                if can_share(lm) and lm.device.type == "cpu":
                     ways.append((joining._replace(shares=True), note))
                 ways.append((joining, note))
             ways.append((batching._replace(room=True), note))

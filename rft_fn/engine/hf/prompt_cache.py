@@ -8,6 +8,7 @@ and values of a row's own tokens are in the model's cache, as always.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -90,6 +91,7 @@ class Prompts:
         self.layers = list(layers)
         self.seen = seen  # [P, W] bool, False on the padding
         self.of = list(of)  # R, the prompt of each row
+        self.source: list[Layer] | None = None  # the layers that fixed prompts were copied from
         self._hide()
         self._group()
 
@@ -120,11 +122,12 @@ class Prompts:
         self.of = [self.of[row] for row in index]
         left = sorted(set(self.of))
         if 2 * len(left) <= len(self.seen):
-            seen = self.seen[left]
+            kept = torch.tensor(left, device=self.seen.device)
+            seen = self.seen[kept]
             empty = int(seen.any(0).int().argmax())  # columns that are padding in all of them
             self.of = [left.index(prompt) for prompt in self.of]
             self.seen = seen[:, empty:]
-            self.layers = [Layer(k[left, :, empty:], v[left, :, empty:]) for k, v in self.layers]
+            self.layers = [Layer(k[kept, :, empty:], v[kept, :, empty:]) for k, v in self.layers]
             self._hide()
         self._group()
 
@@ -141,9 +144,51 @@ class Prompts:
         self._hide()
         self._group()
 
+    def fix(self, held: "Prompts | None", rows: int) -> "Prompts":
+        """Return these prompts for `rows` rows in tensors that last: in those `held`, or in new ones.
+
+        There is a place for more prompts, tokens and rows of each, a power of two of all three.
+        """
+        count, width = self.seen.shape
+        each = self.groups.shape[1]
+        sizes = (count, width, each)
+        room = (0, 0, 0)
+        if held is not None and held.bias is not None and held.place.shape[1] == rows:
+            room = (*held.bias.shape[::3], held.groups.shape[1])
+        if held is None or any(x < y for x, y in zip(room, sizes)):
+            most, wide, many = (1 << (x - 1).bit_length() for x in sizes)
+            held = copy(self)
+            held.layers = [
+                Layer(*(x.new_zeros(most, x.shape[1], wide, x.shape[3]) for x in y)) for y in self.layers
+            ]
+            held.bias = held.layers[0].keys.new_zeros(most, 1, 1, wide)
+            held.groups = self.groups.new_zeros(most, many)
+            held.place = self.place.new_zeros(2, rows)
+            held.source, held._known = None, {}
+
+        # prompts change when some join or are let go, and then this object has other layers
+        if held.source is not self.layers:
+            for mine, new in zip(held.layers, self.layers):
+                for x, y in zip(mine, new):
+                    x[:count, :, :width] = y
+            held.bias.zero_()  # also of prompts that are not there
+            held.bias[:count] = -torch.inf
+            held.bias[:count, 0, 0, :width].masked_fill_(self.seen, 0)
+            self.layers = [Layer(*(x[:count, :, :width] for x in layer)) for layer in held.layers]
+            held.source = self.layers
+        held.groups.zero_()
+        held.groups[:count, :each] = self.groups
+        held.place.zero_()
+        held.place[:, : len(self.of)] = self.place
+        return held
+
+    def forget_places(self) -> None:
+        """Compute places anew from now on, as a graph does each time it is replayed."""
+        self._known.clear()
+
     def scores(self, layer: int, query: Tensor) -> Tensor:
         """Return [R, H, N, W]: queries [R, H, N, D] by the keys of their prompts, N heads to one of keys."""
-        scores = self._by_prompt(query) @ self.layers[layer].keys.mT
+        scores = _product(self._by_prompt(query), self.layers[layer].keys.mT)
         if self.bias is not None:
             scores += self.bias
         return self._by_row(scores, query.shape[:3])
@@ -175,6 +220,13 @@ class Prompts:
         return self._known[heads, each]
 
 
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b, [R, H, N, D] and [R, H, D, S], with sums of 16-bit numbers in float32."""
+    if a.dtype.itemsize > 2:
+        return a @ b
+    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
+
+
 def _padded(x: Tensor, width: int, dim: int) -> Tensor:
     """Return x with zeros in front of a dimension, which then is `width` long."""
     shape = list(x.shape)
@@ -188,8 +240,8 @@ def attention(
     """Attend as transformers asks for: query [R, H, 1, D] -> [R, 1, H, D'].
 
     Keys [R, H', S, D] and values [R, H', S, D'] are of each row's own tokens; its prompt's are read too,
-    where prompts are shared. Without them the mask [R, 1, 1, S] is added to scores. Keys are not repeated for
-    the queries that share them. ValueError for a layer that asks for more than that.
+    where prompts are shared. A mask [R, 1, 1, S] is added to scores, or says where they stay. Keys are not
+    repeated for the queries that share them. ValueError for a layer that asks for more than that.
     """
     prompts: Prompts | None = options.get(OPTION)
     for name in ("sliding_window", "softcap", "s_aux", "position_bias", "dropout"):
@@ -201,16 +253,20 @@ def attention(
         rows = rearrange(query, "r (h n) 1 d -> r h n d", h=key.shape[1])
         out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
         return rearrange(out, "r h n d -> r 1 (h n) d"), None
-    rows = rearrange(query * scale, "r (h n) 1 d -> r h n d", h=key.shape[1])
-    own = rows @ key.mT
-    if mask is not None:
+    narrow = query.dtype.itemsize == 2  # scaled scores are rounded less often than scaled queries
+    rows = rearrange(query if narrow else query * scale, "r (h n) 1 d -> r h n d", h=key.shape[1])
+    own = _product(rows, key.mT)
+    if mask is not None and mask.dtype == torch.bool:
         own.masked_fill_(~mask, -torch.inf)
+    elif mask is not None:
+        own += mask
 
     # one softmax over the tokens of the prompt and the row's own
     layer: Any = module.layer_idx
     scores = prompts.scores(layer, rows)
     width = scores.shape[-1]
-    p = torch.cat([scores, own], -1).softmax(-1)
+    scores = torch.cat([scores, own], -1)
+    p = (scores * scale if narrow else scores).softmax(-1).to(value.dtype)
     out = p[..., width:] @ value + prompts.sums(layer, p[..., :width])
     return rearrange(out, "r h n d -> r 1 (h n) d"), None
 
@@ -221,11 +277,9 @@ def can_replace(lm: nn.Module) -> bool:
 
 
 def can_share(lm: nn.Module) -> bool:
-    """Return whether to try it: on a CPU, where it gains, and where attention is looked up by name."""
+    """Return whether to try it: not in 16 bits on a CPU, which has no products of them with wide sums."""
     parameter = next(lm.parameters())
-    if parameter.device.type != "cpu" or parameter.dtype not in (torch.float32, torch.float64):
-        return False
-    return can_replace(lm)
+    return can_replace(lm) and (parameter.device.type != "cpu" or parameter.dtype.itemsize > 2)
 
 
 @contextmanager

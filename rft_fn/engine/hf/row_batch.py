@@ -123,12 +123,12 @@ class Batch:
         if not self.batching.joins or not self.seen.shape[1]:
             return
         longest = max(self.length)
-        empty = self.seen.shape[1] - longest
+        empty = self.seen.shape[1] - longest if longest else 0
         if empty:
             self.seen = self.seen[:, empty:]
             for part in prompt_cache.own(self.cache):
                 part.crop_left(empty)
-        self.ragged = min(self.length) < longest
+        self.ragged = min(self.length) < self.seen.shape[1]
 
     def append(self, lm: "PreTrainedModel", token: Tensor) -> None:
         """Read one more token [R] of each row."""
