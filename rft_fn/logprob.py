@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rft_fn import check
 from rft_fn.precision import widen
+from rft_fn.scan import linear_scan
 from rft_fn.types import Sampling, TokenOut
 
 __all__ = ["entropy_from_logits", "linear_logprob", "log_probs_from_logits", "process_logits"]
@@ -161,7 +162,10 @@ def _nucleus(ranked: Tensor, norm: Tensor, top_p: float) -> tuple[Tensor, Tensor
     Of ranked logits [R, K] with normaliser [R, 1].
     """
     p = (ranked - norm).exp()
-    count = (p.cumsum(-1) - p < top_p).sum(-1).clamp(min=1)  # the token that crosses top_p is kept
+    # a running sum of floats has no deterministic form on CUDA
+    exact = torch.are_deterministic_algorithms_enabled()
+    mass = linear_scan(torch.ones_like(p), p, reverse=False) if exact else p.cumsum(-1)
+    count = (mass - p < top_p).sum(-1).clamp(min=1)  # the token that crosses top_p is kept
     return ranked.gather(-1, count.unsqueeze(-1) - 1).squeeze(-1), count
 
 

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -194,6 +194,8 @@ def by_varlen(
     # Keywords differ by package and version: torch 2.11 lets heads share without being told.
     window = (-1, 0)  # causal
     knows = _keywords(f)
+    if "deterministic" in knows:  # flash-attn; torch's own follows its mode by itself
+        f = partial(f, deterministic=torch.are_deterministic_algorithms_enabled())
     if "softmax_scale" in knows:
         out = f(q, k, v, cu_q, cu_k, longest_q, longest_k, softmax_scale=scale, causal=True)
     elif "enable_gqa" in knows:
@@ -231,6 +233,10 @@ def packed(
     if kernel != "sequence" and v.shape[-1] != q.shape[-1]:
         kernel = "sequence"
         why = f"heads of {q.shape[-1]} for keys, of {v.shape[-1]} for values"
+    exact = torch.are_deterministic_algorithms_enabled()
+    if exact and kernel in _FLASH and "deterministic" not in _keywords(_kernels()[kernel]):
+        kernel = "sequence"
+        why = "the gradient of this flash-attn is not deterministic"
     if why:
         warn_once(f"attention: packs take one sdpa for each sequence: {why}")
     if kernel != "sequence":

@@ -176,6 +176,8 @@ class Backend(ABC):
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.packer = Packer(config)
         self.placing = Placing(config)
+        if config.deterministic:
+            session.settings.enter_context(step.deterministic_algorithms())
 
     # ----- models
 

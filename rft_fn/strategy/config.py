@@ -56,6 +56,8 @@ class StrategyConfig:
     """large linear layers of float32 by oneDNN, on a CPU that MKL leaves half unused; in hf's sampling too"""
     share_prefixes: Free[bool] = True
     """tokens of a pack that begin alike, as responses to one prompt do, are computed once"""
+    deterministic: Free[bool] = False
+    """on a GPU the same bits each time, by torch's deterministic algorithms; on a CPU they are anyway"""
     keep_memory: Free[bool] = True
     """on a CPU the process keeps memory that it frees, for the next pack; if not, glibc hands it back"""
     compile_blocks: Free[bool] = False

@@ -1,9 +1,10 @@
 """Gradients and updates for parameters that are tensors, plain ones or DTensors."""
 
 import ctypes
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from rft_fn.types import (
 )
 
 __all__ = [
-    "Session", "cast", "compile_blocks", "disable_malloc_trim", "finite", "grad", "loss_and_metrics",
-    "masters", "merge_metrics", "move_opt", "optimizer", "start", "update", "wrap_for_training",
+    "Session", "cast", "compile_blocks", "deterministic_algorithms", "disable_malloc_trim", "finite", "grad",
+    "loss_and_metrics", "masters", "merge_metrics", "move_opt", "optimizer", "start", "update",
+    "wrap_for_training",
 ]  # fmt: skip
 
 
@@ -46,6 +48,7 @@ class Session:
         self.processes = processes or dist.Processes()
         self.writer = ckpt.Writer()
         self.dump_dir = Path(".")
+        self.settings = ExitStack()  # of torch, restored when it closes
 
     @property
     def current_phase(self) -> str:
@@ -77,7 +80,36 @@ class Session:
                 if release is not None:
                     release()
             finally:
+                self.settings.close()
                 self.processes.close()
+
+
+# ---------- the same bits each time
+
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Have torch use deterministic algorithms, or raise where it has none, and restore its settings.
+
+    On CUDA sums by index, and the gradients of attention, then add up in one order. Products need a fixed
+    workspace of cuBLAS, which reads its variable when it first computes.
+    """
+    memory: Any = torch.utils.deterministic
+    mode, filled = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    workspace = os.environ.get(_WORKSPACE)
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # it costs a pass, and nobody reads it
+    os.environ.setdefault(_WORKSPACE, ":4096:8")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        memory.fill_uninitialized_memory = filled
+        if workspace is None:
+            os.environ.pop(_WORKSPACE, None)
 
 
 # ---------- memory of the host that is freed and soon needed again

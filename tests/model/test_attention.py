@@ -21,6 +21,7 @@ from rft_fn.model import packed_attention, reader
 from rft_fn.model.attention import SDPA, sdpa_attention
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.packed_attention import Device
+from rft_fn.strategy import step
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=12)
 VOCAB = 60
@@ -263,6 +264,41 @@ def test_the_chosen_kernel_is_the_one_that_runs(monkeypatch):
     monkeypatch.setattr(packed_attention, "choose", lambda *_: ("sequence", "it is too old"))
     with pytest.warns(UserWarning, match="one sdpa for each sequence: it is too old"):
         packed_attention.packed(q, k, v, SequenceBounds([2, 3]))
+
+
+@pytest.fixture
+def deterministic():
+    """Torch as it is with the option `deterministic`."""
+    with step.deterministic_algorithms():
+        yield
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_the_gradient_of_flash_attention_follows_torch(monkeypatch):
+    """flash-attn is told, torch's own kernel reads the mode, and a flash-attn that cannot is not taken."""
+    q, k, v = qkv([2, 3])
+    told = []
+
+    def flash2(q, k, v, *cu, softmax_scale=None, causal=False, deterministic=False):
+        told.append(deterministic)
+        return q
+
+    def flash2_before(q, k, v, *cu, softmax_scale=None, causal=False):
+        return q
+
+    monkeypatch.setattr(packed_attention, "choose", lambda *_: ("flash2", None))
+    monkeypatch.setattr(packed_attention, "_kernels", lambda: {"flash2": flash2})
+    assert packed_attention.packed(q, k, v, SequenceBounds([2, 3])) is q
+    monkeypatch.setattr(packed_attention, "_kernels", lambda: {"flash2": flash2_before})
+    with pytest.warns(
+        UserWarning, match="one sdpa for each sequence: the gradient of this flash-attn is not"
+    ):
+        assert packed_attention.packed(q, k, v, SequenceBounds([2, 3])) is not q
+    torch.use_deterministic_algorithms(False)
+    assert packed_attention.packed(q, k, v, SequenceBounds([2, 3])) is q
+    monkeypatch.setattr(packed_attention, "_kernels", lambda: {"flash2": flash2})
+    packed_attention.packed(q, k, v, SequenceBounds([2, 3]))
+    assert told == [True, False]
 
 
 SIZES = {
