@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from rft_fn.model.bounds import SequenceBounds, find_prefixes
-from rft_fn.model.packed_attention import packed, warn_once
+from rft_fn.model.packed_attention import computed_wide, packed, warn_once
 from rft_fn.model.parts import inside_adapters, text_config
 from rft_fn.types import Packed
 
@@ -70,9 +70,7 @@ def sdpa_attention(
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """Run `_attend` for models on transformers' sdpa."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return _attend(sdpa_attention_forward, module, query, key, value, attention_mask, options)
+    return _attend(_sdpa, module, query, key, value, attention_mask, options)
 
 
 def eager_attention(
@@ -146,6 +144,20 @@ def _by_sequences(
     q, k, v = axis.heads(q, k, v)
     out = packed(q, k, v, bounds, scale=scale, sinks=sinks)
     return axis.tokens(out)[None]
+
+
+def _sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Any]:
+    """Run transformers' sdpa: on a CPU in float32, as in packs."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if not computed_wide(query):
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    if mask is not None and mask.is_floating_point():
+        mask = mask.float()
+    wide = (query.float(), key.float(), value.float())
+    return sdpa_attention_forward(module, *wide, mask, **options)[0].to(query.dtype), None
 
 
 def _eager(

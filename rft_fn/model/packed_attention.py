@@ -14,7 +14,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rft_fn.model.bounds import SequenceBounds, take_rows
 
-__all__ = ["Device", "by_sequence", "by_tail", "by_varlen", "choose", "packed", "warn_once"]
+__all__ = [
+    "Device", "by_sequence", "by_tail", "by_varlen", "choose", "computed_wide", "packed", "warn_once",
+]  # fmt: skip
 
 
 _FLASH = {"flash3": "flash_attn_interface", "flash2": "flash_attn"}  # kernel -> package
@@ -148,15 +150,23 @@ def by_tail(
     return take_rows(torch.cat(out), bounds.unpermute)
 
 
+def computed_wide(q: Tensor) -> bool:
+    """Return whether attention of queries q is computed in float32: of 16 bits on a CPU.
+
+    There the backward of sdpa takes up to three times as long in 16 bits.
+    """
+    return q.device.type == "cpu" and q.dtype in (torch.float16, torch.bfloat16)
+
+
 def _causal(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, scale: float | None, mask: Tensor | None = None
 ) -> Tensor:
     """Attend causally in a batch of sequences of one length, from their last tokens.
 
     q [N, H, Q, D], k and v [N, H', S, D] -> [N, H, Q, D]. `mask` [Q, S] has the keys of each query, if Q <
-    S. On a CPU 16 bits are computed in float32: the backward of sdpa takes up to three times as long in them.
+    S.
     """
-    if q.device.type == "cpu" and q.dtype in (torch.float16, torch.bfloat16):
+    if computed_wide(q):
         sinks = None if sinks is None else sinks.float()
         return _causal(q.float(), k.float(), v.float(), sinks, scale=scale, mask=mask).to(q.dtype)
     count = q.shape[2]

@@ -103,6 +103,18 @@ def test_16_bits_are_computed_in_float32_on_a_cpu(dtype, sinks):
         assert torch.equal(x.grad, y.grad.to(dtype))
 
 
+def test_a_sequence_by_itself_has_the_same_bits_in_bfloat16_as_in_a_pack():
+    """Processes share the sequences of a batch, so one may have a pack of one."""
+    q, k, v = qkv([5, 7], dtype=torch.bfloat16)
+    packs = packed_attention.by_sequence(q, k, v, SequenceBounds([5, 7]))
+    module = nn.Module()
+    module.num_key_value_groups = 2
+    for start, end in ((0, 5), (5, 12)):
+        alone = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
+        got, _ = sdpa_attention(module, *alone, None)
+        assert got.dtype == torch.bfloat16 and torch.equal(got[0], packs[start:end])
+
+
 @pytest.mark.parametrize("sizes", [[3, 1, 5], [4, 2, 4, 4, 2, 1, 1, 4]])
 def test_gradients_of_sinks_are_those_of_differences(sizes):
     sinks = torch.linspace(-1, 1, 2, dtype=torch.float64)
