@@ -285,6 +285,7 @@ class Backend(ABC):
         exp = _all_rows(batch)
         packs = self.shard(exp, budget, unit=unit)
         with self.placing.brought(residence_below(apply)):
+            params = self._read(apply, params)
             outs = [apply(params, pack) for pack in to_params_device(apply, params, packs)]
 
         def rows(name: str) -> Tensor:
@@ -294,6 +295,10 @@ class Backend(ABC):
 
         # in the same order on every rank, as a set is not
         return TokenOut(**{name: rows(name) for name in dict.fromkeys(["logp", *fields])})
+
+    def _read(self, apply: Apply, params: Any) -> Any:
+        """Return the parameters as the packs of one call read them."""
+        return params
 
     # ----- gradients and updates
 

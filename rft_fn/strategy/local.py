@@ -1,6 +1,6 @@
 """One process, one plain module: the reference for every other backend."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,17 @@ from rft_fn.strategy import step
 from rft_fn.strategy.common import Backend
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.step import Session
-from rft_fn.types import Apply, Packed, Sampling, Strategy, TokenOut, TrainState, Transform, record
+from rft_fn.types import (
+    Apply,
+    LossFn,
+    Packed,
+    Sampling,
+    Strategy,
+    TokenOut,
+    TrainState,
+    Transform,
+    record,
+)
 
 __all__ = ["LocalBackend", "fork", "layout", "local"]
 
@@ -41,22 +51,38 @@ class LocalBackend(Backend):
 
         module = model_lib.materialize(step.cast(module, config))
         root = step.wrap_for_training(config, module, sampling=sampling, entropy=entropy, aux=aux)
+        if config.bf16 or config.use_mp_opt:
+            quantize.set_fast(module, config.fast_linear, narrow=True)
         self.packer.settle(root)
         step.compile_blocks(config, root)
         apply, params = applied(root, module)
         if not config.bf16:
             return apply, params
 
-        # the cast is part of the function, so gradients come back to the float32 parameters
+        # the cast is part of the function, so gradients come back to float32 parameters; it copies nothing of
+        # narrow ones
         def narrow(params: tree.Named, pack: Packed) -> TokenOut:
             return apply(tree.map(lambda p: p.bfloat16(), params), pack)
 
         narrow.device = apply.device  # type: ignore[attr-defined]
         narrow.residence = apply.residence  # type: ignore[attr-defined]
+        narrow.takes_narrow = True  # type: ignore[attr-defined] # st.grad and st.score cast once for all packs
         for p in module.parameters():
             if not p.requires_grad:  # the others are cast in each forward
                 p.data = p.data.bfloat16()
         return narrow, params
+
+    def _read(self, apply: Apply, params: Any) -> Any:
+        return tree.map(lambda p: p.bfloat16(), params) if hasattr(apply, "takes_narrow") else params
+
+    def _grad(
+        self, state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]
+    ) -> tuple[Any, dict[str, Any]]:
+        if hasattr(apply, "takes_narrow"):
+            step.check_trains(state.params)
+            narrow = tree.map(lambda p: p.detach().bfloat16().requires_grad_(), state.params)
+            state = tree.replace(state, params=narrow)  # gradients are summed in float32
+        return super()._grad(state, apply, loss_fn, packs)
 
     def _init(self, module: nn.Module, tx: Transform, **options: Any) -> tuple[Apply, TrainState]:
         quantize.require_adapters(module)

@@ -32,9 +32,9 @@ from rft_fn.types import (
 )
 
 __all__ = [
-    "Session", "cast", "compile_blocks", "deterministic_algorithms", "disable_malloc_trim", "finite", "grad",
-    "loss_and_metrics", "masters", "merge_metrics", "move_opt", "optimizer", "start", "update",
-    "wrap_for_training",
+    "Session", "cast", "check_trains", "compile_blocks", "deterministic_algorithms", "disable_malloc_trim",
+    "finite", "grad", "loss_and_metrics", "masters", "merge_metrics", "move_opt", "optimizer", "start",
+    "update", "wrap_for_training",
 ]  # fmt: skip
 
 
@@ -251,7 +251,7 @@ def grad(
     loss.
     """
     # gradients of an earlier backward are not part of this sum
-    _check_trains(state.params)
+    check_trains(state.params)
     metrics: dict[str, metric.Metric] = {}
     device = next(iter(state.params.values())).device
     sums: dict[str, Tensor] = {}
@@ -287,7 +287,8 @@ def merge_metrics(mine: Mapping[str, metric.Metric], step: int, session: Session
     return metrics
 
 
-def _check_trains(params: Mapping[str, Tensor]) -> None:
+def check_trains(params: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a parameter that no backward can reach."""
     for name, p in params.items():
         if not p.requires_grad or not p.is_leaf:
             sharded = hasattr(p, "device_mesh")  # there is no fork of a sharded module's state
