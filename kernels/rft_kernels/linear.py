@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from rft_kernels import products
+from rft_kernels import narrow, products
 
 _ROWS = 4  # below, oneDNN takes as long as for four, or longer
 _PACKED_FOR = 64  # rows; packs for others are as fast, and serve any number
@@ -20,10 +20,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [..., K] weightᵀ [K, N] + bias [N], as [..., N].
 
     It has derivatives of any order, in both directions, and works under torch.func's transforms. Where
-    `products` knows that oneDNN is faster, large products of float32 are its own; all others are torch's
-    `linear`, and so are those that torch.compile traces.
+    `products` knows that oneDNN is faster, large products of float32 are its own, and large ones of bfloat16
+    are made the way that `narrow` measured; all others are torch's `linear`, and so are those that
+    torch.compile traces.
     """
-    if not (_has_both(x, weight) and products.mkl_is_half() and _pays(x, weight)):
+    if not (_is_known(x, weight) and _pays(x, weight)):
         return F.linear(x, weight, bias)
     out = _Product.apply(x.reshape(-1, x.shape[-1]), weight).unflatten(0, x.shape[:-1])
     if bias is None:
@@ -64,21 +65,31 @@ class Packed:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
 
 
+def _is_known(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a layer has products that are not always best as torch makes them."""
+    if weight.dtype == torch.bfloat16:
+        return _is_plain(x, weight) and narrow.fits(x) and narrow.differs()
+    return _has_both(x, weight) and products.mkl_is_half()
+
+
 def _has_both(x: Tensor, weight: Tensor) -> bool:
-    """Return whether both libraries have the product of a layer.
+    """Return whether both libraries have the product of a layer in float32."""
+    return _is_plain(x, weight) and weight.dtype == torch.float32 and products.both_multiply(x)
+
+
+def _is_plain(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch multiplies these as they are.
 
     Subclasses of tensors have their own products, and autocast has its own types.
     """
     if torch.compiler.is_compiling():
         return False
     plain = type(x) in (Tensor, Parameter) and type(weight) in (Tensor, Parameter)
-    if not plain or weight.dtype != torch.float32 or not products.both_multiply(x):
-        return False
-    return not torch.is_autocast_enabled("cpu")
+    return plain and not torch.is_autocast_enabled("cpu")
 
 
 def _pays(x: Tensor, weight: Tensor) -> bool:
-    """Return whether oneDNN wins in a layer of a pack."""
+    """Return whether a layer of a pack is large enough for another product than torch's."""
     rows = x.numel() // max(x.shape[-1], 1)
     return rows >= _ROWS and rows * weight.numel() >= products.large_layer()
 
@@ -88,6 +99,8 @@ class _Product(Function):
 
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
+        if narrow.fits(a):
+            return narrow.product(a, b)
         if _dense(a) and _dense(b) and products.wins(a):
             return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
         return F.linear(a, b)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rft_kernels import products, softmax
+from rft_kernels import narrow, products, softmax
 from rft_kernels.interface import Gradients, Outputs, Problem
 from rft_kernels.parallel import Shard, local_labels, sum_over
 from rft_kernels.slices import cut, part
@@ -111,8 +111,14 @@ def backward(problem: Problem, y: Tensor, cot: Cotangent, need: tuple[bool, bool
     if need_bias:
         dbias = head.h.new_zeros(head.w.shape[0])
 
+    # The gradient of the logits is rounded once where its products are faster in bfloat16, as h and w are.
+    is_narrow = narrow.fits(head.w) and problem.h.dtype == head.w.dtype and narrow.is_fast()
+    h = head.h.to(head.w.dtype) if is_narrow else head.h
+
     # `softmax.differentiate` makes one more tensor of a tile's size for each of these.
     copies = 1
+    if is_narrow:
+        copies += 1
     if cot.g_entropy is not None:
         copies += 1
     if head.outer is not None:
@@ -120,13 +126,16 @@ def backward(problem: Problem, y: Tensor, cot: Cotangent, need: tuple[bool, bool
     for tile in _tiles(head, copies=copies):
         rows = tile.rows
         softmax.differentiate(tile.x, y[rows] - tile.cols.start, cot.rows(rows), tile.outer)
+        dx, w = tile.x, tile.w
+        if is_narrow:
+            dx, w = dx.to(head.w.dtype), head.w[tile.cols]
         if dh is not None:
-            products.add_mm(dh[rows], tile.x, tile.w)
+            products.add_mm(dh[rows], dx, w)
         if dw is not None:
-            _weight_grad(dw[tile.cols], tile, head.h[rows])
+            _weight_grad(dw[tile.cols], tile, dx, h[rows])
         if dbias is not None:
             dbias[tile.cols].addmv_(tile.x.T, head.inner[rows])
-        del tile  # its memory is that of the next one
+        del tile, dx  # its memory is that of the next one
 
     if dh is not None:
         dh = sum_over(problem.shard, dh.mul_(head.inner[:, None]))
@@ -204,8 +213,8 @@ def _select(head: ScaledHead, column: Tensor) -> Tensor:
     return z.masked_fill_(~inside, torch.nan)
 
 
-def _weight_grad(dw: Tensor, tile: ScaledTile, h: Tensor) -> None:
-    """Compute dw [C, D] (+)= dxᵀ h, over the blocks of tokens.
+def _weight_grad(dw: Tensor, tile: ScaledTile, dx: Tensor, h: Tensor) -> None:
+    """Compute dw [C, D] (+)= dxᵀ h for dx [B, C], over the blocks of tokens.
 
     In wide_dw first if dw is of a narrower type.
     """
@@ -213,9 +222,9 @@ def _weight_grad(dw: Tensor, tile: ScaledTile, h: Tensor) -> None:
     if tile.wide_dw is not None:
         total = tile.wide_dw
     if tile.rows.start == 0:
-        products.mm(tile.x.T, h, total)
+        products.mm(dx.T, h, total)
     else:
-        products.add_mm(total, tile.x.T, h)
+        products.add_mm(total, dx.T, h)
     if total is not dw:
         dw.copy_(total)
 

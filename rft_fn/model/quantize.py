@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from rft_fn.model.packed_attention import warn_once
+
 __all__ = [
     "FastLinear", "check", "count", "dequantize", "is_low", "is_plain", "nbytes", "options", "packed",
     "prepare", "require_adapters", "require_whole", "set_fast", "state", "whole",
@@ -47,18 +49,29 @@ class FastLinear(nn.Linear):
         return make, (nn.Linear, *rest), own, *more
 
 
-def set_fast(module: nn.Module, on: bool) -> None:
+def set_fast(module: nn.Module, on: bool, *, narrow: bool = False) -> None:
     """Make all plain linear layers of a module `FastLinear`, or make those plain again.
+
+    `narrow`: they will be given bfloat16. Warns once if this processor is slow in it.
 
     Only the class of a layer changes: parameters, names and hooks stay. Layers of other classes, with
     quantised weights, or with forwards from elsewhere stay as they are, and so does every layer if the
     processor gains nothing.
     """
+    from rft_kernels import narrow as of_16_bits
     from rft_kernels import products
 
+    narrow = narrow and next(module.parameters()).device.type == "cpu"
+    if narrow and on and not of_16_bits.is_fast():
+        times = f"{1 / of_16_bits.gain():.1f} times as long as in float32"
+        warn_once(
+            f"bfloat16: products take this processor {times}, which computes them instead; float32 throughout "
+            "would be faster"
+        )
     old: type[nn.Module] = FastLinear
     new: type[nn.Module] = nn.Linear
-    if on and products.packing().elements < math.inf:  # also what gains only in sampling
+    gains = products.packing().elements < math.inf  # also what gains only in sampling
+    if on and (gains or (narrow and of_16_bits.differs())):
         old, new = new, old
     for layer in module.modules():
         kind = type(layer)

@@ -1,0 +1,113 @@
+"""Matrix products of bfloat16 on a CPU, by the way that a measurement finds fastest.
+
+A processor with AMX multiplies bfloat16 several times as fast as float32, one with AVX512-BF16 twice as fast.
+Without either, torch has slow stand-ins. Libraries also differ in which layouts of the factors they read
+well. So the three products of a layer are timed once in a process, for a few milliseconds in all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rft_kernels import products
+
+_TURNS = 4
+_CLEAR = 0.8  # of the seconds: a choice of what takes more would vary from run to run
+
+
+def _given(a: Tensor, b: Tensor) -> Tensor:
+    return F.linear(a, b)
+
+
+def _dense(a: Tensor, b: Tensor) -> Tensor:
+    return F.linear(a.contiguous(), b.contiguous())
+
+
+def _wide(a: Tensor, b: Tensor) -> Tensor:
+    return products.mm(a.float(), b.float().T).to(a.dtype)
+
+
+# the factors as they are, copied to rows without gaps, and in float32
+WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"given": _given, "dense": _dense, "wide": _wide}
+
+
+class Layout(NamedTuple):
+    """Whether the factors of a [M, K] bᵀ [K, N] are read by columns."""
+
+    a: bool
+    b: bool
+
+
+FORWARD, INPUT, WEIGHT = Layout(False, False), Layout(False, True), Layout(True, True)  # those of a layer
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a [M, K] bᵀ [K, N] of bfloat16 on a CPU, summed in float32 and rounded once."""
+    layout = Layout(not a.is_contiguous(), not b.is_contiguous())
+    return WAYS[ways().get(layout, "given")](a, b)
+
+
+def fits(a: Tensor) -> bool:
+    """Return whether a is of bfloat16 on a CPU."""
+    return a.dtype == torch.bfloat16 and a.device.type == "cpu"
+
+
+def is_fast() -> bool:
+    """Return whether this processor is faster in bfloat16 than in float32, in each layout."""
+    return "wide" not in ways().values()
+
+
+def differs() -> bool:
+    """Return whether some layout has a faster way than torch's own."""
+    return set(ways().values()) != {"given"}
+
+
+def ways() -> dict[Layout, str]:
+    """Return the name of the fastest way for each layout of a layer's products."""
+    return choose(measured())
+
+
+def choose(seconds: dict[Layout, dict[str, float]]) -> dict[Layout, str]:
+    """Choose the way with the least seconds of each layout; "given" unless another is clearly faster."""
+    found = {}
+    for layout, of in seconds.items():
+        best = min(of, key=lambda name: of[name])
+        found[layout] = best if of[best] < _CLEAR * of["given"] else "given"
+    return found
+
+
+def gain() -> float:
+    """Return by what factor the products of a layer are faster in bfloat16 than in float32 as a whole."""
+    wide = sum(of["wide"] for of in measured().values())
+    return wide / sum(min(of["given"], of["dense"]) for of in measured().values())
+
+
+@cache
+@torch.no_grad()
+def measured() -> dict[Layout, dict[str, float]]:
+    """Return the seconds of the processor of each way for each layout of a layer's products."""
+    with torch.autocast("cpu", enabled=False):
+        return {layout: _seconds(layout) for layout in (FORWARD, INPUT, WEIGHT)}
+
+
+def _seconds(layout: Layout) -> dict[str, float]:
+    """Return the least seconds of a few turns of each way."""
+    rows, size = 256, 512
+    a = torch.ones(size, rows).T if layout.a else torch.ones(rows, size)
+    b = torch.ones(size, size).T if layout.b else torch.ones(size, size)
+    a, b = a.bfloat16(), b.bfloat16()  # keeps the layout
+    least = dict.fromkeys(WAYS, float("inf"))
+    for turn in range(_TURNS + 1):
+        for name, way in WAYS.items():
+            start = time.process_time()
+            way(a, b)
+            if turn:  # the first one makes kernels
+                least[name] = min(least[name], time.process_time() - start)
+    return least
