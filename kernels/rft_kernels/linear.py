@@ -43,12 +43,14 @@ class Packed:
         self.weight = weight.detach()
         self.packed: Tensor | None = None
         self.least = products.packing()
+        if narrow.fits(self.weight):
+            self.least = narrow.packing()
         self.pays = self.weight.numel() >= self.least.elements and _dense(self.weight)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`linear` of the weight, bit for bit where both are oneDNN's."""
         count = x.numel() // max(x.shape[-1], 1)
-        if count < self.least.rows or not (self.pays and _has_both(x, self.weight)):
+        if count < self.least.rows or not (self.pays and self._packs(x)):
             return linear(x, self.weight, bias)
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR)
@@ -60,6 +62,11 @@ class Packed:
         if bias is None:
             return out
         return out + bias
+
+    def _packs(self, x: Tensor) -> bool:
+        if narrow.fits(self.weight):
+            return _is_plain(x, self.weight) and narrow.fits(x)
+        return _has_both(x, self.weight)
 
     def _product(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")

@@ -7,6 +7,7 @@ well. So the three products of a layer are timed once in a process, for a few mi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import cache
@@ -67,6 +68,13 @@ def is_fast() -> bool:
 def differs() -> bool:
     """Return whether some layout has a faster way than torch's own."""
     return set(ways().values()) != {"given"}
+
+
+def packing() -> products.Packing:
+    """Return what is worth packing; a fast product reads weights in pairs of rows, which are made once then."""
+    if is_fast() and torch.backends.mkldnn.is_available():
+        return products.Packing(1 << 16, rows=1)
+    return products.Packing(math.inf, rows=1)
 
 
 def ways() -> dict[Layout, str]:

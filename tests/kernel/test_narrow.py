@@ -81,6 +81,21 @@ def test_layers_are_torchs_where_its_own_way_is_the_fastest(chosen, monkeypatch)
 
 
 @pytest.mark.parametrize("way", ["given", "wide"])
+def test_a_weight_is_packed_where_bfloat16_is_fast(way, chosen, monkeypatch):
+    """Rows have the same bits in any company, also fewer than oneDNN likes."""
+    chosen(way)
+    monkeypatch.setattr(linear.products, "large_layer", lambda: 1)
+    weight, x, bias = normal(300, 256), normal(9, 256, seed=1), normal(300, seed=2)
+    pack = linear.Packed(weight)
+    got = pack.linear(x, bias)
+    assert (pack.packed is not None) == (way == "given")
+    want = x.double() @ weight.double().T + bias.double()
+    assert got.dtype == torch.bfloat16 and (got.double() - want).abs().max() <= want.abs().max() * 2**-7
+    if way == "given":
+        assert all(torch.equal(pack.linear(x[:rows], bias), got[:rows]) for rows in range(1, 9))
+
+
+@pytest.mark.parametrize("way", ["given", "wide"])
 def test_the_head_rounds_the_gradient_of_its_logits_only_where_bfloat16_is_fast(way, chosen, monkeypatch):
     """Log-probs are those of float32 products either way."""
     chosen(way)
