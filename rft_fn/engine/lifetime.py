@@ -376,6 +376,8 @@ class EngineConfig:
     """tokens of a block of the engine's cache; 0: the engine's choice"""
     dtype: str = StrategyConfig.engine_dtype
     """type of the engine's weights; auto: float32 on a CPU, bfloat16 on a GPU"""
+    bf16: bool = False
+    """weights in bfloat16, as a trainer that computes in it has them; only for hf"""
     alone: bool = False
     """a process asks its servers without the others; their weights stay as they are, and they stay awake"""
 
@@ -398,5 +400,6 @@ def config_of(config: StrategyConfig) -> EngineConfig:
         max_model_len=config.engine_max_model_len,
         block_size=config.engine_block_size,
         dtype=config.engine_dtype,
+        bf16=bool(config.bf16 or config.use_mp_opt),
         timeout=config.engine_timeout,
     )

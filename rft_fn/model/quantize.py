@@ -65,13 +65,13 @@ def set_fast(module: nn.Module, on: bool, *, narrow: bool = False) -> None:
     if narrow and on and not of_16_bits.is_fast():
         times = f"{1 / of_16_bits.gain():.1f} times as long as in float32"
         warn_once(
-            f"bfloat16: products take this processor {times}, which computes them instead; float32 throughout "
-            "would be faster"
+            f"bfloat16: products take this processor {times}, which computes them instead; "
+            "float32 throughout would be faster"
         )
     old: type[nn.Module] = FastLinear
     new: type[nn.Module] = nn.Linear
     gains = products.packing().elements < math.inf  # also what gains only in sampling
-    if on and (gains or (narrow and of_16_bits.differs())):
+    if on and (gains or narrow):
         old, new = new, old
     for layer in module.modules():
         kind = type(layer)

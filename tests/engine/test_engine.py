@@ -8,7 +8,7 @@ import torch
 from each_case import each
 
 import rft_fn as rft
-from rft_fn import collect, engine, model, packing, rng, tree, weight
+from rft_fn import collect, engine, model, packing, rng, strategy, tree, weight
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17]]
 KEYS = [rng.fold_in(0, i) for i in range(4)]
@@ -401,3 +401,24 @@ def test_the_options_of_a_strategy_make_an_engine():
     config = rft.strategy.StrategyConfig(engine_type="nobody")
     with pytest.raises(ValueError, match=r"engine type: expected hf.*got 'nobody'"):
         engine.get_engine(config, "tiny")
+
+
+@pytest.mark.parametrize("more", [{"bf16": True}, {"use_mp_opt": True}])
+def test_the_engine_computes_in_bfloat16_where_the_trainer_does(more):
+    """In one type they differ by the rounding of bfloat16."""
+    config = strategy.StrategyConfig(**more)
+    assert engine.config_of(config).bf16 and not engine.config_of(strategy.StrategyConfig()).bf16
+    eng = engine.get_engine(config, tiny.llama(dtype=torch.float32), tiny.tokenizer())
+    assert eng.status()["dtype"] == torch.bfloat16
+
+    # weights arrive in float32, and prompts are shared by their samples and alone
+    st = strategy.get_strategy(config)
+    apply, state = st.init(tiny.llama(dtype=torch.float32, num_hidden_layers=3), rft.optim.adamw(1e-3))
+    eng = engine.get_engine(config, tiny.llama(dtype=torch.float32, num_hidden_layers=3), tiny.tokenizer())
+    rft.sync.push(st, state, eng, version=1)
+    sampling = rft.Sampling(max_new=12)
+    for n, prompts in ((4, PROMPTS), (1, PROMPTS)):
+        r = eng.generate(prompts, KEYS, n=n, sampling=sampling)
+        scored = st.score(apply, state.params, r, 64).logp
+        gap = (scored - r.logp).abs()[r.mask]
+        assert 0 < gap.mean() < 0.02 and (eng.score(r) - r.logp).abs()[r.mask].mean() < 0.02

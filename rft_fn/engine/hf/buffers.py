@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from rft_fn.engine.hf.prompt_cache import OwnRows
+from rft_fn.precision import widen
 
 __all__ = ["Buffers", "fits", "make_room"]
 
@@ -26,27 +27,31 @@ def fits(layer: object) -> bool:
     return layer.keys.dim() == layer.values.dim() == 4 and layer.keys.shape[:3] == layer.values.shape[:3]
 
 
-def make_room(cache: Any, most: int) -> None:
-    """Put buffers in place of a cache's plain keys and values, for at most `most` more tokens of a row."""
+def make_room(cache: Any, most: int, *, wide: bool = False) -> None:
+    """Put buffers in place of a cache's plain keys and values, for at most `most` more tokens of a row.
+
+    With `wide` they hold 16 bits in float32.
+    """
     layers = getattr(cache, "layers", None)
     if isinstance(layers, list):
-        layers[:] = [Buffers(layer, most) if fits(layer) else layer for layer in layers]
+        layers[:] = [Buffers(layer, most, wide=wide) if fits(layer) else layer for layer in layers]
 
 
 class Buffers(DynamicLayer, OwnRows):
     """A layer of R rows of W tokens in buffers [R', H, W', D], between the columns `first` and `end`."""
 
-    def __init__(self, plain: DynamicLayer, most: int):
+    def __init__(self, plain: DynamicLayer, most: int, *, wide: bool = False):
         super().__init__()
         self.most = most  # more tokens than this come to no row
         assert plain.keys is not None and plain.values is not None
-        self.dtype, self.device = plain.keys.dtype, plain.keys.device
+        held = [widen(x) if wide else x for x in (plain.keys, plain.values)]
+        self.dtype, self.device = held[0].dtype, held[0].device
         self.is_initialized = True
         self.at: Tensor | None = None  # [1], the column of the next token, where the buffers are `fix`ed
         self.made = 0  # times that they have been
 
         # the first new token, or the samples of each prompt, will need more room than any that is made here
-        self.buffers: list[Tensor] = [plain.keys, plain.values]
+        self.buffers: list[Tensor] = held
         self.end = plain.keys.shape[-2]
         self._show(len(plain.keys), 0)
 

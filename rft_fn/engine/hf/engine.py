@@ -56,7 +56,8 @@ def check_config(config: EngineConfig) -> None:
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
     """Build an engine with weights of `model`, which is loaded by its name or taken over."""
-    lm = model_lib.load(model, quantize="none")
+    dtype = torch.bfloat16 if config.bf16 else None
+    lm = model_lib.load(model, quantize="none", dtype=dtype)
     return hf(lm, tokenizer, batch=config.batch, sleep=config.sleep, fast_linear=config.fast_linear)
 
 
@@ -81,7 +82,7 @@ def hf(
     if not isinstance(plain, PreTrainedModel):
         raise ValueError(f"model: expected one of transformers, got {type(plain).__name__}")
     plain.eval()
-    set_fast(plain, fast_linear)
+    set_fast(plain, fast_linear, narrow=plain.dtype == torch.bfloat16)
     without_groups(plain)
     return dead_after_failure(record(Engine, _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep)))
 

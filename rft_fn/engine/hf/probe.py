@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rft_fn.engine.hf import prompt_cache
 from rft_fn.engine.hf.fixed_steps import FixedSteps
-from rft_fn.engine.hf.prompt_cache import can_replace, can_share, media_arguments
+from rft_fn.engine.hf.prompt_cache import can_replace, media_arguments
 from rft_fn.engine.hf.row_batch import Batching, start
 from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.model.forward import rope_switch
@@ -96,7 +96,7 @@ def _with_cache(lm: "PreTrainedModel", pad: int, fixed: bool | None) -> list[tup
                     if can_share(lm):
                         ways.append((joining._replace(fixed=True, shares=True), note))
                     ways.append((joining._replace(fixed=True), note))
-                if can_share(lm) and lm.device.type == "cpu":
+                if can_replace(lm) and lm.device.type == "cpu":
                     ways.append((joining._replace(shares=True), note))
                 ways.append((joining, note))
             ways.append((batching._replace(room=True), note))

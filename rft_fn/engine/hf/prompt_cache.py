@@ -25,7 +25,7 @@ from rft_fn.model.media_inputs import media_inputs, placeholders
 from rft_fn.model.parts import text_config
 
 __all__ = [
-    "OPTION", "Layer", "OwnRows", "Path", "Prompts", "Rows", "cache_of", "can_replace", "can_share",
+    "OPTION", "Layer", "OwnRows", "Path", "Prompts", "Rows", "cache_of", "can_replace",
     "compare", "constant", "join", "media_arguments", "own", "positions_ahead", "select", "shared_attention",
     "tensors",
 ]  # fmt: skip
@@ -240,9 +240,12 @@ def attention(
     """Attend as transformers asks for: query [R, H, 1, D] -> [R, 1, H, D'].
 
     Keys [R, H', S, D] and values [R, H', S, D'] are of each row's own tokens; its prompt's are read too,
-    where prompts are shared. A mask [R, 1, 1, S] is added to scores, or says where they stay. Keys are not
-    repeated for the queries that share them. ValueError for a layer that asks for more than that.
+    where prompts are shared. Keys may be of a wider type than the queries, in which all is then computed. A
+    mask [R, 1, 1, S] is added to scores, or says where they stay. Keys are not repeated for the queries that
+    share them. ValueError for a layer that asks for more than that.
     """
+    dtype = query.dtype
+    query = query.to(key.dtype)
     prompts: Prompts | None = options.get(OPTION)
     for name in ("sliding_window", "softcap", "s_aux", "position_bias", "dropout"):
         given = options.get(name)
@@ -252,7 +255,7 @@ def attention(
     if prompts is None:
         rows = rearrange(query, "r (h n) 1 d -> r h n d", h=key.shape[1])
         out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
-        return rearrange(out, "r h n d -> r 1 (h n) d"), None
+        return rearrange(out, "r h n d -> r 1 (h n) d").to(dtype), None
     narrow = query.dtype.itemsize == 2  # scaled scores are rounded less often than scaled queries
     rows = rearrange(query if narrow else query * scale, "r (h n) 1 d -> r h n d", h=key.shape[1])
     own = _product(rows, key.mT)
@@ -268,18 +271,12 @@ def attention(
     scores = torch.cat([scores, own], -1)
     p = (scores * scale if narrow else scores).softmax(-1).to(value.dtype)
     out = p[..., width:] @ value + prompts.sums(layer, p[..., :width])
-    return rearrange(out, "r h n d -> r 1 (h n) d"), None
+    return rearrange(out, "r h n d -> r 1 (h n) d").to(dtype), None
 
 
 def can_replace(lm: nn.Module) -> bool:
     """Return whether this attention may be tried: where a model looks its own up by name."""
     return unfit_model(lm) is None and not keeps_scores(lm)
-
-
-def can_share(lm: nn.Module) -> bool:
-    """Return whether to try it: not in 16 bits on a CPU, which has no products of them with wide sums."""
-    parameter = next(lm.parameters())
-    return can_replace(lm) and (parameter.device.type != "cpu" or parameter.dtype.itemsize > 2)
 
 
 @contextmanager

@@ -178,7 +178,9 @@ class Batch:
             if first and self.batching.room:
                 from rft_fn.engine.hf.buffers import make_room  # with transformers
 
-                make_room(self.cache, self.most)
+                # shared attention is computed in float32 on a CPU, by products of buffers with gaps
+                on_cpu = self.tokens.device.type == "cpu"
+                make_room(self.cache, self.most, wide=self.batching.shares and on_cpu)
 
     def position(self) -> Tensor:
         """Return positions of `tokens` without media: [R, w], or [axes, R, w] after media."""
