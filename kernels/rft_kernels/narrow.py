@@ -71,7 +71,7 @@ def differs() -> bool:
 
 
 def packing() -> products.Packing:
-    """Return what is worth packing; a fast product reads weights in pairs of rows, which are made once then."""
+    """Return what is worth packing: a fast product reads weights in pairs of rows, made once then."""
     if is_fast() and torch.backends.mkldnn.is_available():
         return products.Packing(1 << 16, rows=1)
     return products.Packing(math.inf, rows=1)

@@ -168,10 +168,15 @@ def test_a_feature_is_refused_by_its_name(name):
         prompt_cache.attention(MODULE, new, new, new, None, rft_prompts=rows.prompts, **{name: 3})
 
 
-def test_sixteen_bits_do_not_share():
-    """Sums of attention are in the type of the model, which torch's own are not."""
-    assert prompt_cache.can_share(small("Llama", torch.float32))
-    assert not prompt_cache.can_share(small("Llama", torch.bfloat16))
+def test_queries_of_sixteen_bits_attend_in_the_type_of_the_keys():
+    """Sums of attention are in the wider type, as torch's own are."""
+    rows = Rows(0, [2, 3], [1, 2])
+    rows.add()
+    keys, values = rows.layer.update(*(drawn(rows.rng, 3, HEADS, 1, SIZE) for _ in range(2)))
+    query = drawn(rows.rng, 3, HEADS * GROUPED, 1, SIZE).bfloat16()
+    found, _ = prompt_cache.attention(MODULE, query, keys, values, None, rft_prompts=rows.prompts)
+    want, _ = prompt_cache.attention(MODULE, query.double(), keys, values, None, rft_prompts=rows.prompts)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, want.bfloat16())
 
 
 def test_the_models_attention_is_its_own_again():

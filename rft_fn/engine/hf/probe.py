@@ -93,7 +93,8 @@ def _with_cache(lm: "PreTrainedModel", pad: int, fixed: bool | None) -> list[tup
             ):
                 joining = batching._replace(room=True, joins=True)
                 if can_replace(lm) and (lm.device.type != "cpu" if fixed is None else fixed):
-                    if can_share(lm):
+                    # a CPU has no products of 16 bits with wide sums
+                    if lm.device.type != "cpu" or lm.dtype.itemsize > 2:
                         ways.append((joining._replace(fixed=True, shares=True), note))
                     ways.append((joining._replace(fixed=True), note))
                 if can_replace(lm) and lm.device.type == "cpu":
