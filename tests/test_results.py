@@ -39,6 +39,11 @@ def test_the_tables_of_benches_are_what_their_scripts_make_of_the_files():
     assert f"<!-- step:begin -->\n\n{made}\n\n<!-- step:end -->" in performance
 
 
+def test_the_section_on_gpus_is_what_its_script_makes_of_the_results():
+    page = as_module(BENCH / "gpu" / "page.py")
+    assert page.written(page.PAGE.read_text(), page.section(page.read())) == page.PAGE.read_text()
+
+
 def test_the_tables_of_growth_are_what_its_script_makes_of_the_file():
     show, comm = as_module(BENCH / "growth" / "show.py"), as_module(BENCH / "growth" / "comm.py")
     found = json.loads((FOLDER / "growth" / "growth.json").read_text())
