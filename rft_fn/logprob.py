@@ -122,7 +122,7 @@ def _excluded(z: Tensor, sampling: Sampling) -> Tensor:
 
 
 def truncated_on_device(z: Tensor, sampling: Sampling, ranks: int) -> tuple[Tensor, Tensor]:
-    """Return (logits with -inf as of `process_logits`, [R] rows that are not sure); the host reads nothing.
+    """Return (logits as `process_logits` does, [R] bool, not sure), without a read by the host.
 
     Of logits z [R, V] that the temperature has divided. For top_p only the first `ranks` are looked at; a row
     is not sure where its set may go on after them.

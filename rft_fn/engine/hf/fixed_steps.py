@@ -201,5 +201,6 @@ class FixedSteps:
         batch.tokens = self.tokens[:live, count - 1 : count]
         batch.seen = torch.cat([batch.seen, self.tokens[:live, :count] >= 0], -1)
         batch.length = [size + count for size in batch.length]
-        for part in prompt_cache.own(batch.cache):
+        parts: list[Any] = prompt_cache.own(batch.cache)
+        for part in parts:
             part.advance(count)

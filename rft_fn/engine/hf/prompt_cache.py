@@ -171,6 +171,7 @@ class Prompts:
             for mine, new in zip(held.layers, self.layers):
                 for x, y in zip(mine, new):
                     x[:count, :, :width] = y
+            assert held.bias is not None
             held.bias.zero_()  # also of prompts that are not there
             held.bias[:count] = -torch.inf
             held.bias[:count, 0, 0, :width].masked_fill_(self.seen, 0)
