@@ -267,9 +267,9 @@ def test_the_loss_of_steps_is_its_definition(tmp_path, one_head, score_of):
 
 
 def check_same(whole, parts):
-    """Two runs are equal to the bit."""
+    """Two runs are equal to the bit; their cards have different titles."""
     assert rows(parts) == rows(whole)
-    for name in os.listdir(whole / "model"):
+    for name in set(os.listdir(whole / "model")) - {"README.md"}:
         assert (whole / "model" / name).read_bytes() == (parts / "model" / name).read_bytes(), name
 
 
