@@ -41,9 +41,7 @@ _PACKING = {"AVX512": Packing(1 << 16, rows=1), "AVX2": Packing(1 << 19, rows=2)
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a [M, K] b [K, N] as [M, N]: in out, which may be of another type, or in new memory."""
-    if out is not None and out.dtype != a.dtype:
-        return out.copy_(_narrow(a, b))
+    """Return a [M, K] b [K, N] as [M, N]: in out, or in new memory."""
     if not (by_onednn(a) and _suits(a, b)):
         return torch.mm(a, b, out=out)
     product = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
@@ -53,19 +51,10 @@ def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def add_mm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add a [M, K] b [K, N] to total [M, N], in place; total may be of another type."""
-    if total.dtype != a.dtype:
-        return total.add_(_narrow(a, b))
+    """Add a [M, K] b [K, N] to total [M, N], in place."""
     if by_onednn(a) and _suits(a, b):
         return total.add_(mm(a, b))
     return total.addmm_(a, b)
-
-
-def _narrow(a: Tensor, b: Tensor) -> Tensor:
-    """Return a [M, K] b [K, N] of 16 bits."""
-    from rft_kernels import narrow  # which imports this module
-
-    return narrow.product(a, b.T) if narrow.fits(a) else torch.mm(a, b)
 
 
 def by_onednn(a: Tensor) -> bool:

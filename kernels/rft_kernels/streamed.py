@@ -130,7 +130,7 @@ def backward(problem: Problem, y: Tensor, cot: Cotangent, need: tuple[bool, bool
         if is_narrow:
             dx, w = dx.to(head.w.dtype), head.w[tile.cols]
         if dh is not None:
-            products.add_mm(dh[rows], dx, w)
+            narrow.add_mm(dh[rows], dx, w)
         if dw is not None:
             _weight_grad(dw[tile.cols], tile, dx, h[rows])
         if dbias is not None:
@@ -222,9 +222,9 @@ def _weight_grad(dw: Tensor, tile: ScaledTile, dx: Tensor, h: Tensor) -> None:
     if tile.wide_dw is not None:
         total = tile.wide_dw
     if tile.rows.start == 0:
-        products.mm(dx.T, h, total)
+        narrow.mm(dx.T, h, total)
     else:
-        products.add_mm(total, dx.T, h)
+        narrow.add_mm(total, dx.T, h)
     if total is not dw:
         dw.copy_(total)
 

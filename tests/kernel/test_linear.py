@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rft_kernels import linear as fast
-from rft_kernels import products
+from rft_kernels import narrow, products
 
 SHAPES = {"rows": (9, 7), "batch": (2, 5, 7), "one": (7,), "none": (0, 7)}
 
@@ -25,6 +25,7 @@ def products_seen(monkeypatch):
         seen.append((*a.shape, b.shape[0]))
         return by_onednn(a, b, *options)
 
+    narrow.measured()  # once in a process, with products of its own
     monkeypatch.setattr(products, "mkl_is_half", lambda: True)
     monkeypatch.setattr(products, "is_zen4", lambda: False)
     monkeypatch.setattr(products, "large_layer", lambda: 1)
