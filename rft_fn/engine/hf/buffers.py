@@ -115,7 +115,7 @@ class Buffers(DynamicLayer, OwnRows):
             for buffer, x in zip(self.buffers, held):
                 buffer[:rows, :, :width] = x.clone()
         else:
-            shape = min(_power(rows), most), _power(width + more)
+            shape = min(_power(rows), most), _power(width + max(more, min(_ROOM, self.most)))
             for k, x in enumerate(held):
                 self.buffers[k] = x.new_zeros(shape[0], x.shape[1], shape[1], x.shape[3])
                 self.buffers[k][:rows, :, :width] = x
