@@ -62,7 +62,7 @@ def set_fast(module: nn.Module, on: bool, *, narrow: bool = False) -> None:
     from rft_kernels import products
 
     narrow = narrow and next(module.parameters()).device.type == "cpu"
-    if narrow and on and not of_16_bits.is_fast():
+    if narrow and on and of_16_bits.gain() < 1:
         times = f"{1 / of_16_bits.gain():.1f} times as long as in float32"
         warn_once(
             f"bfloat16: products take this processor {times}, which computes them instead; "
