@@ -2,15 +2,21 @@
 
 A processor with AMX multiplies bfloat16 several times as fast as float32, one with AVX512-BF16 twice as fast.
 Without either, torch has slow stand-ins. Libraries also differ in which layouts of the factors they read
-well. So the three products of a layer are timed once in a process, for a tenth of a second in all.
+well. So the three products of a layer are timed once on a machine, for a tenth of a second in all.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
+import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -108,11 +114,35 @@ def gain() -> float:
 
 
 @cache
-@torch.no_grad()
 def measured() -> dict[Layout, dict[str, float]]:
-    """Return the seconds of the processor of each way for each layout of a layer's products."""
-    with torch.autocast("cpu", enabled=False):
-        return {layout: _seconds(layout) for layout in (FORWARD, INPUT, WEIGHT)}
+    """Return the seconds of the processor of each way for each layout of a layer's products.
+
+    They are measured once on a machine, so that a run that goes on computes as it did: the file is in the
+    folder $RFT_FN_CACHE, or ~/.cache/rft_fn, and may be deleted.
+    """
+    layouts = FORWARD, INPUT, WEIGHT
+    folder = Path(os.environ.get("RFT_FN_CACHE") or Path.home() / ".cache" / "rft_fn")
+    here = [
+        products.processor("model name"),
+        products.processor("flags"),
+        platform.machine(),
+        torch.__version__,
+    ]
+    path = folder / f"bf16_{hashlib.sha256(repr(here).encode()).hexdigest()[:12]}.json"
+    with suppress(OSError, ValueError):
+        return dict(zip(layouts, json.loads(path.read_text()), strict=True))
+
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
+        found = [_seconds(layout) for layout in layouts]
+    with suppress(OSError):  # a folder that nobody may write
+        folder.mkdir(parents=True, exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_text(json.dumps(found))
+        with suppress(FileExistsError):  # another process was first
+            os.link(own, path)
+        own.unlink()
+        found = json.loads(path.read_text())
+    return dict(zip(layouts, found, strict=True))
 
 
 def _seconds(layout: Layout) -> dict[str, float]:

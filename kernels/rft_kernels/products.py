@@ -110,7 +110,7 @@ def _vectors() -> str:
     """Return the vectors that torch sees in an AMD processor with both libraries; "" elsewhere."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return ""
-    if _processor("vendor_id") != "AuthenticAMD":
+    if processor("vendor_id") != "AuthenticAMD":
         return ""
     return torch.backends.cpu.get_cpu_capability()
 
@@ -131,10 +131,10 @@ def is_zen4() -> bool:
 
 @cache
 def _family() -> int:
-    return int(_processor("cpu family") or 0)
+    return int(processor("cpu family") or 0)
 
 
-def _processor(what: str) -> str | None:
+def processor(what: str) -> str | None:
     """Return what Linux says of the first processor, such as its vendor_id; None without it."""
     info = Path("/proc/cpuinfo")
     if not info.exists():

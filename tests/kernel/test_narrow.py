@@ -48,9 +48,14 @@ def test_another_way_is_taken_only_where_it_is_clearly_faster():
     assert narrow.choose(seconds) == {FORWARD: "given", INPUT: "dense", WEIGHT: "wide"}
 
 
-def test_this_processor_is_measured_once():
+def test_this_processor_is_measured_once(monkeypatch, tmp_path):
+    """Also for other processes: the seconds are in a file."""
+    monkeypatch.setenv("RFT_FN_CACHE", str(tmp_path))
+    narrow.measured.cache_clear()
     found = narrow.measured()
     assert set(found) == {FORWARD, INPUT, WEIGHT} and narrow.measured() is found
+    narrow.measured.cache_clear()
+    assert narrow.measured() == found and len(list(tmp_path.iterdir())) == 1
     assert all(0 < x < 10 for of in found.values() for x in of.values())
     assert set(narrow.ways().values()) <= set(WAYS) and narrow.gain() > 0
 

@@ -104,7 +104,7 @@ def test_a_factor_that_is_read_by_columns_is_torchs_on_a_zen4(onednn, monkeypatc
 def test_where_mkl_leaves_half_of_the_vector_alone_and_where_packs_win(
     monkeypatch, maker, capability, mkl, onednn, half, packs
 ):
-    monkeypatch.setattr(products, "_processor", {"vendor_id": maker}.get)
+    monkeypatch.setattr(products, "processor", {"vendor_id": maker}.get)
     monkeypatch.setattr(products, "_vectors", products._vectors.__wrapped__)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
@@ -116,18 +116,18 @@ def test_where_mkl_leaves_half_of_the_vector_alone_and_where_packs_win(
 def test_the_maker_and_the_family_of_the_processor(monkeypatch, tmp_path):
     info = tmp_path / "cpuinfo"
     monkeypatch.setattr(products, "Path", lambda _: info)
-    assert products._processor("vendor_id") is None
+    assert products.processor("vendor_id") is None
     info.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel name\t: A: B\n\n")
-    assert products._processor("vendor_id") == "AuthenticAMD"
-    assert products._processor("cpu family") == "26"
-    assert products._processor("model name") == "A: B"
+    assert products.processor("vendor_id") == "AuthenticAMD"
+    assert products.processor("cpu family") == "26"
+    assert products.processor("model name") == "A: B"
     info.write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
-    assert products._processor("vendor_id") is None
+    assert products.processor("vendor_id") is None
 
 
 @pytest.mark.parametrize(("family", "want"), [("25", 1 << 26), ("26", 1 << 22), (None, 1 << 22)])
 def test_a_layer_is_large_where_the_processor_gains_more_than_a_new_shape_costs(monkeypatch, family, want):
-    monkeypatch.setattr(products, "_processor", {"cpu family": family}.get)
+    monkeypatch.setattr(products, "processor", {"cpu family": family}.get)
     monkeypatch.setattr(products, "_family", products._family.__wrapped__)
     assert products.large_layer() == want
 
