@@ -173,8 +173,8 @@ def test_rewards_take_what_the_forecast_says(scalars, judge, tmp_path, monkeypat
     """Within 20 % of torch's allocator, as a run asks them: two scalar models and two judges."""
     host = Host()
 
-    def move(engine, _):
-        engine.lm._apply(host.to_device if engine.asleep else host.to_host)
+    def move(engine, *, to_host):
+        engine.lm._apply(host.to_host if to_host else host.to_device)
 
     monkeypatch.setattr(_InProcess, "_move", move)
     config = StrategyConfig(offload_models=True, fast_linear=False)
