@@ -25,7 +25,7 @@ from rft_fn import check, data, dist, model
 from rft_fn import run as runs
 from rft_fn.data import templates
 from rft_fn.reward import Judged
-from rft_fn.run import claim, options, report, signals
+from rft_fn.run import claim, opening, options, report, signals
 from rft_fn.run import claim as lock
 from rft_fn.run import files as resume
 from rft_fn.strategy import StrategyConfig, get_fake_strategy
@@ -300,8 +300,8 @@ def test_a_run_keeps_the_date_of_its_first_start(tmp_path, monkeypatch):
 
     def begin(steps):
         cfg = Begun(out=str(tmp_path / "r"))
-        st = runs.start(cfg)
-        run = runs.open_folder(cfg, st)
+        st = opening.start(cfg)
+        run = opening.open_folder(cfg, st)
         run.resume(steps)
         write(run, range(steps, 4))
         run.stop_at_day = templates.fixed_day()
@@ -346,7 +346,7 @@ def test_two_runs_in_one_folder(tmp_path):
         who = f"in use by process {first.pid} on {socket.gethostname()} since 20"
         assert who in str(error.value) and "\n" not in str(error.value)
         with pytest.raises(ValueError, match=who):  # a script knows before it has read any data
-            runs.start(Begun(out=str(tmp_path / "r")))
+            opening.start(Begun(out=str(tmp_path / "r")))
     finally:
         first.kill()
         first.wait()
@@ -357,15 +357,15 @@ def test_two_runs_in_one_folder(tmp_path):
 
 def test_a_folder_that_is_there_is_locked_at_the_start(tmp_path):
     cfg = Begun(out=str(tmp_path / "r"))
-    runs.start(cfg)
+    opening.start(cfg)
     assert not (tmp_path / "r").exists()  # a mistake in the data leaves nothing behind
     (tmp_path / "r").mkdir()
-    runs.start(cfg)
+    opening.start(cfg)
     assert lock.held(tmp_path / "r")
 
     # one that was deleted and made again meanwhile is another
     shutil.rmtree(tmp_path / "r")
-    run = runs.open_folder(cfg, get_fake_strategy())
+    run = opening.open_folder(cfg, get_fake_strategy())
     assert lock.held(tmp_path / "r")
     run.resume(0)
     write(run, range(4))
