@@ -363,13 +363,6 @@ def test_a_step_in_place_is_the_update_added_to_the_parameters(name, dtype):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tol, atol=tol)
 
 
-def test_buckets_are_no_larger_than_the_largest_tensor():
-    xs = [torch.zeros(n) for n in (1, 2, 5, 3, 1, 4)]
-    cut = list(transforms.buckets(xs, [2 * x for x in xs]))
-    assert [[len(x) for x in some] for some, _ in cut] == [[1, 2], [5], [3, 1], [4]]
-    assert all(len(a) == len(b) for a, b in cut) and list(transforms.buckets([], [])) == []
-
-
 def test_the_count_is_of_updates_that_were_made():
     """The learning rate follows it, wherever the adamw is in the chain."""
     wide = optim.master_weights(optim.adamw(0.1))

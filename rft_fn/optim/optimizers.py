@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import tree
-from rft_fn.optim.transforms import InPlace, buckets, by_name, local_parts
+from rft_fn.optim.transforms import InPlace, by_name, local_parts
 from rft_fn.types import Transform
 
 __all__ = [
@@ -157,10 +157,8 @@ def adamw(
             torch._foreach_sqrt_(steps)
             torch._foreach_div_(steps, (1 - b2**count) ** 0.5)
             torch._foreach_add_(steps, eps)
-        for some, moments in buckets(steps, m):
-            scaled = torch._foreach_mul(moments, -rate / (1 - b1**count))
-            torch._foreach_div_(scaled, some)
-            torch._foreach_copy_(some, scaled)
+        for step, moment in zip(steps, m):
+            step.copy_((moment * (-rate / (1 - b1**count))).div_(step))
 
         if weight_decay:
             _add_decay(steps, params, decays, -rate * weight_decay)
@@ -292,12 +290,11 @@ def lion(
         rate = float(schedule(state.count))
         updates = tree.map(torch.Tensor.detach, by_name(params, grads, "grads"))
         steps, m = local_parts(updates), local_parts(state.m)
-        for some, moments in buckets(steps, m):
-            toward = torch._foreach_lerp(moments, some, 1 - b1)
-            torch._foreach_sign_(toward)
-            torch._foreach_lerp_(moments, some, 1 - b2)
-            torch._foreach_mul_(toward, -rate)
-            torch._foreach_copy_(some, toward)
+        for step, moment in zip(steps, m):
+            toward = moment.lerp(step, 1 - b1).sign_()
+            moment.lerp_(step, 1 - b2)
+            step.copy_(toward.mul_(-rate))
+            del toward  # before the next one is made
         if weight_decay:
             _add_decay(steps, params, decays, -rate * weight_decay)
         return updates, tree.replace(state, count=state.count + 1)

@@ -11,7 +11,7 @@ from rft_fn.precision import widen
 from rft_fn.types import Transform
 
 __all__ = [
-    "EmaState", "InPlace", "MasterState", "PartitionState", "apply_updates", "buckets", "by_name", "chain",
+    "EmaState", "InPlace", "MasterState", "PartitionState", "apply_updates", "by_name", "chain",
     "clip_by_global_norm", "count", "ema", "ema_params", "global_norm", "local_parts",
     "master_weights", "partition", "parts", "step_in_place",
 ]  # fmt: skip
@@ -32,22 +32,6 @@ def local_parts(tensors: Any) -> list[Tensor]:
 
 def _local_part(x: Any) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x.detach()
-
-
-def buckets(*lists: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Cut lists of tensors, alike in shapes, into pieces that are no larger than the largest tensor.
-
-    A function of a list is then a few launches on a GPU, and its temporary memory that of one tensor.
-    """
-    sizes = [x.nbytes for x in lists[0]]
-    start = total = 0
-    for i, size in enumerate(sizes):
-        if total + size > max(sizes) and i > start:
-            yield tuple(x[start:i] for x in lists)
-            start, total = i, 0
-        total += size
-    if sizes:
-        yield tuple(x[start:] for x in lists)
 
 
 # ---------- updates added to parameters
@@ -84,8 +68,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
     ps, us = local_parts(params), local_parts(updates)
     if any(p.dtype != u.dtype for p, u in zip(ps, us)):
         # added in the wider type and rounded once
-        for some, their in buckets(ps, us):
-            torch._foreach_copy_(some, torch._foreach_add(their, some))
+        for p, u in zip(ps, us):
+            p.copy_(p.to(u.dtype) + u)
     elif ps:
         torch._foreach_add_(ps, us)
     return params

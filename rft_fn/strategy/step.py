@@ -236,9 +236,10 @@ def _add_gradients(sums: dict[str, Tensor], params: Mapping[str, Tensor]) -> Non
     if old:
         torch._foreach_add_(local_parts([sums[name] for name in old]), local_parts([parts[n] for n in old]))
     for name, p in params.items():
-        if name in parts and name not in sums:  # in bfloat16 a sum stops growing after 256 terms
-            sums[name] = parts[name].to(wide(parts[name].dtype))
         p.grad = None
+        part = parts.pop(name, None)  # so that its memory is free before the next one is made wide
+        if part is not None and name not in sums:  # in bfloat16 a sum stops growing after 256 terms
+            sums[name] = part.to(wide(part.dtype))
 
 
 def grad(
