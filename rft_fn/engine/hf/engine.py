@@ -56,8 +56,10 @@ def check_config(config: EngineConfig) -> None:
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
     """Build an engine with weights of `model`, which is loaded by its name or taken over."""
-    dtype = torch.bfloat16 if config.bf16 else None
-    lm = model_lib.load(model, quantize="none", dtype=dtype)
+    if config.bf16:
+        lm = model_lib.load(model, quantize="none", dtype=torch.bfloat16)
+    else:
+        lm = model_lib.load(model, quantize="none")
     return hf(lm, tokenizer, batch=config.batch, sleep=config.sleep, fast_linear=config.fast_linear)
 
 
