@@ -116,22 +116,22 @@ def test_a_crash_or_a_hang_costs_one_stage(bench, tmp_path, monkeypatch, capfd):
     run, harness = bench("run"), bench("harness")
     (tmp_path / "faulty.py").write_text(FAULTY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    stages = {name: run.Stage(f"faulty.{name}", 6) for name in ("crash", "hang", "wrong", "fine")}
-    stages["beside"] = run.Stage("faulty.fine", 20, beside=True)
+    stages = {name: run.Stage(f"faulty.{name}", 15) for name in ("crash", "hang", "wrong", "fine")}
+    stages["beside"] = run.Stage("faulty.fine", 40, beside=True)
     monkeypatch.setattr(run, "STAGES", stages)
     setting = harness.setting_of("cpu", tmp_path, dry=True, rounds=1, peak=1.0)
     found = {"stages": {}}
-    run.run(list(stages), setting, found, began=run.time.perf_counter(), budget=60, scale=1.0)
+    run.run(list(stages), setting, found, began=run.time.perf_counter(), budget=120, scale=1.0)
     written = json.loads((tmp_path / "results.json").read_text())["stages"]
     ended = {name: x["ended"] for name, x in written.items()}
-    assert (ended.pop("crash"), ended.pop("hang")) == ("died: SIGSEGV", "killed after 6 s")
+    assert (ended.pop("crash"), ended.pop("hang")) == ("died: SIGSEGV", "killed after 15 s")
     assert ended == dict.fromkeys(("wrong", "fine", "beside"), "whole")
     assert {name: [row["n"] for row in x["rows"]] for name, x in written.items()} == {
         "crash": [1], "hang": [1], "wrong": [1, 2, 3], "fine": [1, 2, 3], "beside": [1, 2, 3],
     }  # fmt: skip
     assert written["wrong"]["rows"][1]["error"] == "ZeroDivisionError: division by zero"
     said = capfd.readouterr()
-    assert "faulty.py" in said.err and "== hang: killed after 6 s" in said.out  # with the place where it hung
+    assert "faulty.py" in said.err and "== hang: killed after 15 s" in said.out  # with the place where it hung
 
     # what does not fit into the budget is left out, and said
     found = {"stages": {}}
