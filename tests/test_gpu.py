@@ -114,10 +114,10 @@ def fine(setting):
 @pytest.mark.slow
 def test_a_crash_or_a_hang_costs_one_stage(bench, tmp_path, monkeypatch, capfd):
     run, harness = bench("run"), bench("harness")
-    (tmp_path / "faulty.py").write_text(FAULTY)
+    (tmp_path / "broken_stages.py").write_text(FAULTY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    stages = {name: run.Stage(f"faulty.{name}", 15) for name in ("crash", "hang", "wrong", "fine")}
-    stages["beside"] = run.Stage("faulty.fine", 40, beside=True)
+    stages = {name: run.Stage(f"broken_stages.{name}", 15) for name in ("crash", "hang", "wrong", "fine")}
+    stages["beside"] = run.Stage("broken_stages.fine", 40, beside=True)
     monkeypatch.setattr(run, "STAGES", stages)
     setting = harness.setting_of("cpu", tmp_path, dry=True, rounds=1, peak=1.0)
     found = {"stages": {}}
@@ -131,7 +131,7 @@ def test_a_crash_or_a_hang_costs_one_stage(bench, tmp_path, monkeypatch, capfd):
     }  # fmt: skip
     assert written["wrong"]["rows"][1]["error"] == "ZeroDivisionError: division by zero"
     said = capfd.readouterr()
-    assert "faulty.py" in said.err and "== hang: killed after 15 s" in said.out  # with the place where it hung
+    assert "broken_stages.py" in said.err and "== hang: killed after 15 s" in said.out  # with the place where it hung
 
     # what does not fit into the budget is left out, and said
     found = {"stages": {}}
