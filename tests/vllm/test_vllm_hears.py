@@ -86,8 +86,8 @@ def test_an_audio_is_heard_as_here(tmp_path, monkeypatch):
     sampler = Sampler(llm, torch.device("cpu"), 300.0, request)
     stop = Stop(None, requests.end_tokens(lm, TOK), ())
     keys = list(range(4))
-    rows = [Asked(ids[b // 2], b, 6, shown[b // 2]) for b in range(8)]
     for sampling in (rft.Sampling(temperature=0, max_new=6), rft.Sampling(max_new=6)):
+        rows = [Asked(ids[b // 2], b, 6, shown[b // 2], sampling.temperature) for b in range(8)]
         found = sampler.responses(rows, sampling, stop)
         own = prompt_media.tensors(shown)
         rollout = requests.assemble(ids, found, pad=0, version=0, media=own)
