@@ -131,7 +131,9 @@ def test_a_crash_or_a_hang_costs_one_stage(bench, tmp_path, monkeypatch, capfd):
     }  # fmt: skip
     assert written["wrong"]["rows"][1]["error"] == "ZeroDivisionError: division by zero"
     said = capfd.readouterr()
-    assert "broken_stages.py" in said.err and "== hang: killed after 15 s" in said.out  # with the place where it hung
+    assert (
+        "broken_stages.py" in said.err and "== hang: killed after 15 s" in said.out
+    )  # with the place where it hung
 
     # what does not fit into the budget is left out, and said
     found = {"stages": {}}
