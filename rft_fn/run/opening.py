@@ -329,9 +329,7 @@ def initial_model(
     """
     if cfg.lora_rank:
         return model.without_adapters(module, apply), None
-    copy = model.load(cfg.model, meta=st.world > 1)
-    frozen, params = st.bind(copy, sampling=sampling)
-    return frozen, params
+    return st.bind(model.load(cfg.model, meta=st.world > 1), sampling=sampling)
 
 
 # ---------- within a step

@@ -253,8 +253,6 @@ def _reading(folder: str, cfg: options.Data) -> reward.Reading:
 
 _LOOKED_AT = 16  # prompts, for whether the data has media
 
-OptionsT = TypeVar("OptionsT", bound=options.Reinforcement)
-
 
 class Task(NamedTuple):
     """Prompts, and how responses to them are rewarded."""
