@@ -364,6 +364,32 @@ def test_a_fault_that_no_weights_are_free_of_has_no_name(plain):
         sync.canary(st, state, Shifted(eng), "tiny", PROMPTS, version=1)
 
 
+@each(
+    ("gaps", "passes"),
+    [
+        ([0.09, 0.03, 0.05, 0.03], True),
+        ([0.09, 0.03, 0.09, 0.03], False),
+        ([0.17, 0.03], False),  # more than chance
+        ([0.05, 0.09], False),  # no noise, no chance
+    ],
+)
+def test_a_gap_under_noise_that_may_be_chance_is_drawn_again(plain, monkeypatch, gaps, passes):
+    """Twice the limit at most, and only once. The key is of the noise that decided."""
+    canary = import_module("rft_fn.sync.canary")
+    asked = iter(gaps)
+    monkeypatch.setattr(canary.Sides, "gap", lambda self, change: next(asked))
+    monkeypatch.setattr(canary, "locate", lambda *args, **options: "")
+    st, state, eng = started()
+    call = partial(sync.canary, st, state, eng, "tiny", PROMPTS, version=1, max_gap=0.08, key=5)
+    if passes:
+        probe = call()
+        assert (probe.noisy, probe.floor) == (0.05, 0.03) and probe.key == rft.rng.fold_in(5, "again")
+    else:
+        with pytest.raises(sync.CanaryError):
+            call()
+    assert next(asked, None) is None
+
+
 def test_a_canary_with_nan_fails(plain):
     """In either of its two loads."""
     st, state, eng = started()
