@@ -24,12 +24,11 @@ from rft_fn.loss.policy import (
     sapo,
     seq_ratio,
 )
+from rft_fn.loss.preference import dpo, ipo
 from rft_fn.loss.targets import (
     bradley_terry,
     centering,
-    dpo,
     hps,
-    ipo,
     log_exp,
     nll,
     plackett_luce,

@@ -1,4 +1,4 @@
-"""Losses against known targets: texts, returns, preferences of policies and scores of reward models.
+"""Losses against known targets: texts, returns and scores of reward models.
 
 Scores are raw numbers of any size, and none of these losses overflows. Losses of pairs are one family: with
 hard labels `bradley_terry`, `hps` and `log_exp` are the same number, which is also `plackett_luce` of two.
@@ -11,8 +11,8 @@ from torch import Tensor
 from rft_fn import check
 
 __all__ = [
-    "bradley_terry", "centering", "dpo", "hps", "ipo", "log_exp", "nll", "plackett_luce", "score_bce",
-    "score_mse", "value_clip",
+    "bradley_terry", "centering", "hps", "log_exp", "nll", "plackett_luce", "score_bce", "score_mse",
+    "smoothed", "value_clip",
 ]  # fmt: skip
 
 Scalar = float | Tensor
@@ -45,7 +45,7 @@ def value_clip(value: Tensor, old_value: Tensor, ret: Tensor, *, clip: Scalar = 
 # ---------- scores of reward models
 
 
-def _smoothed(h: Tensor, label_smoothing: float) -> Tensor:
+def smoothed(h: Tensor, label_smoothing: float) -> Tensor:
     """Return -(1 - e) log sigmoid(h) - e log sigmoid(-h), [*]; ValueError unless 0 <= e < 0.5."""
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing: expected 0 <= label_smoothing < 0.5, got {label_smoothing}")
@@ -68,7 +68,7 @@ def bradley_terry(
     check.shapes(chosen=(chosen, "N"), rejected=(rejected, "N"))
     if isinstance(margin, Tensor) and margin.dim():
         check.shapes(chosen=(chosen, "N"), margin=(margin, "N"))
-    return _smoothed(chosen - rejected - margin, label_smoothing)
+    return smoothed(chosen - rejected - margin, label_smoothing)
 
 
 def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -154,51 +154,3 @@ def score_bce(score: Tensor, label: Tensor) -> Tensor:
     check.shapes(score=(score, "..."), label=(label, "..."))
     y = label.to(score.dtype)
     return -y * F.logsigmoid(score) - (1 - y) * F.logsigmoid(-score)
-
-
-# ---------- preferences of policies
-
-
-def _preference(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
-    """Return log(pi / ref)(chosen) - log(pi / ref)(rejected), [N]."""
-    check.given(ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-    check.shapes(chosen=(chosen, "N"), rejected=(rejected, "N"))
-    check.shapes(chosen=(chosen, "N"), ref_chosen=(ref_chosen, "N"), ref_rejected=(ref_rejected, "N"))
-    return (chosen - ref_chosen) - (rejected - ref_rejected)
-
-
-def dpo(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    beta: Scalar = 0.1,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Return the DPO loss of preference pairs, [N].
-
-        -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
-        h = log(pi / ref)(chosen) - log(pi / ref)(rejected),    e = label_smoothing
-
-    The four arguments [N] are log-probs of whole responses, sums over tokens (`segment.sum`). e > 0 is
-    cDPO, for labels with a share e of wrong ones. A pair must share a pack: `packing.shard(..., unit=2)`;
-    metrics count the pairs in `packing.real(b)`, which leaves out placeholders. arXiv 2305.18290.
-    ValueError unless 0 <= e < 0.5.
-    """
-    return _smoothed(beta * _preference(chosen, rejected, ref_chosen, ref_rejected), label_smoothing)
-
-
-def ipo(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: Scalar = 0.1
-) -> Tensor:
-    """Return the IPO loss of preference pairs, [N].
-
-    h has a margin to reach, not one to stretch:
-
-        (h - 1 / (2 beta))^2,    h as in `dpo`
-
-    The paper's h is of sums over tokens; TRL takes means over tokens (`segment.mean`). arXiv 2310.12036.
-    """
-    h = _preference(chosen, rejected, ref_chosen, ref_rejected)
-    return (h - 1 / (2 * beta)).square()
