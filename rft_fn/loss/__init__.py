@@ -24,7 +24,26 @@ from rft_fn.loss.policy import (
     sapo,
     seq_ratio,
 )
-from rft_fn.loss.preference import dpo, ipo
+from rft_fn.loss.preference import (
+    PREFERENCES,
+    Preference,
+    apo_down,
+    apo_zero,
+    bco,
+    cpo,
+    dpo,
+    exo,
+    hinge,
+    ipo,
+    kto,
+    length_desensitized,
+    nca,
+    orpo,
+    robust_dpo,
+    rpo,
+    simpo,
+    sppo,
+)
 from rft_fn.loss.targets import (
     bradley_terry,
     centering,
@@ -38,8 +57,10 @@ from rft_fn.loss.targets import (
 )
 
 __all__ = [
-    "bradley_terry", "centering", "cispo", "cpgd", "dpo", "dppo_kl", "dppo_tv", "entropy_bonus", "gmpo",
-    "gspo", "gspo_token", "hps", "ipo", "kl", "kl_cov", "kl_k1", "kl_k2", "kl_k3", "log_exp", "nll",
-    "plackett_luce", "ppo_clip", "ratio", "reinforce", "reverse_kl", "reverse_kl_top_k", "sapo", "score_bce",
-    "score_mse", "seq_ratio", "token_gradient", "value_clip", "without_gradient",
+    "PREFERENCES", "Preference", "apo_down", "apo_zero", "bco", "bradley_terry", "centering", "cispo",
+    "cpgd", "cpo", "dpo", "dppo_kl", "dppo_tv", "entropy_bonus", "exo", "gmpo", "gspo", "gspo_token",
+    "hinge", "hps", "ipo", "kl", "kl_cov", "kl_k1", "kl_k2", "kl_k3", "kto", "length_desensitized",
+    "log_exp", "nca", "nll", "orpo", "plackett_luce", "ppo_clip", "ratio", "reinforce", "reverse_kl",
+    "reverse_kl_top_k", "robust_dpo", "rpo", "sapo", "score_bce", "score_mse", "seq_ratio", "simpo", "sppo",
+    "token_gradient", "value_clip", "without_gradient",
 ]  # fmt: skip

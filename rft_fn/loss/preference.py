@@ -1,21 +1,48 @@
-"""Losses of policies on preferences: pairs of responses, and single responses with a label."""
+"""Losses of policies on preferences: pairs of responses, and single responses with a label.
 
+Arguments [N] are log-probs of whole responses: sums over their tokens (`segment.sum`), or means
+(`segment.mean`) where a loss says so. `ref_` are the reference's of the same responses. A loss of pairs
+compares two responses, which must share a pack: `packing.shard(..., unit=2)`; metrics count the pairs in
+`packing.real(b)`, which leaves out placeholders. `PREFERENCES` has all of them by name, with the settings of
+their papers.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from rft_fn import check
+from rft_fn import check, segment
 from rft_fn.loss.targets import smoothed
 
-__all__ = ["dpo", "ipo"]
+__all__ = [
+    "PREFERENCES", "Preference", "apo_down", "apo_zero", "bco", "cpo", "dpo", "exo", "hinge", "ipo", "kto",
+    "length_desensitized", "nca", "orpo", "robust_dpo", "rpo", "simpo", "sppo",
+]  # fmt: skip
 
 Scalar = float | Tensor
 
 
-def _preference(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
-    """Return log(pi / ref)(chosen) - log(pi / ref)(rejected), [N]."""
+def _log_ratios(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return log(pi / ref) of the chosen and of the rejected responses, [N] each."""
     check.given(ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     check.shapes(chosen=(chosen, "N"), rejected=(rejected, "N"))
     check.shapes(chosen=(chosen, "N"), ref_chosen=(ref_chosen, "N"), ref_rejected=(ref_rejected, "N"))
-    return (chosen - ref_chosen) - (rejected - ref_rejected)
+    return chosen - ref_chosen, rejected - ref_rejected
+
+
+def _preference(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
+    """Return log(pi / ref)(chosen) - log(pi / ref)(rejected), [N]."""
+    better, worse = _log_ratios(chosen, rejected, ref_chosen, ref_rejected)
+    return better - worse
+
+
+# ---------- pairs, by the log-ratio of their log-ratios
 
 
 def dpo(
@@ -32,12 +59,54 @@ def dpo(
         -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
         h = log(pi / ref)(chosen) - log(pi / ref)(rejected),    e = label_smoothing
 
-    The four arguments [N] are log-probs of whole responses, sums over tokens (`segment.sum`). e > 0 is
-    cDPO, for labels with a share e of wrong ones. A pair must share a pack: `packing.shard(..., unit=2)`;
-    metrics count the pairs in `packing.real(b)`, which leaves out placeholders. arXiv 2305.18290.
-    ValueError unless 0 <= e < 0.5.
+    e > 0 is cDPO, for labels with a share e of wrong ones. With means over tokens it is length-normalised
+    DPO (Tulu 3, arXiv 2411.15124, with beta 5). arXiv 2305.18290. ValueError unless 0 <= e < 0.5.
     """
     return smoothed(beta * _preference(chosen, rejected, ref_chosen, ref_rejected), label_smoothing)
+
+
+def robust_dpo(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: Scalar = 0.1,
+    label_smoothing: float = 0.1,
+) -> Tensor:
+    """Return the robust DPO loss of preference pairs, [N].
+
+        (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e),    h and e as in `dpo`
+
+    Its mean over labels with a share e of wrong ones is `dpo`'s on right ones. The price is variance, and no
+    lower bound: a pair with a wrong label may go to -infinity. arXiv 2403.00409. ValueError unless
+    0 <= e < 0.5.
+    """
+    h = beta * _preference(chosen, rejected, ref_chosen, ref_rejected)
+    right, wrong = smoothed(h, 0.0), smoothed(-h, 0.0)
+    smoothed(h, label_smoothing)  # raises for a share that is none
+    return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+
+
+def rpo(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    length: Tensor,
+    *,
+    beta: Scalar = 0.1,
+    alpha: Scalar = 1.0,
+) -> Tensor:
+    """Return the loss of DPO with the likelihood of the chosen response, [N].
+
+        dpo + alpha (-log pi(chosen)) / length
+
+    `length` [N] counts the tokens of the chosen response. It holds up what `dpo` may push down with the
+    rejected one. Iterative RPO, arXiv 2404.19733, which divides by the tokens of the prompt too.
+    """
+    check.shapes(chosen=(chosen, "N"), length=(length, "N"))
+    return dpo(chosen, rejected, ref_chosen, ref_rejected, beta=beta) - alpha * chosen / length.clamp(min=1)
 
 
 def ipo(
@@ -53,3 +122,272 @@ def ipo(
     """
     h = _preference(chosen, rejected, ref_chosen, ref_rejected)
     return (h - 1 / (2 * beta)).square()
+
+
+def hinge(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: Scalar = 0.1
+) -> Tensor:
+    """Return the hinge loss of preference pairs, [N].
+
+        max(0, 1 - beta h),    h as in `dpo`
+
+    SLiC (arXiv 2305.10425) with the reference of RSO (arXiv 2309.06657). A pair whose margin beta h has
+    reached 1 teaches nothing more.
+    """
+    return torch.relu(1 - beta * _preference(chosen, rejected, ref_chosen, ref_rejected))
+
+
+def exo(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: Scalar = 0.1,
+    label_smoothing: float = 1e-3,
+) -> Tensor:
+    """Return the EXO loss of preference pairs, [N].
+
+        KL(q, p) = q log(q / (1 - e)) + (1 - q) log((1 - q) / e)
+        q = sigmoid(beta h),    e = label_smoothing, h as in `dpo`
+
+    The reverse KL of the policy's preference q to the labels', where `dpo` has the forward KL. e must be
+    above 0: labels that are sure make it infinite. arXiv 2402.00856. ValueError unless 0 < e < 0.5.
+    """
+    if not 0 < label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing: expected 0 < label_smoothing < 0.5, got {label_smoothing}")
+    h = beta * _preference(chosen, rejected, ref_chosen, ref_rejected)
+    right, wrong = F.logsigmoid(h), F.logsigmoid(-h)
+    kept = right.exp() * (right - math.log1p(-label_smoothing))
+    return kept + wrong.exp() * (wrong - math.log(label_smoothing))
+
+
+# ---------- pairs, each side by its own log-ratio
+
+
+def sppo(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: Scalar = 1e-3,
+    preference: Scalar = 1.0,
+) -> Tensor:
+    """Return the SPPO loss of preference pairs, [N].
+
+        (d_c - (P - 1/2) / beta)^2 + (d_r - (1/2 - P) / beta)^2,    d = log(pi / ref) of a side
+
+    P = `preference`, a number or [N], is the probability that the chosen response wins; at 1 it is TRL's
+    "hard" form. Each side has a value of its own to reach. 1 / beta is the paper's eta of 1,000. arXiv
+    2405.00675.
+    """
+    better, worse = _log_ratios(chosen, rejected, ref_chosen, ref_rejected)
+    goal = (preference - 0.5) / beta
+    return (better - goal).square() + (worse + goal).square()
+
+
+def nca(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: Scalar = 0.1
+) -> Tensor:
+    """Return the NCA loss of preference pairs, [N].
+
+        -log sigmoid(r_c) - log sigmoid(-r_c) / 2 - log sigmoid(-r_r) / 2,    r = beta log(pi / ref) of a side
+
+    It holds the chosen response's likelihood, where `dpo` holds only the difference. arXiv 2402.05369.
+    """
+    better, worse = _log_ratios(chosen, rejected, ref_chosen, ref_rejected)
+    pulled = -F.logsigmoid(beta * better) - 0.5 * F.logsigmoid(-beta * better)
+    return pulled - 0.5 * F.logsigmoid(-beta * worse)
+
+
+def apo_zero(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: Scalar = 0.1
+) -> Tensor:
+    """Return the APO-zero loss of preference pairs, [N].
+
+        1 - sigmoid(r_c) + sigmoid(r_r),    r = beta log(pi / ref) of a side
+
+    For chosen responses that are better than the policy's: they become more probable, rejected ones less.
+    arXiv 2408.06266.
+    """
+    better, worse = _log_ratios(chosen, rejected, ref_chosen, ref_rejected)
+    return torch.sigmoid(-beta * better) + torch.sigmoid(beta * worse)
+
+
+def apo_down(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: Scalar = 0.1
+) -> Tensor:
+    """Return the APO-down loss of preference pairs, [N].
+
+        sigmoid(r_c) + 1 - sigmoid(r_c - r_r),    r = beta log(pi / ref) of a side
+
+    For chosen responses that are worse than the policy's: both become less probable, the rejected one more
+    so. arXiv 2408.06266.
+    """
+    better, worse = _log_ratios(chosen, rejected, ref_chosen, ref_rejected)
+    return torch.sigmoid(beta * better) + torch.sigmoid(-beta * (better - worse))
+
+
+# ---------- pairs without a reference
+
+
+def cpo(chosen: Tensor, rejected: Tensor, *, beta: Scalar = 0.1, label_smoothing: float = 0.0) -> Tensor:
+    """Return the preference term of the CPO loss of pairs, [N].
+
+        `dpo` with h = log pi(chosen) - log pi(rejected)
+
+    The paper adds the likelihood of the chosen response, `nll(chosen)`, with coefficient 1. arXiv
+    2401.08417. ValueError unless 0 <= label_smoothing < 0.5.
+    """
+    check.shapes(chosen=(chosen, "N"), rejected=(rejected, "N"))
+    return smoothed(beta * (chosen - rejected), label_smoothing)
+
+
+def simpo(
+    chosen: Tensor,
+    rejected: Tensor,
+    *,
+    beta: Scalar = 2.0,
+    margin: Scalar = 1.0,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return the SimPO loss of pairs, [N].
+
+        -log sigmoid(beta (c - r) - margin),    c and r means of log pi over tokens
+
+    `margin` is the paper's gamma, about half of beta. `label_smoothing` is as in `dpo`. arXiv 2405.14734.
+    ValueError unless 0 <= label_smoothing < 0.5.
+    """
+    check.shapes(chosen=(chosen, "N"), rejected=(rejected, "N"))
+    return smoothed(beta * (chosen - rejected) - margin, label_smoothing)
+
+
+def _log_odds(logp: Tensor) -> Tensor:
+    """Return log(p / (1 - p)), for p up to 1 - 1e-10."""
+    return logp - (-torch.expm1(logp)).clamp(min=1e-10).log()
+
+
+def orpo(chosen: Tensor, rejected: Tensor, *, beta: Scalar = 0.1) -> Tensor:
+    """Return the ORPO loss of pairs, [N].
+
+        -c - beta log sigmoid(log odds(c) - log odds(r)),    odds(x) = e^x / (1 - e^x)
+
+    c and r are means of log pi over tokens, so that -c is the likelihood of the chosen response; beta is the
+    paper's lambda. arXiv 2403.07691.
+    """
+    check.shapes(chosen=(chosen, "N"), rejected=(rejected, "N"))
+    return -chosen - beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+# ---------- single responses with a label
+
+
+def _signed(logp: Tensor, ref_logp: Tensor, desirable: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (log(pi / ref) [N], 1 for desirable responses and -1 for others [N])."""
+    check.given(ref_logp=ref_logp)
+    check.shapes(logp=(logp, "N"), ref_logp=(ref_logp, "N"), desirable=(desirable, "N"))
+    return logp - ref_logp, torch.where(desirable > 0.5, 1.0, -1.0).to(logp.dtype)
+
+
+def kto(
+    logp: Tensor,
+    ref_logp: Tensor,
+    desirable: Tensor,
+    *,
+    beta: Scalar = 0.1,
+    baseline: Scalar = 0.0,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """Return the KTO loss of single responses, [N].
+
+        weight (1 - sigmoid(+-beta (log(pi / ref) - z))),    + for desirable ones, z = `baseline`
+
+    `desirable` [N] is bool, or above 0.5. z [nats] is an estimate of KL(pi, ref), at least 0 and without
+    gradient, a number or [N]: the mean of log(pi / ref) over responses to other prompts of the batch. The
+    weights balance both kinds: weight times count of one within 1 to 4/3 of the other's. arXiv 2402.01306.
+    With z = 0 it is `apo_zero`, unpaired.
+    """
+    ratio, sign = _signed(logp, ref_logp, desirable)
+    weight = torch.where(sign > 0, desirable_weight, undesirable_weight).to(logp.dtype)
+    return weight * torch.sigmoid(-sign * beta * (ratio - baseline))
+
+
+def bco(
+    logp: Tensor, ref_logp: Tensor, desirable: Tensor, *, beta: Scalar = 0.1, baseline: Scalar = 0.0
+) -> Tensor:
+    """Return the BCO loss of single responses, [N].
+
+        -log sigmoid(+-(beta log(pi / ref) - delta)),    + for desirable ones, delta = `baseline`
+
+    `desirable` [N] is bool, or above 0.5: a classifier whose logit is the implicit reward. delta, a number
+    or [N], is the mean of the means of the rewards of both kinds, without gradient; the paper keeps a running
+    one, TRL's pair form has 0. The loss of a pair is the sum of both sides. arXiv 2404.04656.
+    """
+    ratio, sign = _signed(logp, ref_logp, desirable)
+    return -F.logsigmoid(sign * (beta * ratio - baseline))
+
+
+# ---------- lengths, and the table
+
+
+def length_desensitized(mask: Tensor, seq: Tensor, num_seqs: int, *, alpha: float = 0.5) -> Tensor:
+    """Return what LD-DPO multiplies the log-probs of pairs with, [T].
+
+    1 on as many tokens of a response as the shorter one of its pair has, `alpha` on those after them:
+
+        factor = length_desensitized(b.mask, b.seq, b.num_seqs)
+        chosen, rejected = packing.sides(factor * out.logp, b)    # and of b.ref_logp alike
+
+    alpha = 1 is `dpo`, 0 cuts the longer response. Sequences 2i and 2i + 1 are a pair. arXiv 2409.06411.
+    ValueError unless 0 <= alpha <= 1, and for an odd number of sequences.
+    """
+    check.shapes(mask=(mask, "T"), seq=(seq, "T"))
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha: expected 0 <= alpha <= 1, got {alpha}")
+    if num_seqs % 2:
+        raise ValueError(f"num_seqs: expected an even number of sequences, two per pair, got {num_seqs}")
+    tokens = segment.sum(mask.to(torch.get_default_dtype()), mask, seq, num_seqs).long()
+
+    # the place of each token in mask in its sequence, from 1
+    order = seq.argsort(stable=True)
+    place = torch.zeros_like(seq)
+    place[order] = mask[order].long().cumsum(0)
+    place = place - (tokens.cumsum(0) - tokens)[seq]
+
+    shared = torch.minimum(tokens[::2], tokens[1::2]).repeat_interleave(2)
+    return torch.where(place <= shared[seq], 1.0, alpha)
+
+
+class Preference(NamedTuple):
+    """A loss of preferences with the settings of its paper."""
+
+    loss: Callable[..., Tensor]
+    paper: str  # arXiv id
+    beta: float = 0.1
+    nll: float = 0.0  # coefficient of -log pi of the chosen response, a mean over its tokens
+    mean: bool = False  # log-probs are means over tokens, not sums
+    reference: bool = True  # takes ref_chosen and ref_rejected after chosen and rejected
+    single: bool = False  # takes (logp, ref_logp, desirable), and a baseline
+
+
+PREFERENCES: dict[str, Preference] = {
+    "dpo": Preference(dpo, "2305.18290"),
+    "cdpo": Preference(dpo, "2305.18290"),
+    "robust": Preference(robust_dpo, "2403.00409"),
+    "rpo": Preference(dpo, "2404.19733", nll=1.0),
+    "dpo_norm": Preference(dpo, "2411.15124", beta=5.0, mean=True),
+    "ipo": Preference(ipo, "2310.12036"),
+    "hinge": Preference(hinge, "2305.10425"),
+    "exo": Preference(exo, "2402.00856"),
+    "sppo": Preference(sppo, "2405.00675", beta=1e-3),
+    "nca": Preference(nca, "2402.05369"),
+    "apo_zero": Preference(apo_zero, "2408.06266"),
+    "apo_down": Preference(apo_down, "2408.06266"),
+    "cpo": Preference(cpo, "2401.08417", nll=1.0, reference=False),
+    "simpo": Preference(simpo, "2405.14734", beta=2.0, mean=True, reference=False),
+    "orpo": Preference(orpo, "2403.07691", mean=True, reference=False),
+    "kto": Preference(kto, "2402.01306", single=True),
+    "bco": Preference(bco, "2404.04656", single=True),
+}
