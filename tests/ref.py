@@ -512,6 +512,59 @@ def kl_k3(logp, ref_logp):
     return np.array([math.exp(r) / math.exp(p) - 1 - (r - p) for p, r in zip(logp, ref_logp)])
 
 
+# ---------- distillation: p is the student, t the teacher, of one token [V]
+
+
+def distilled(name, p, t, beta=0.5, alpha=0.1):
+    """By a sum over words; a word without mass on the left side adds nothing."""
+
+    def kl(a, b):
+        return sum(x * math.log(x / y) for x, y in zip(a, b) if x > 0)
+
+    def mixed(a, b, share):
+        return [share * x + (1 - share) * y for x, y in zip(a, b)]
+
+    if name == "reverse_kl":
+        return kl(p, t)
+    if name == "forward_kl":
+        return kl(t, p)
+    if name == "jsd":
+        m = mixed(t, p, beta)
+        return beta * kl(t, m) + (1 - beta) * kl(p, m)
+    if name == "skew_reverse_kl":
+        return kl(p, mixed(p, t, alpha))
+    assert name == "skew_forward_kl"
+    return kl(t, mixed(t, p, alpha))
+
+
+def teacher_advantage(logp, teacher_logp, mask, gamma=0.0, normalize=False):
+    """The double sum over the sampled tokens of each row."""
+    out = np.zeros(np.shape(logp))
+    for b, row in enumerate(mask):
+        at = [s for s in range(len(row)) if row[s]]
+        for i, t in enumerate(at):
+            powers = [gamma**j for j in range(len(at) - i)]
+            total = sum(w * (teacher_logp[b][s] - logp[b][s]) for w, s in zip(powers, at[i:]))
+            out[b, t] = total / sum(powers) if normalize else total
+    return out
+
+
+def enumerated_reverse_kl(student, teacher, length):
+    """(KL of whole texts, its gradient in the logits) of two Markov chains [V, V] that begin in state 0."""
+    size = len(student)
+    p, t = (np.exp(x - np.log(np.exp(x).sum(-1, keepdims=True))) for x in (student, teacher))
+    value, gradient = 0.0, np.zeros_like(student)
+    for text in itertools.product(range(size), repeat=length):
+        before = (0, *text[:-1])
+        chance = math.prod(p[a, b] for a, b in zip(before, text))
+        gap = sum(math.log(p[a, b] / t[a, b]) for a, b in zip(before, text))
+        value += chance * gap
+        for a, b in zip(before, text):  # d log p(text) / d logits
+            gradient[a] -= chance * gap * p[a]
+            gradient[a, b] += chance * gap
+    return value, gradient
+
+
 # ---------- draws
 
 

@@ -7,6 +7,17 @@ repeats its number on each token: under `weight.seq_mean` they add up to the mea
 coefficients may be tensors [], so that `torch.func.vmap` can sweep them.
 """
 
+from rft_fn.loss.distill import (
+    DIVERGENCES,
+    divergence,
+    forward_kl,
+    jsd,
+    skew_forward_kl,
+    skew_reverse_kl,
+    teacher_advantage,
+    top_1_agreement,
+    with_tail,
+)
 from rft_fn.loss.evaluate import token_gradient, without_gradient
 from rft_fn.loss.kl import entropy_bonus, kl, kl_k1, kl_k2, kl_k3, reverse_kl, reverse_kl_top_k
 from rft_fn.loss.policy import (
@@ -57,10 +68,12 @@ from rft_fn.loss.targets import (
 )
 
 __all__ = [
-    "PREFERENCES", "Preference", "apo_down", "apo_zero", "bco", "bradley_terry", "centering", "cispo",
-    "cpgd", "cpo", "dpo", "dppo_kl", "dppo_tv", "entropy_bonus", "exo", "gmpo", "gspo", "gspo_token",
-    "hinge", "hps", "ipo", "kl", "kl_cov", "kl_k1", "kl_k2", "kl_k3", "kto", "length_desensitized",
-    "log_exp", "nca", "nll", "orpo", "plackett_luce", "ppo_clip", "ratio", "reinforce", "reverse_kl",
-    "reverse_kl_top_k", "robust_dpo", "rpo", "sapo", "score_bce", "score_mse", "seq_ratio", "simpo", "sppo",
-    "token_gradient", "value_clip", "without_gradient",
+    "DIVERGENCES", "PREFERENCES", "Preference", "apo_down", "apo_zero", "bco", "bradley_terry",
+    "centering", "cispo", "cpgd", "cpo", "divergence", "dpo", "dppo_kl", "dppo_tv", "entropy_bonus",
+    "exo", "forward_kl", "gmpo", "gspo", "gspo_token", "hinge", "hps", "ipo", "jsd", "kl", "kl_cov",
+    "kl_k1", "kl_k2", "kl_k3", "kto", "length_desensitized", "log_exp", "nca", "nll", "orpo",
+    "plackett_luce", "ppo_clip", "ratio", "reinforce", "reverse_kl", "reverse_kl_top_k", "robust_dpo",
+    "rpo", "sapo", "score_bce", "score_mse", "seq_ratio", "simpo", "skew_forward_kl", "skew_reverse_kl",
+    "sppo", "teacher_advantage", "token_gradient", "top_1_agreement", "value_clip", "with_tail",
+    "without_gradient",
 ]  # fmt: skip

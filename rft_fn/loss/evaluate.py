@@ -24,6 +24,10 @@ REMEDY = {
     "words_logp": "name the words: rft_fn.experience(..., words=ids [B, S, K])",
     "aux": "bind or init a mixture of experts with aux=True",
     "expert_share": "bind or init a mixture of experts with aux=True",
+    "hidden": "score within model.revealed(apply)",
+    "top_words": "score within model.revealed(apply, top_k=K)",
+    "divergence": "give the model a teacher: model.attach_teacher",
+    "agreement": "give the model a teacher: model.attach_teacher",
     "media": "give the prompts media: Media.of_prompts",
     **{x: f"give {x} to rft_fn.experience" for x in _GIVEN},
 }

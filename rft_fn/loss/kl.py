@@ -10,7 +10,9 @@ from torch import Tensor
 from rft_fn import check
 from rft_fn.logprob import log_ratio
 
-__all__ = ["entropy_bonus", "kl", "kl_k1", "kl_k2", "kl_k3", "reverse_kl", "reverse_kl_top_k"]
+__all__ = [
+    "divergence_terms", "entropy_bonus", "kl", "kl_k1", "kl_k2", "kl_k3", "reverse_kl", "reverse_kl_top_k",
+]  # fmt: skip
 
 _MAX_LOG_RATIO = 60.0  # e^60 = 1.1e26 is finite in float32
 
@@ -64,10 +66,10 @@ def reverse_kl(logp: Tensor, teacher_logp: Tensor) -> Tensor:
     excludes (-inf) counts 0, one that only the teacher excludes counts 60 nats.
     """
     check.shapes(logp=(logp, "... V"), teacher_logp=(teacher_logp, "... V"))
-    return _terms(logp, teacher_logp).sum(-1)
+    return divergence_terms(logp, teacher_logp).sum(-1)
 
 
-def _terms(logp: Tensor, teacher_logp: Tensor) -> Tensor:
+def divergence_terms(logp: Tensor, teacher_logp: Tensor) -> Tensor:
     """Return pi log(pi / teacher) of each word: 0 if pi excludes it, 60 pi if only the teacher does."""
     gap = log_ratio(logp, teacher_logp)
     return logp.exp() * gap.nan_to_num(torch.nan, _MAX_LOG_RATIO, 0.0)
@@ -82,7 +84,7 @@ def reverse_kl_top_k(logp: Tensor, teacher_logp: Tensor) -> Tensor:
     """
     check.shapes(logp=(logp, "... K"), teacher_logp=(teacher_logp, "... K"))
     rest = _rest(logp)
-    return _terms(logp, teacher_logp).sum(-1) + rest * (rest.log() - _rest(teacher_logp).log())
+    return divergence_terms(logp, teacher_logp).sum(-1) + rest * (rest.log() - _rest(teacher_logp).log())
 
 
 def _rest(logp: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """A module as `(apply, params)`: a function of parameters and a pack."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 import torch
@@ -9,7 +11,7 @@ from torch.func import functional_call
 
 from rft_fn import logprob, tree
 from rft_fn.loss.evaluate import REMEDY
-from rft_fn.model import attention, quantize, router
+from rft_fn.model import attention, quantize, router, teacher
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.copies import to_device
 from rft_fn.model.forward import POSITIONS, run
@@ -22,8 +24,8 @@ from rft_fn.model.reader import Reader, detect_packing
 from rft_fn.types import Apply, Packed, Sampling, TokenOut
 
 __all__ = [
-    "Scorer", "applied", "bind", "own_parameters", "read_field", "require_fields", "require_own", "score",
-    "to_params_device", "wrap_for_training",
+    "Scorer", "applied", "attach_teacher", "bind", "own_parameters", "read_field", "require_fields",
+    "require_own", "revealed", "score", "scorer_of", "to_params_device", "wrap_for_training",
 ]  # fmt: skip
 
 
@@ -60,6 +62,8 @@ class Scorer(Reader):
         self.chunk_size = chunk_size
         self.fused = fused and not sampling.truncates and self.parts.has_linear_head
         self.balance = router.Balance(self.parts.model) if aux else None
+        self.asked: teacher.Revealed | None = None  # of a teacher, within `revealed`
+        self.teachers: tuple[teacher.Teacher, ...] = ()  # of a student, from `attach_teacher`
         attention.turn_on(lm)
 
     def answer(self, asked: Question) -> Found:
@@ -87,16 +91,43 @@ class Scorer(Reader):
         hidden = run(self.parts.decoder, pack, bounds, mode=mode, share=self.shared).last_hidden_state[0]
         floats = max(len(hidden), 1) * self.chunk_size
         own = _temperature(pack)
-        return logprob.linear_logprob(
+        head = self.parts.head
+        temperature = self.sampling.temperature if own is None else own
+        workspace_mb = floats * 4 / 2**20 if floats else None
+        out = logprob.linear_logprob(
             hidden,
-            self.parts.head.weight,
+            head.weight,
             torch.where(pack.mask, pack.target, -100),  # the head does no work for prompts
-            temperature=self.sampling.temperature if own is None else own,
-            bias=self.parts.head.bias,
+            temperature=temperature,
+            bias=head.bias,
             entropy=self.entropy,
             words=pack.words,
-            workspace_mb=floats * 4 / 2**20 if floats else None,
+            workspace_mb=workspace_mb,
         )
+
+        def over(fn: Callable[..., Tensor], rows: Tensor, *data: Tensor) -> Tensor:
+            own = temperature
+            return logprob.linear_rows(
+                fn,
+                hidden[rows],
+                head.weight,
+                *data,
+                temperature=own[rows] if isinstance(own, Tensor) and own.dim() else own,
+                bias=head.bias,
+                workspace_mb=workspace_mb,
+            )
+
+        return self._with_teacher(out, pack, hidden, over)
+
+    def _with_teacher(
+        self, out: TokenOut, pack: Packed, hidden: Tensor | None, over: teacher.Over
+    ) -> TokenOut:
+        """Add what a teacher is asked for, or a student's comparison with its teachers."""
+        if self.asked is not None:
+            return tree.replace(out, **teacher.reveal(self.asked, hidden, self.parts.head, pack, over))
+        if self.teachers:
+            return tree.replace(out, **teacher.compare(self.teachers, pack, over))
+        return out
 
     def _whole(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
         logits = run(self.lm, pack, bounds, mode=self.mode or POSITIONS).logits[0]
@@ -112,7 +143,47 @@ class Scorer(Reader):
             logp = logprob.log_probs_from_logits(z, pack.target)
         if pack.words is not None:
             words_logp = torch.where(pack.mask[:, None], z.log_softmax(-1).gather(-1, pack.words), 0)
-        return TokenOut(logp=logp, entropy=entropy, words_logp=words_logp)
+        out = TokenOut(logp=logp, entropy=entropy, words_logp=words_logp)
+
+        def over(fn: Callable[..., Tensor], rows: Tensor, *data: Tensor) -> Tensor:
+            return fn(z[rows].log_softmax(-1), *data)
+
+        return self._with_teacher(out, pack, None, over)
+
+
+def scorer_of(apply: Apply) -> Scorer:
+    """Return the `Scorer` that a bound language model is; ValueError for an apply of another model."""
+    residence = getattr(inspect.unwrap(apply), "residence", None)
+    for part in () if residence is None else residence.root.modules():
+        if isinstance(part, Scorer):
+            return part
+    raise ValueError(f"apply: expected that of a bound language model, got {type(apply).__name__}")
+
+
+@contextmanager
+def revealed(apply: Apply, *, top_k: int = 0) -> Iterator[teacher.Revealed]:
+    """Have a bound language model give its distributions in the block, as the teacher of another.
+
+    Its outputs have `hidden` [T, D], and the value of the block the `head` that reads them; with `top_k` they
+    have `top_words` [T, K] and `words_logp` [T, K] instead, in descending order. `st.score` gives them as
+    [B, S, ...] by `fields`. ValueError for another model.
+    """
+    scorer = scorer_of(apply)
+    scorer.asked = asked = teacher.Revealed(top_k)
+    try:
+        yield asked
+    finally:
+        scorer.asked = None
+
+
+def attach_teacher(apply: Apply, *teachers: teacher.Teacher) -> None:
+    """Have a bound language model compare itself with teachers: `out.divergence` and `out.agreement` [T].
+
+    For packs with a teacher's hidden states as `extra["teacher_hidden"]`, or its likeliest words [T, K] as
+    `extra["teacher_words"]` with `extra["teacher_logp"]`. With several teachers `extra["teacher_number"]` [T]
+    has the number of each token's. Without any the model is alone again. ValueError for another model.
+    """
+    scorer_of(apply).teachers = teachers
 
 
 def _temperature(pack: Packed) -> Tensor | None:

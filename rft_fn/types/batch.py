@@ -140,6 +140,10 @@ class TokenOut:
     expert_share: Tensor | None = None  # [T] largest share of one expert in the choices of its sequence
     words_logp: Tensor | None = None  # [T, K] of the pack's `words`, if it has some
     score: Tensor | None = None  # [T, H] of H heads of a reward model, the sequence up to this token
+    hidden: Tensor | None = None  # [T, D] that a teacher's head reads, see `model.revealed`
+    top_words: Tensor | None = None  # [T, K] i64, the likeliest words of a teacher; words_logp is of them
+    divergence: Tensor | None = None  # [T] from the teacher of `model.attach_teacher`
+    agreement: Tensor | None = None  # [T] 1 where the teacher's likeliest word is the student's
 
 
 def experience(
