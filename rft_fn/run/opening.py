@@ -7,8 +7,9 @@ loss or an advantage.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
@@ -24,7 +25,7 @@ from rft_fn.run.run_folder import Run
 from rft_fn.types import Apply, Sampling, Strategy, Transform
 
 __all__ = [
-    "actor_critic", "data_options", "free_options", "initial_model", "load_critic", "load_data",
+    "actor_critic", "data_options", "end_dry", "free_options", "initial_model", "load_critic", "load_data",
     "load_policy", "load_processing", "open_folder", "optimizer", "plan_steps", "print_preflight", "start",
     "updates_per_pass", "updates_per_step", "with_processor",
 ]  # fmt: skip
@@ -50,10 +51,45 @@ def start(cfg: options.Run, *, unread: Iterable[str] = ()) -> Strategy:
     without(cfg.strategy, *unread)
     without(cfg.strategy, "max_norm", instead="use --max-norm")
     without(cfg.strategy, "seed", instead="use --seed")
+    if cfg.dry_run:
+        return _start_dry(cfg)
     st = strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
     fix_day(_first_day(cfg, st))
     engine.check_config(engine.config_of(cfg.strategy))
     return st
+
+
+# what takes several processes, a GPU, or a library of theirs
+_ELSEWHERE = (
+    "fsdp", "zero_stage", "sp_size", "shard_size", "fsdp_cpu_offload", "compile_blocks", "deterministic",
+    "engine_tp_size",
+)  # fmt: skip
+
+
+def _start_dry(cfg: options.Run) -> Strategy:
+    """Start one process that has all options and uses the ones that this machine can honour.
+
+    The forecast of memory is by all of them.
+    """
+    config, usual = replace(cfg.strategy, seed=cfg.seed), strategy.StrategyConfig()
+    skipped = [name for name in _ELSEWHERE if getattr(config, name) != getattr(usual, name)]
+    engine.check_config(engine.config_of(replace(config, engine_tp_size=1)))
+    st = strategy.get_strategy(replace(config, **{name: getattr(usual, name) for name in _ELSEWHERE}))
+    if skipped:
+        st.print(f"dry run: on one process, without trying {', '.join(skipped)}")
+    if config.engine_type in ("vllm", "sglang") and find_spec(config.engine_type) is None:
+        st.print(f"dry run: {config.engine_type} is not installed here; the run needs it")
+        config = replace(config, engine_type="hf")
+    return st._replace(config=config)
+
+
+def end_dry(st: Strategy, score: Any) -> NoReturn:
+    """End a dry run: close its rewards and processes, and exit with 0."""
+    if score is not None:
+        score.close()
+    st.print("dry run: options, data, rewards and model are fine, memory is as above; nothing was trained")
+    st.close()
+    raise SystemExit(0)
 
 
 def _first_day(cfg: options.Run, st: Strategy) -> date:
@@ -215,11 +251,11 @@ def open_folder(
 # ---------- models and their optimizers
 
 
-def load_policy(cfg: options.Policy, st: Strategy) -> nn.Module:
-    """Load the module to train, with its adapters."""
+def load_policy(cfg: Any, st: Strategy) -> nn.Module:
+    """Load the module to train, with its adapters; `cfg` is of `options.Policy` and `Run`."""
     module = model.load(
         cfg.model,
-        meta=st.world > 1,
+        meta=st.world > 1 or (cfg.dry_run and not cfg.quantize),
         gradient_checkpointing=cfg.gradient_checkpointing,
         quantize=cfg.quantize,
         freeze=cfg.freeze,
@@ -237,7 +273,7 @@ def load_critic(cfg: Any, st: Strategy) -> nn.Module:
         cfg.critic or cfg.model,
         freeze=cfg.freeze,
         gradient_checkpointing=cfg.gradient_checkpointing,
-        meta=st.world > 1,
+        meta=st.world > 1 or cfg.dry_run,
     )
 
 

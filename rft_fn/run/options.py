@@ -359,6 +359,7 @@ class Run(Length, subject="Run"):
 
     seed: Seed = 0  # seed of everything random
     out: Free[Filled] = "runs/run"  # folder of the run; the model goes to its subfolder model
+    dry_run: Free[bool] = False  # check options, data, rewards, model and memory, and train nothing
     override: Free[bool] = False  # resume with changed options; overrides.jsonl in the folder lists them
     save_every: Free[Count] = 25  # steps between checkpoints
     keep: Free[Count] = 1  # how many of the newest checkpoints are kept

@@ -10,7 +10,6 @@ from torch import Tensor
 from rft_fn import data, model, packing, tree
 from rft_fn.data import sources
 from rft_fn.model.heads import named_heads
-from rft_fn.run import options
 from rft_fn.run.cli import without
 from rft_fn.run.opening import load_data, load_policy
 from rft_fn.types import Experience, Packed, Strategy, TokenOut
@@ -97,8 +96,8 @@ def load_labelled(
     )
 
 
-def load_reward_model(cfg: options.Heads, st: Strategy) -> model.RewardModel:
-    """Load the model to train with its heads: new ones, or its own.
+def load_reward_model(cfg: Any, st: Strategy) -> model.RewardModel:
+    """Load the model to train with its heads: new ones, or its own; `cfg` is of `options.Heads` and `Run`.
 
     ValueError for other heads than asked for.
     """
@@ -110,7 +109,7 @@ def load_reward_model(cfg: options.Heads, st: Strategy) -> model.RewardModel:
         heads=cfg.heads,
         pool=cfg.pool,
         freeze=cfg.freeze,
-        meta=st.world > 1,
+        meta=st.world > 1 or cfg.dry_run,
         gradient_checkpointing=cfg.gradient_checkpointing,
     )
     if len(module.heads) != len(cfg.heads or ("score",)):

@@ -383,13 +383,15 @@ def setup(
     )
     if task.score is not None:
         check_rewards(cfg, st, task)
-    run = opening.open_folder(
-        cfg,
-        st,
-        free=opening.free_options(cfg, "steps", passes),
-        datasets=task.datasets,
-        tokenizer=task.tokenizer,
-    )
+    run: Any = None  # a dry run has none
+    if not cfg.dry_run:
+        run = opening.open_folder(
+            cfg,
+            st,
+            free=opening.free_options(cfg, "steps", passes),
+            datasets=task.datasets,
+            tokenizer=task.tokenizer,
+        )
 
     # the models and their optimizers
     module = load_module(cfg, st)
@@ -410,6 +412,8 @@ def setup(
         rewards=reward_modules(task.score) if task.score is not None else (),
         judges=judges_here(task.score) if task.score is not None else (),
     )
+    if cfg.dry_run:
+        opening.end_dry(st, task.score)
     sampling = None
     aux = cfg.router_aux > 0
     if sampled:
