@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from rft_fn import check, precision, rng, tree, types
 
     # L1: mathematics
-    from rft_fn import advantage, algorithm, logprob, loss, metric, optim, packing, reward_shaping, rollout
-    from rft_fn import scan, segment, testing, weight
+    from rft_fn import advantage, algorithm, analysis, logprob, loss, metric, optim, packing, reward_shaping
+    from rft_fn import rollout, scan, segment, testing, weight
 
     # L2: the model as a function, prompts, and what turns responses into numbers
     from rft_fn import data, environment, hub, modality, model, parsing, reward
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut",
-    "TrainState", "Transform", "advantage", "algorithm", "check", "ckpt", "collect", "data", "engine",
+    "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
+    "Transform", "advantage", "algorithm", "analysis", "check", "ckpt", "collect", "data", "engine",
     "environment", "experience", "logprob", "loss", "memory", "metric", "modality", "model", "optim",
     "packing", "reward", "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "sync",
     "testing", "tree", "types", "weight",

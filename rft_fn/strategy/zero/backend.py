@@ -4,7 +4,7 @@
 `Strategy.update` is DeepSpeed's step: the weights equal one process's to rounding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,23 @@ class ZeroApply:
 
 @tree.struct
 class ZeroGrads:
-    """Gradients that DeepSpeed holds."""
+    """Gradients that DeepSpeed holds; `items` gathers them."""
 
     turn: int  # of the model's `grad` calls: it has only the last ones
     model: ZeroModel = tree.static()
     source: Any = tree.static(default=None)  # what they were computed from, until they are donated
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole gradient in float32), one parameter after the other; all ranks iterate.
+
+        ValueError for gradients that are not of the last `grad` of their model.
+        """
+        if self.turn != self.model.turn:
+            raise ValueError(
+                "grads: expected those of the last grad of this model: DeepSpeed holds no others"
+            )
+        for name, p in self.model.params.items():
+            yield name, self.model.stage.gradient(p)
 
 
 def _size(shard_size: int | None, *sizes: int) -> int:

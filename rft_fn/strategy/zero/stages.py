@@ -177,6 +177,13 @@ class Stage(ABC):
     def gradients(self) -> list[Tensor]:
         """Return this rank's part of the gradients, after the last backward of a batch."""
 
+    def gradient(self, p: Any) -> Tensor:
+        """Return the whole gradient of a parameter in float32, after the last backward of a batch.
+
+        All ranks call it.
+        """
+        return p.get_full_hp_grad()
+
     def clear(self) -> None:
         """Drop gradients that no step has used."""
         self.optimizer.zero_grad()
@@ -272,6 +279,9 @@ class Stage3(Stage):
         # a parameter that takes no part in a batch keeps what is in the buffer
         self.optimizer.grad_partitions_flat_buffer.zero_()
         self.optimizer.averaged_gradients = {}
+
+    def gradient(self, p: Any) -> Tensor:
+        return self.optimizer.get_fp32_grad_for_param(p)
 
     def link_moments(self) -> None:
         """Do nothing: at stage 3 DeepSpeed looks the moments up."""
