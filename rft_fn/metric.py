@@ -13,8 +13,8 @@ from rft_fn.reward_shaping import varied
 from rft_fn.types import Packed, Rollout, TokenOut
 
 __all__ = [
-    "average", "calibration", "max", "mean", "merge", "pairs", "pass_at_k", "policy", "preference",
-    "ranking", "reliability", "results", "rollout", "router", "spread", "sum",
+    "average", "calibration", "labelled", "max", "mean", "merge", "pairs", "pass_at_k", "policy",
+    "preference", "ranking", "reliability", "results", "rollout", "router", "spread", "sum",
 ]  # fmt: skip
 
 
@@ -275,6 +275,34 @@ def pairs(
         "logp_rejected": rejected,
     }
     return {f"{name}/{key}": mean(x, real) for key, x in values.items()}
+
+
+def labelled(
+    name: str,
+    logp: Tensor,
+    ref_logp: Tensor,
+    desirable: Tensor,
+    real: Tensor,
+    *,
+    beta: float,
+    baseline: float | Tensor = 0.0,
+) -> dict[str, Metric]:
+    """Measure rewards and accuracy of single responses with a label.
+
+    From log-probs [K] of responses under the policy and the reference, over the responses in `real` [K]:
+    the means of the implicit reward beta log(policy / reference) and of the log-prob over the desirable ones
+    (label above 0.5, `chosen`) and over the others (`rejected`), and `accuracy`, the share of responses with
+    a reward above `baseline` if they are desirable, and below it if they are not. If policy and reference
+    are the same, accuracy is 0 at a baseline of 0.
+    """
+    check.shapes(logp=(logp, "K"), ref_logp=(ref_logp, "K"), desirable=(desirable, "K"), real=(real, "K"))
+    reward, good = beta * (logp - ref_logp), desirable > 0.5
+    right = torch.where(good, reward > baseline, reward < baseline)
+    values = {f"{name}/accuracy": mean(right.double(), real)}
+    for side, of in (("chosen", real & good), ("rejected", real & ~good)):
+        values[f"{name}/reward_{side}"] = mean(reward, of)
+        values[f"{name}/logp_{side}"] = mean(logp, of)
+    return values
 
 
 def preference(name: str, chosen: Tensor, rejected: Tensor, mask: Tensor) -> dict[str, Metric]:

@@ -196,10 +196,12 @@ def points_from_task(
 ) -> Dataset[Point]:
     """Make an endless data set of points of a built-in task.
 
-    Half of the responses are right, the others a `wrong_answer`; `score` is the verifier's. `negatives` are
-    the kinds of wrong answers, as in `pairs_from_task`.
+    Half of the responses are right, the others a `wrong_answer`; `score` is the verifier's, and `label`, if
+    it is among the labels, is whether the response is the right one. `negatives` are the kinds of wrong
+    answers, as in `pairs_from_task`.
     """
-    rows = task_rows(task, _one_answer, "point", level, seed, negatives)
+    answer = _labelled_answer if "label" in options.get("labels", ()) else _one_answer
+    rows = task_rows(task, answer, "point", level, seed, negatives)
     return points_from_rows(rows, tokenizer, name=f"{task}:{level}", **options)
 
 
@@ -209,6 +211,14 @@ def _one_answer(
     """Return the right answer or a wrong one, with its score."""
     text = right_or_wrong(task, row, random_, mixture)
     return {"completion": text, "score": task.verify(text, row)}
+
+
+def _labelled_answer(
+    task: tasks.Task, row: tasks.TaskRow, random_: random.Random, mixture: Mapping[str, float] | None
+) -> Row:
+    """Return the right answer or a wrong one, with its score and whether it is right."""
+    answer = _one_answer(task, row, random_, mixture)
+    return answer | {"label": answer["score"] == 1}
 
 
 def _point(
