@@ -319,6 +319,11 @@ ESTIMATORS = [
 
 PAIR = "chosen, rejected, ref_chosen, ref_rejected"
 SWAPPED = "rejected, chosen, ref_rejected, ref_chosen"
+LENGTHS = (("n", "length[:8]"), ("m", "length[8:]"))
+LABELS = (("good", "torch.ones(8)"), ("bad", "torch.zeros(8)"))
+SINGLE = (
+    ("whole", "(logp * mask).sum(-1)"), ("ref", "(ref_logp * mask).sum(-1)"), ("label", "torch.arange(16) < 8"),
+)  # fmt: skip
 CREDIT = "token_reward + score.unsqueeze(-1) * (at == {})"
 SUPERVISED = [
     Row("dpo/sigmoid", '`DPOTrainer`, `loss_type="sigmoid"`', f"loss.dpo({PAIR}).mean()"),
@@ -336,6 +341,66 @@ SUPERVISED = [
         "loss.ipo(chosen / n, rejected / m, ref_chosen / n, ref_rejected / m).mean()",
         "log-probs are means over tokens, the paper's are sums", f"loss.ipo({PAIR}).mean()",
         (("n", "length[:8]"), ("m", "length[8:]")),
+    ),
+    Row("dpo/hinge", '`loss_type="hinge"`', f"loss.hinge({PAIR}).mean()"),
+    Row("dpo/exo_pair", '`loss_type="exo_pair"`, `label_smoothing=1e-3`', f"loss.exo({PAIR}).mean()"),
+    Row("dpo/nca_pair", '`loss_type="nca_pair"`', f"loss.nca({PAIR}).mean()"),
+    Row(
+        "dpo/bco_pair", '`loss_type="bco_pair"`',
+        "(loss.bco(chosen, ref_chosen, good) + loss.bco(rejected, ref_rejected, bad)).mean()",
+        "without the paper's shift of the rewards",
+        "(loss.bco(chosen, ref_chosen, good, baseline=shift) + "
+        "loss.bco(rejected, ref_rejected, bad, baseline=shift)).mean()",
+        (*LABELS, ("shift", "0.05 * (chosen - ref_chosen + rejected - ref_rejected).mean().detach()")),
+    ),
+    Row(
+        "dpo/sppo_hard", '`loss_type="sppo_hard"`', f"loss.sppo({PAIR}, beta=0.1).mean()",
+        "none, but the number: beta is 0.1, 1 / eta of the paper 0.001", f"loss.sppo({PAIR}).mean()",
+    ),
+    Row("dpo/apo_zero", '`loss_type="apo_zero"`', f"loss.apo_zero({PAIR}).mean()"),
+    Row("dpo/apo_down", '`loss_type="apo_down"`', f"loss.apo_down({PAIR}).mean()"),
+    Row(
+        "dpo/sigmoid_norm", '`loss_type="sigmoid_norm"`, `beta=5.0`',
+        "loss.dpo(chosen / n, rejected / m, ref_chosen / n, ref_rejected / m, beta=5.0).mean()", let=LENGTHS,
+    ),
+    Row(
+        "dpo/ld_alpha", "`ld_alpha=0.5`",
+        "loss.dpo(*(factor * logp * mask).sum(-1).chunk(2), *(factor * ref_logp * mask).sum(-1).chunk(2)).mean()",
+        let=(
+            ("order", "torch.arange(16).view(2, 8).T.flatten()"),
+            ("two", "loss.length_desensitized(mask[order].flatten(), torch.arange(192) // 12, 16)"),
+            ("factor", "two.view(16, 12)[order.argsort()]"),
+        ),
+    ),
+    Row(
+        "dpo/rpo", '`loss_type=["sigmoid", "sft"]`', f"loss.dpo({PAIR}).mean() - chosen.sum() / n.sum()",
+        "the likelihood is a mean over all chosen tokens of the batch, the paper's over those of each response",
+        f"loss.rpo({PAIR}, n).mean()", LENGTHS[:1],
+    ),
+    Row(
+        "kto/kto", "`KTOTrainer`, `desirable_weight=1.5`, `undesirable_weight=0.5`",
+        "loss.kto(whole, ref, label, baseline=kl, desirable_weight=1.5, undesirable_weight=0.5).mean()",
+        let=(*SINGLE, ("kl", "((sampler_logp - old_logp) * mask).sum(-1).mean().clamp(min=0)")),
+    ),
+    Row(
+        "kto/apo_zero_unpaired", '`KTOTrainer`, `loss_type="apo_zero_unpaired"`',
+        "loss.kto(whole, ref, label).mean()", let=SINGLE,
+    ),
+    Row("cpo/sigmoid", "`CPOTrainer`, `cpo_alpha=0`", "loss.cpo(chosen, rejected).mean()"),
+    Row(
+        "cpo/sigmoid, label smoothing", "`CPOTrainer`, `cpo_alpha=0`, `label_smoothing=0.1`",
+        "loss.cpo(chosen, rejected, label_smoothing=0.1).mean()",
+    ),
+    Row(
+        "cpo/simpo", '`CPOTrainer`, `loss_type="simpo"`, `beta=2.0`, `simpo_gamma=1.0`, `cpo_alpha=0`',
+        "loss.simpo(chosen / n, rejected / m).mean()", let=LENGTHS,
+    ),
+    Row(
+        "orpo/odds", "`ORPOTrainer`, the term of the odds (float32)",
+        "(loss.orpo(chosen / n, rejected / m) + chosen / n).mean()",
+        "the likelihood that it adds is a mean over the tokens of all prompts and chosen responses of the "
+        "batch, the paper's over those of each response",
+        let=LENGTHS, tol=1e-5,
     ),
     Row("reward/loss", "`RewardTrainer`", "loss.bradley_terry(score[:8], score[8:]).mean()"),
     Row(

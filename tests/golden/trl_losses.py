@@ -125,6 +125,22 @@ def others() -> dict:
         "dpo/sigmoid, label smoothing": partial(preference, "sigmoid", label_smoothing=0.1),
         "dpo/robust": partial(preference, "robust", label_smoothing=0.1),
         "dpo/ipo": partial(preference, "ipo"),
+        "dpo/hinge": partial(preference, "hinge"),
+        "dpo/exo_pair": partial(preference, "exo_pair", label_smoothing=1e-3),
+        "dpo/nca_pair": partial(preference, "nca_pair"),
+        "dpo/bco_pair": partial(preference, "bco_pair"),
+        "dpo/sppo_hard": partial(preference, "sppo_hard"),
+        "dpo/apo_zero": partial(preference, "apo_zero"),
+        "dpo/apo_down": partial(preference, "apo_down"),
+        "dpo/sigmoid_norm": partial(preference, "sigmoid_norm", beta=5.0),
+        "dpo/ld_alpha": partial(preference, "sigmoid", ld_alpha=0.5),
+        "dpo/rpo": partial(preference, "sigmoid", "sft"),
+        "kto/kto": partial(unpaired, "kto", desirable_weight=1.5, undesirable_weight=0.5),
+        "kto/apo_zero_unpaired": partial(unpaired, "apo_zero_unpaired"),
+        "cpo/sigmoid": partial(without_reference, "sigmoid"),
+        "cpo/sigmoid, label smoothing": partial(without_reference, "sigmoid", label_smoothing=0.1),
+        "cpo/simpo": partial(without_reference, "simpo", beta=2.0, simpo_gamma=1.0),
+        "orpo/odds": odds,
         "reward/loss": reward_model,
         "reward/margin": partial(reward_model, margin=tensor("margin")),
         "reward/centred": partial(reward_model, center_rewards_coefficient=0.01),
@@ -163,14 +179,14 @@ def async_grpo():
     return result(out.compute_loss(model, inputs), {"logp": logp}, [AsyncGRPOTrainer.compute_loss])
 
 
-def preference(loss_type, **options):
+def preference(*loss_types, **options):
     """DPOTrainer: the first half of the rows is chosen, row i against row i + half."""
-    args = config(trl.DPOConfig, loss_type=[loss_type], **options)
+    args = config(trl.DPOConfig, loss_type=list(loss_types), **options)
     logp = tensor("logp").requires_grad_()
     zero = torch.zeros_like(logp)
     said = lambda x: SimpleNamespace(log_probs=x * MASK, entropy=zero, mean_logits=zero, is_top1=MASK)  # noqa: E731
     model, ref_model = (lambda **_: said(logp)), (lambda **_: said(tensor("ref_logp")))
-    names = {"loss_types": args.loss_type, "loss_weights": [1.0], "f_divergence_type": "reverse_kl"}
+    names = {"loss_types": args.loss_type, "loss_weights": [1.0] * len(loss_types), "f_divergence_type": "reverse_kl"}
     names |= {"precompute_ref_logps": False, "use_weighting": False, "ref_model": ref_model}
     out = trainer(trl.DPOTrainer, args, **names)
     mask = torch.cat([torch.zeros(len(MASK), 1), MASK], 1).long()  # one token of prompt
@@ -178,6 +194,52 @@ def preference(loss_type, **options):
     inputs = {"input_ids": words, "attention_mask": mask, "completion_mask": mask}
     total = out._compute_loss(model, inputs, False)
     return result(total, {"logp": logp}, [trl.DPOTrainer._compute_loss])
+
+
+def unpaired(loss_type, **options):
+    """KTOTrainer: the first half of the rows is desirable. The responses that its KL is of are the same rows
+    under the sampler's and the old policy's log-probs."""
+    args = config(trl.KTOConfig, loss_type=loss_type, **options)
+    logp = tensor("logp").requires_grad_()
+    zero = torch.zeros_like(logp)
+    said = lambda x: SimpleNamespace(log_probs=x * MASK, entropy=zero, mean_logits=zero)  # noqa: E731
+    model, ref_model = (lambda **_: said(logp)), (lambda **_: said(tensor("ref_logp")))
+    names = {"precompute_ref_logps": False, "ref_model": ref_model, "calculate_KL": loss_type == "kto"}
+    out = trainer(trl.KTOTrainer, args, **names)
+    sums = lambda name: (tensor(name) * MASK).sum(-1)  # noqa: E731
+    out._compute_kl_logps = lambda which, _: sums("old_logp" if which is ref_model else "sampler_logp")
+    mask = torch.cat([torch.zeros(len(MASK), 1), MASK], 1).long()  # one token of prompt
+    words = torch.full_like(mask, trl_drive.WORD)
+    inputs = {"input_ids": words, "attention_mask": mask, "completion_mask": mask}
+    inputs["label"] = torch.arange(len(MASK)) < len(MASK) // 2
+    total = out._compute_loss(model, inputs, False)
+    return result(total, {"logp": logp}, [trl.KTOTrainer._compute_loss])
+
+
+def sides(logp, *, mean=False):
+    """The log-probs of both halves, sums or means over tokens."""
+    total = (logp * MASK).sum(-1)
+    return (total / MASK.sum(-1) if mean else total).chunk(2)
+
+
+def without_reference(loss_type, **options):
+    """CPOTrainer's loss of pairs, without the likelihood that it adds."""
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    out = trainer(CPOTrainer, config(CPOConfig, loss_type=loss_type, **options))
+    logp = tensor("logp").requires_grad_()
+    total = out.cpo_loss(*sides(logp, mean=loss_type == "simpo"))[0].mean()
+    return result(total, {"logp": logp}, [CPOTrainer.cpo_loss])
+
+
+def odds():
+    """ORPOTrainer's term of the odds, in float32 as it takes it."""
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    out = trainer(ORPOTrainer, config(ORPOConfig))
+    logp = tensor("logp").requires_grad_()
+    total = -out.odds_ratio_loss(*sides(logp, mean=True))[0].mean()
+    return result(total, {"logp": logp}, [ORPOTrainer.odds_ratio_loss])
 
 
 def reward_model(margin=None, **options):

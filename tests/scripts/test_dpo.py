@@ -101,8 +101,10 @@ def test_the_reference_of_adapters_is_the_model_without_them(tmp_path):
 
 def test_a_run_in_two_parts_is_a_run_in_one(tmp_path):
     """Metrics, evaluations and weights, to the bit; with adapters too."""
-    for name, options in {"whole": {}, "lora": {"lora_rank": 2}}.items():
-        options |= {"lr_end": 1.0, "nll": 0.1}
+    kinds = {"whole": {}, "lora": {"lora_rank": 2}, "kto": {"loss": "kto", "nll": None}}
+    kinds |= {"bco": {"loss": "bco", "unpaired": True, "nll": None}}
+    for name, options in kinds.items():
+        options = {"lr_end": 1.0, "nll": 0.1} | options
         whole = train(tmp_path / name, **options, steps=6)
         train(tmp_path / f"{name} parts", **options, steps=3)
         parts = train(tmp_path / f"{name} parts", **options, steps=6)
@@ -146,12 +148,28 @@ def test_two_processes_log_what_one_logs(tmp_path, alone, kind):
         assert a == pytest.approx(b, rel=2e-4, abs=2e-5)
 
 
+def test_two_processes_learn_from_single_responses_as_one_does(tmp_path):
+    flags = [x for x in FLAGS if x not in ("--nll", 0.2)] + ["--loss", "kto", "--unpaired"]
+    run("dpo", *flags, "--out", tmp_path / "one")
+    run("dpo", *flags, "--budget", 60, "--out", tmp_path / "two", world=2, whole=True)
+    for a, b in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
+        assert a == pytest.approx(b, rel=2e-4, abs=2e-5)
+
+
 OPTIONS = {
     "beta": {"beta": 0.5},
     "cdpo": {"loss": "cdpo", "label_smoothing": 0.1},
     "smoother": {"loss": "cdpo", "label_smoothing": 0.3},
     "ipo": {"loss": "ipo"},
     "nll": {"nll": 1.0},
+    "ld_alpha": {"ld_alpha": 0.5},
+    "simpo": {"loss": "simpo"},
+    "margin": {"loss": "simpo", "margin": 0.5},
+    "kto": {"loss": "kto"},
+    "desirable_weight": {"loss": "kto", "desirable_weight": 2.0},
+    "undesirable_weight": {"loss": "kto", "undesirable_weight": 2.0},
+    "unpaired": {"loss": "kto", "unpaired": True},
+    "completion": {"loss": "kto", "unpaired": True, "completion": "{completion}+"},
     "chosen": {"chosen": "{chosen}+"},
     "rejected": {"rejected": "{rejected}+"},
     "template": {"template": "{prompt}("},
@@ -175,6 +193,68 @@ def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path, m
         found[name] = weights(tmp_path / name)
     assert found["none"] == found.pop("again")
     assert len(set(found.values())) == len(found)
+
+
+def test_every_loss_orders_unseen_responses_better(tmp_path, monkeypatch):
+    """The held-out margin of each row of the table grows, of pairs and of single responses."""
+    monkeypatch.setattr("rft_fn.tools.plot.curve", lambda *_, **__: None)
+    monkeypatch.setattr("rft_fn.tools.plot.phases", lambda *_, **__: None)
+    more = {"cdpo": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}}
+    runs = {name: {"loss": name, **more.get(name, {})} for name in rft.loss.PREFERENCES}
+    runs |= {f"{name} unpaired": {"loss": name, "unpaired": True} for name in ("kto", "bco")}
+    for name, options in runs.items():
+        found = train(tmp_path / name, steps=6, batch=16, eval_pairs=64, eval_every=6, lr=1e-3, **options)
+        # apo_down makes both sides less probable
+        of = "reward_rejected" if name == "apo_down" else "margin"
+        gain = found[-1][f"eval/{of}"] - found[0][f"eval/{of}"]
+        assert gain < -1e-3 if name == "apo_down" else gain > 1e-3, name
+        assert 0 <= found[-1]["eval/accuracy"] <= 1 and math.isfinite(found[-1]["eval/loss"]), name
+
+
+def test_the_baselines_of_single_responses(tmp_path):
+    """KTO's is of other prompts and 0 before the first update; BCO's is the running mean of both rewards."""
+    kto = train(tmp_path / "kto", loss="kto", unpaired=True)
+    assert kto[0]["eval/loss"] == 0.5 and kto[0]["loss"] == 0.5
+    cfg, values = dpo.Config(loss="bco"), {"pairs/reward_chosen": 0.5, "pairs/reward_rejected": -0.1}
+    assert dpo.moved(cfg, 0.0, values, 0) == pytest.approx(0.2)
+    assert dpo.moved(cfg, 0.5, values, 2) == pytest.approx(0.4)
+    assert dpo.moved(dpo.Config(), 0.5, values, 2) == 0.5
+
+
+def test_a_mismatched_response_has_another_prompt():
+    cfg = dpo.Config(loss="kto")
+    tokenizer = rft.model.load_tokenizer("tiny")
+    pairs, _ = rft.data.take(rft.data.load("sort_digits:1", tokenizer, kind=rft.data.PAIRS), 3, 0)
+    exp, others = dpo.experience(cfg, pairs), dpo.mismatched(cfg, pairs)
+    for b in range(6):
+        own, other = exp.tokens[b][~exp.mask[b]], exp.tokens[(b + 2) % 6][exp.mask[(b + 2) % 6]]
+        start = int(exp.mask[b].int().argmax())
+        assert others.tokens[b, :start].tolist() == own[:start].tolist()
+        assert others.tokens[b][others.mask[b]].tolist() == other.tolist()
+
+
+def test_single_responses_of_a_file(tmp_path):
+    """TRL's form, a label that is true or false; messages too."""
+    turn = lambda role, text: [{"role": role, "content": text}]  # noqa: E731
+    lines = [
+        {"prompt": turn("user", f"{i}?"), "completion": turn("assistant", "yes" if i % 2 else "no"),
+         "good": bool(i % 2)}
+        for i in range(12)
+    ]  # fmt: skip
+    (tmp_path / "rated.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    model = chats.folder(tmp_path / "model", chats.CHATML)
+    found = train(
+        tmp_path / "r",
+        model=model,
+        data=(str(tmp_path / "rated.jsonl"),),
+        messages=("prompt", "completion"),
+        loss="kto",
+        unpaired=True,
+        label="good",
+        lr=3e-3,
+        eval_share=0.0,
+    )
+    assert found[-1]["eval/accuracy"] == 1 and found[-1]["eval/margin"] > 0.1
 
 
 def test_what_changes_no_result_changes_none(tmp_path):
@@ -214,7 +294,7 @@ REFUSED = [
     (["--loss", "cdpo"], "label_smoothing: expected above 0 with --loss cdpo, and 0 with others, got 0.0"),
     (["--label-smoothing", "0.1"], "label_smoothing: expected above 0 with --loss cdpo, and 0 with others"),
     (["--label-smoothing", "0.5"], "label_smoothing: expected a number in [0, 0.5), got 0.5"),
-    (["--beta", "0"], "beta: expected a number in (0, inf), got 0.0"),
+    (["--beta", "0"], "beta: expected a number in (0, inf), or None, got 0.0"),
     (["--micro-train-batch-size", "1"], "micro_train_batch_size: expected 0 or at least 2, a pair shares"),
     (["--train-batch-size", "8"], "strategy.train_batch_size: expected 0, as this script"),
     (["--max-norm", "0"], "max_norm: expected a number in (0, inf), got 0.0"),
@@ -223,6 +303,16 @@ REFUSED = [
     (["--messages", "a", "b", "c", "--chosen", "{x}"], "chosen: expected '{chosen}', as this script"),
     (["--messages", "chosen"], "messages: expected the columns of prompt, chosen and rejected"),
     (["--budget", "20"], "data: sort_digits, pair 0: the pair has 24 tokens, above 20: a pack holds both"),
+    (["--loss", "robust"], "label_smoothing: expected above 0 with --loss robust, and 0 with others"),
+    (["--unpaired"], "loss: expected kto or bco with --unpaired, which compares nothing, got dpo"),
+    (["--margin", "2"], "margin: expected 1.0, as this script"),
+    (["--loss", "bco", "--desirable-weight", "2"], "desirable_weight: expected 1.0, as this script"),
+    (["--loss", "kto", "--nll", "1"], "nll: expected 0 with kto, a loss of single responses, got 1.0"),
+    (["--loss", "simpo", "--ld-alpha", "0.5"], "ld_alpha: expected 1 with simpo, not of sums of pairs"),
+    (["--loss", "kto", "--batch", "1"], "batch: expected at least 2 with kto"),
+    (["--label", "good"], "label: expected 'label', as this script"),
+    (["--loss", "kto", "--unpaired", "--label", "good"], "'good'"),
+    (["--loss", "nothing"], "loss: expected one of dpo, cdpo, ipo, robust, hinge, exo, nca, sppo, apo_zero"),
     (["--data", "nowhere.jsonl"], "could not read 'nowhere.jsonl': no such file"),
 ]  # fmt: skip
 

@@ -290,7 +290,7 @@ LIBRARY = r.Library(
     },
     {
         "train_kd": "rft_fn.loss.reverse_kl and reverse_kl_top_k are losses of distillation",
-        "train_kto": "dpo.py learns from pairs",
+        "train_kto": "python train_scripts/dpo.py --unpaired --loss kto is that algorithm",
         "train_prm": "train_rm.py --kind steps learns process rewards",
     },
 )

@@ -227,7 +227,14 @@ TABLE: r.Table = {
         "loss_type": r.by_kind(
             sft=r.choice("a copy of sft.py has another loss", nll="", chunked_nll=""),
             dpo=r.choice(
-                "others: a row of `table` in a copy of dpo.py", sigmoid="--loss dpo", ipo="--loss ipo"
+                "others: rows of rft_fn.loss.PREFERENCES, with their papers' beta",
+                sigmoid="--loss dpo",
+                ipo="--loss ipo",
+                hinge="--loss hinge",
+                exo_pair="--loss exo",
+                nca_pair="--loss nca",
+                apo_zero="--loss apo_zero",
+                apo_down="--loss apo_down",
             ),
             hint=r.ALGORITHM,
         ),
@@ -259,9 +266,8 @@ TABLE: r.Table = {
         "ref_model_mixup_alpha ref_model_sync_steps": _MOVING,
         "f_divergence_type": r.choice("the reverse KL alone", reverse_kl=""),
         "f_alpha_divergence_coef": r.nothing("the reverse KL alone"),
-        "use_weighting ld_alpha discopop_tau": r.nothing(
-            "write the factor into the loss of a copy of dpo.py"
-        ),
+        "ld_alpha": r.same("--ld-alpha"),
+        "use_weighting discopop_tau": r.nothing("write the factor into the loss of a copy of dpo.py"),
         "generate_during_eval": r.nothing("evaluate.py samples from the saved model"),
     },
     "rm": {

@@ -246,7 +246,7 @@ LIBRARY = r.Library(
         ),
     },
     {
-        "kto": "dpo.py learns from pairs",
+        "kto": "python train_scripts/dpo.py --unpaired --loss kto is that algorithm",
         "rloo": "python train_scripts/grpo.py --algorithm rloo is that algorithm",
         "ppo": "python train_scripts/ppo.py has a critic",
     },
