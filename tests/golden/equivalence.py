@@ -322,7 +322,9 @@ SWAPPED = "rejected, chosen, ref_rejected, ref_chosen"
 LENGTHS = (("n", "length[:8]"), ("m", "length[8:]"))
 LABELS = (("good", "torch.ones(8)"), ("bad", "torch.zeros(8)"))
 SINGLE = (
-    ("whole", "(logp * mask).sum(-1)"), ("ref", "(ref_logp * mask).sum(-1)"), ("label", "torch.arange(16) < 8"),
+    ("whole", "(logp * mask).sum(-1)"),
+    ("ref", "(ref_logp * mask).sum(-1)"),
+    ("label", "torch.arange(16) < 8"),
 )  # fmt: skip
 CREDIT = "token_reward + score.unsqueeze(-1) * (at == {})"
 SUPERVISED = [
@@ -365,16 +367,16 @@ SUPERVISED = [
     ),
     Row(
         "dpo/ld_alpha", "`ld_alpha=0.5`",
-        "loss.dpo(*(factor * logp * mask).sum(-1).chunk(2), *(factor * ref_logp * mask).sum(-1).chunk(2)).mean()",
+        "loss.dpo(*(factor * logp).sum(-1).chunk(2), *(factor * ref_logp).sum(-1).chunk(2)).mean()",
         let=(
             ("order", "torch.arange(16).view(2, 8).T.flatten()"),
             ("two", "loss.length_desensitized(mask[order].flatten(), torch.arange(192) // 12, 16)"),
-            ("factor", "two.view(16, 12)[order.argsort()]"),
+            ("factor", "two.view(16, 12)[order.argsort()] * mask"),
         ),
     ),
     Row(
         "dpo/rpo", '`loss_type=["sigmoid", "sft"]`', f"loss.dpo({PAIR}).mean() - chosen.sum() / n.sum()",
-        "the likelihood is a mean over all chosen tokens of the batch, the paper's over those of each response",
+        "the likelihood is a mean over all chosen tokens of the batch, the paper's over one response's",
         f"loss.rpo({PAIR}, n).mean()", LENGTHS[:1],
     ),
     Row(

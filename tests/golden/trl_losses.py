@@ -186,7 +186,11 @@ def preference(*loss_types, **options):
     zero = torch.zeros_like(logp)
     said = lambda x: SimpleNamespace(log_probs=x * MASK, entropy=zero, mean_logits=zero, is_top1=MASK)  # noqa: E731
     model, ref_model = (lambda **_: said(logp)), (lambda **_: said(tensor("ref_logp")))
-    names = {"loss_types": args.loss_type, "loss_weights": [1.0] * len(loss_types), "f_divergence_type": "reverse_kl"}
+    names = {
+        "loss_types": args.loss_type,
+        "loss_weights": [1.0] * len(loss_types),
+        "f_divergence_type": "reverse_kl",
+    }
     names |= {"precompute_ref_logps": False, "use_weighting": False, "ref_model": ref_model}
     out = trainer(trl.DPOTrainer, args, **names)
     mask = torch.cat([torch.zeros(len(MASK), 1), MASK], 1).long()  # one token of prompt
