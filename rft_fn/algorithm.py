@@ -10,7 +10,7 @@ loss takes the options of that function, with its defaults: a row states only th
 changes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +23,7 @@ from rft_fn import advantage, check, loss, metric, weight
 from rft_fn.metric import Metric
 from rft_fn.reward_shaping import last_token, on_last_token
 from rft_fn.types import AdvantageFn, CriticAdvantageFn, LossFn, Packed, Rollout, TokenOut, WeightFn
+from rft_fn.weight import get_weight
 
 __all__ = [
     "TABLE", "ActorCritic", "Algorithm", "configured", "configured_actor_critic", "get_actor_critic",
@@ -337,13 +338,13 @@ TABLE: dict[str, Algorithm | ActorCritic] = {
 Row = TypeVar("Row", Algorithm, ActorCritic)
 
 
-def _row(name: str, kind: type[Row], elsewhere: str) -> Row:
+def _row(name: str, kind: type[Row], elsewhere: str, *, option: str = "algorithm") -> Row:
     """Return the row of a name and a kind; ValueError that lists the names, and `elsewhere`."""
     row = TABLE.get(name)
     if isinstance(row, kind):
         return row
     names = ", ".join(n for n, r in TABLE.items() if isinstance(r, kind))
-    message = f"algorithm: expected one of {names}, got {name!r}"
+    message = f"{option}: expected one of {names}, got {name!r}"
     if row is not None:
         message += elsewhere
     raise ValueError(message)
@@ -354,7 +355,11 @@ def get_algorithm(name: str, *, group: int | None = None) -> Algorithm:
 
     ValueError that lists the names there are, or if `group` responses per prompt are too few for it.
     """
-    row = _row(name, Algorithm, ", which has a critic: see train_scripts/ppo.py")
+    return _grouped(name, _row(name, Algorithm, ", which has a critic: see train_scripts/ppo.py"), group)
+
+
+def _grouped(name: str, row: Algorithm, group: int | None) -> Algorithm:
+    """Return a row; ValueError if `group` responses per prompt are too few for its advantage."""
     if group is not None and group < row.group:
         raise ValueError(
             f"group: expected >= {row.group} responses per prompt for {name}, whose advantage "
@@ -376,18 +381,23 @@ def configured(
     clip_low: float | None = None,
     clip_high: float | None = None,
     dual: float | None = None,
+    advantage: str | None = None,
+    weight: str | None = None,
+    limits: Mapping[str, float | None] | None = None,
 ) -> Algorithm:
-    """Return the row of a name, without a critic, with the limits that are given in its loss.
+    """Return the row of a name, without a critic, with what is given in place of its own; None is its own.
 
-    None leaves a limit at the algorithm's own. ValueError as of `get_algorithm`, and for a limit that the
-    loss does not have.
+    `advantage` names the row that the advantage is taken from, `weight` is a name of `weight.get_weight`,
+    `limits` are limits of the loss by their names; `clip_low`, `clip_high` and `dual` are three of them.
+    ValueError as of `get_algorithm`, and for a limit that the loss does not have.
     """
-    row = get_algorithm(name, group=group)
-    options = {"clip_low": ("low", clip_low), "clip_high": ("high", clip_high), "dual": ("dual", dual)}
-    for option, (limit, x) in options.items():
-        if x is not None and limit not in signature(row.loss).parameters:
-            raise ValueError(f"{option}: expected None, {name} has no such limit, got {x}")
-    return row._replace(loss=_given(row.loss, low=clip_low, high=clip_high, dual=dual))
+    row = get_algorithm(name)
+    if advantage is not None:
+        source = _row(advantage, Algorithm, ", which has a critic", option="advantage")
+        row = row._replace(advantage=source.advantage, group=source.group, greedy=source.greedy)
+    row = _grouped(advantage or name, row, group)
+    row = _limited(name, row, (clip_low, clip_high, dual), limits or {})
+    return row if weight is None else row._replace(weight=get_weight(weight))
 
 
 def configured_actor_critic(
@@ -400,18 +410,39 @@ def configured_actor_critic(
     clip_high: float | None = None,
     dual: float | None = None,
     value_clip: float | None = None,
+    weight: str | None = None,
+    limits: Mapping[str, float | None] | None = None,
 ) -> ActorCritic:
     """Return the row of a name, with a critic, with the options that are given; None is the row's own.
 
     `gamma`, `lambda_` and `alpha` are of the advantage, the limits of the actor's loss, `value_clip` of the
-    critic's. ValueError as of `get_actor_critic`.
+    critic's. `weight` and `limits` as of `configured`. ValueError as of `get_actor_critic`.
     """
-    row = get_actor_critic(name)
+    row = _limited(name, get_actor_critic(name), (clip_low, clip_high, dual), limits or {})
     return row._replace(
         advantage=_given(row.advantage, gamma=gamma, lambda_=lambda_, alpha=alpha),
-        loss=_given(row.loss, low=clip_low, high=clip_high, dual=dual),
         value_loss=_given(row.value_loss, clip=value_clip),
+        weight=row.weight if weight is None else get_weight(weight),
     )
+
+
+def _limited(name: str, row: Row, clips: Sequence[float | None], limits: Mapping[str, float | None]) -> Row:
+    """Return a row with other limits in its loss; `clips` are low, high, dual as older options."""
+    own = [p.name for p in signature(row.loss).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
+    has = f"{name} has {', '.join(own)}" if own else f"{name} has no limits"
+    given = {limit: x for limit, x in limits.items() if x is not None}
+    for limit, x in given.items():
+        if limit not in own:
+            raise ValueError(f"loss.{limit}: expected None, {has}, got {x}")
+    for option, limit, x in zip(("clip_low", "clip_high", "dual"), ("low", "high", "dual"), clips):
+        if x is None:
+            continue
+        if limit not in own:
+            raise ValueError(f"{option}: expected None, {name} has no such limit, got {x}")
+        if limit in given:
+            raise ValueError(f"loss.{limit}: expected None, as {option} is {x}, got {given[limit]}")
+        given[limit] = x
+    return row._replace(loss=_given(row.loss, **given))
 
 
 def _given(function: Callable[..., R], **options: Any) -> Callable[..., R]:

@@ -186,7 +186,7 @@ def _described(config: type, own: str, prefix: str = "", part: Any = None) -> It
         subject = own
         if owners[-1] is not config:
             subject = vars(owners[-1]).get("__subject__") or owners[-1].__name__
-        text = _comments(owners[0]).get(name, "")
+        text = f.metadata.get("help") or _comments(owners[0]).get(name, "")
         flag = _flag(prefix + name, hints[name])
         if Positional in marks[name]:
             flag = _kind(hints[name]).replace("STR", name.upper())

@@ -18,7 +18,8 @@ pi_sampler. Log-ratios are bounded to +-20 before exp.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,9 +29,9 @@ from rft_fn.logprob import log_ratio
 from rft_fn.loss.policy import MAX_LOG_RATIO, ratio
 
 __all__ = [
-    "clip_cov", "constant", "covariance", "high_entropy", "icepop", "importance", "importance_seq",
-    "masked_is", "masked_is_seq", "off_policy_mask", "pair_mean", "seq_mean", "seq_sum", "token_mean",
-    "top_share", "truncated_is", "truncated_is_seq", "unit_mean", "unit_sum",
+    "clip_cov", "constant", "covariance", "get_weight", "high_entropy", "icepop", "importance",
+    "importance_seq", "masked_is", "masked_is_seq", "off_policy_mask", "pair_mean", "seq_mean", "seq_sum",
+    "token_mean", "top_share", "truncated_is", "truncated_is_seq", "unit_mean", "unit_sum",
 ]  # fmt: skip
 
 _MOST = 1e6  # nats, beyond every log-ratio of tokens that both policies can draw
@@ -122,6 +123,23 @@ def constant(mask: Tensor, length: int) -> Tensor:
         raise ValueError(f"length: expected > 0 tokens, got {length}")
     m, _, rows = _counts(mask)
     return m / (rows * length)
+
+
+_NORMALISERS = {"token_mean": token_mean, "seq_mean": seq_mean, "seq_sum": seq_sum}
+
+
+def get_weight(name: str) -> Callable[[Tensor], Tensor]:
+    """Return the function from mask to w of a name: token_mean, seq_mean, seq_sum, or constant:LENGTH.
+
+    ValueError that lists the names there are.
+    """
+    kind, _, length = name.partition(":")
+    if kind == "constant" and length.isdecimal() and int(length):
+        return partial(constant, length=int(length))
+    if name not in _NORMALISERS:
+        names = ", ".join(_NORMALISERS)
+        raise ValueError(f"weight: expected one of {names}, constant:LENGTH, got {name!r}")
+    return _NORMALISERS[name]
 
 
 def _token_ratio(w: Tensor, old_logp: Tensor, logp: Tensor) -> Tensor:

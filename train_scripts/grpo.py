@@ -21,6 +21,7 @@ class Config(options.ReinforcementRun, options.Collect):
 
     # the algorithm
     algorithm: str = "grpo"  # a row of rft_fn.algorithm.TABLE
+    advantage: Filled | None = None  # another row of that table, to take its advantage; None: the algorithm's
     kl: AtLeast0 = 0.0  # coefficient of KL(policy, initial model) in the loss
     kl_in_reward: AtLeast0 = 0.0  # coefficient of log(policy / initial model), off the reward of a response
 
@@ -66,7 +67,14 @@ def policy_loss(cfg: Config, algo, out: rft.TokenOut, b: rft.Packed) -> tuple[Te
 
 def main(cfg: Config) -> None:
     algo = rft.algorithm.configured(
-        cfg.algorithm, group=cfg.group, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual=cfg.dual
+        cfg.algorithm,
+        group=cfg.group,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        dual=cfg.dual,
+        advantage=cfg.advantage,
+        weight=cfg.weight,
+        limits=vars(cfg.loss),
     )
     anchor = cfg.kl > 0 or cfg.kl_in_reward > 0
     env = rft.run.setup(cfg, usual=140, optimizer=optimizer, anchor=anchor, greedy=algo.greedy)

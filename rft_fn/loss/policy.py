@@ -70,6 +70,11 @@ def ppo_clip(
     arXiv 1707.06347. low < high is DAPO's clip-higher (arXiv 2503.14476). `dual` > 1 bounds the loss at
     -dual A where A < 0 (arXiv 1912.09729). At logp == old_logp the gradient is `reinforce`'s. ValueError
     for dual <= 1, which would turn the gradient off at rho = 1.
+
+    Limits:
+        low: the ratio is clipped at 1 - low
+        high: the ratio is clipped at 1 + high
+        dual: the loss is at most -dual A where A < 0; off by default
     """
     check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."), adv=(adv, "..."))
     if dual is not None and dual <= 1:
@@ -104,6 +109,10 @@ def gspo(
 
     It is the paper's objective under `weight.seq_mean`, with one advantage per sequence; under `token_mean`
     long sequences count more. arXiv 2507.18071.
+
+    Limits:
+        low: the sequence's ratio is clipped at 1 - low
+        high: the sequence's ratio is clipped at 1 + high
     """
     check.shapes(logp=(logp, "T"), adv=(adv, "T"))
     return _clipped(seq_ratio(logp, old_logp, mask, seq, num_seqs), adv, low, high)
@@ -126,6 +135,10 @@ def gspo_token(
 
     s[t] has the value of the sequence's ratio and the gradient of the token's. With one advantage per
     sequence, value and gradient under `weight.seq_mean` equal `gspo`'s. arXiv 2507.18071, section 4.3.
+
+    Limits:
+        low: the sequence's ratio is clipped at 1 - low
+        high: the sequence's ratio is clipped at 1 + high
     """
     check.shapes(logp=(logp, "T"), adv=(adv, "T"))
     s = seq_ratio(logp.detach(), old_logp, mask, seq, num_seqs)
@@ -150,6 +163,10 @@ def gmpo(
 
     Without limits it is `gspo` without limits. It is the paper's objective under `weight.seq_mean`. arXiv
     2507.20673.
+
+    Limits:
+        low: the log-ratio is clipped at -low
+        high: the log-ratio is clipped at high
     """
     check.shapes(logp=(logp, "T"), old_logp=(old_logp, "T"), adv=(adv, "T"), mask=(mask, "T"), seq=(seq, "T"))
     d = log_ratio(logp, old_logp, limit=MAX_LOG_RATIO)
@@ -166,6 +183,10 @@ def cispo(logp: Tensor, old_logp: Tensor, adv: Tensor, *, low: Scalar = 1.0, hig
 
     low = 1 is no lower limit, as in the paper, which gives no number for `high`: 4 is ours. Systems differ:
     TRL's epsilon_high is the cap itself, so their 5 is 4 here. arXiv 2506.13585.
+
+    Limits:
+        low: the weight is clipped at 1 - low; 1 is no limit
+        high: the weight is clipped at 1 + high
     """
     check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."), adv=(adv, "..."))
     weight = _between(ratio(logp.detach(), old_logp), 1 - low, 1 + high)
@@ -181,6 +202,10 @@ def sapo(
 
     tau is tau_pos where A > 0, else tau_neg. f' is 1 at rho = 1 and falls off on both sides. arXiv
     2511.20347.
+
+    Limits:
+        tau_pos: steepness of the gate where A > 0
+        tau_neg: steepness of the gate where A <= 0
     """
     check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."), adv=(adv, "..."))
     rho = ratio(logp, old_logp)
@@ -219,6 +244,12 @@ def cpgd(
     The policy gradient itself is clipped, so no ratio multiplies it. The KL (rho - 1 - log rho, with the
     factor rho - 1 of its gradient bounded by `cap`) pulls back what has gone too far. arXiv 2505.12504; the
     values of `drift` and `cap` are ours.
+
+    Limits:
+        low: the ratio is clipped at 1 - low
+        high: the ratio is clipped at 1 + high
+        drift: coefficient of KL(pi_old, pi)
+        cap: bound of the factor rho - 1 in the gradient of that KL
     """
     check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."), adv=(adv, "..."))
     d = log_ratio(logp, old_logp, limit=MAX_LOG_RATIO)
@@ -246,6 +277,10 @@ def dppo_tv(
 
     The trust region bounds the total variation of the choice "this token or another", so rare tokens may
     change by a large ratio and frequent ones may not. arXiv 2602.04879.
+
+    Limits:
+        limit: total variation outside of which a token stops
+        cap: the ratio is at most cap
     """
     check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."), adv=(adv, "..."))
     gap = (logp.detach().exp() - old_logp.exp()).abs()
@@ -267,6 +302,10 @@ def dppo_kl(
         pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi)) <= limit
 
     arXiv 2602.04879.
+
+    Limits:
+        limit: KL outside of which a token stops [nats]
+        cap: the ratio is at most cap
     """
     check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."), adv=(adv, "..."))
     new = logp.detach()

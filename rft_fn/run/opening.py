@@ -288,6 +288,8 @@ def actor_critic(cfg: Any) -> algorithm.ActorCritic:
         clip_high=cfg.clip_high,
         dual=cfg.dual,
         value_clip=cfg.value_clip,
+        weight=cfg.weight,
+        limits=vars(cfg.loss),
     )
 
 

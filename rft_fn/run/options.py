@@ -16,11 +16,12 @@ groups options by `subject`.
 # A dataclass takes its fields from the last base to the first. So a script lists its bases from the last
 # subject of --help to the first, and ends with Data and Model. Its own options come before them in --help.
 
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from rft_fn import check
+from rft_fn import check, loss
 from rft_fn.check import (
     Above1,
     AtLeast0,
@@ -42,8 +43,9 @@ from rft_fn.strategy import StrategyConfig
 
 __all__ = [
     "ENGINE", "ActorCritic", "Collect", "Data", "Evaluation", "Examples", "Heads", "HeldOut", "Labelled",
-    "Length", "Model", "Optimizer", "Options", "Policy", "Prompts", "Ptx", "Recorded", "Reinforcement",
-    "ReinforcementRun", "Reward", "Rollouts", "Run", "Sampling", "ScoredRun", "Shaping", "Updates",
+    "Length", "Limits", "Model", "Optimizer", "Options", "Policy", "Prompts", "Ptx", "Recorded",
+    "Reinforcement", "ReinforcementRun", "Reward", "Rollouts", "Run", "Sampling", "ScoredRun", "Shaping",
+    "Updates",
 ]  # fmt: skip
 
 
@@ -190,6 +192,41 @@ class Shaping(Reward, subject="Rewards"):
     overlong: Whole = 0  # tokens before max_new over which a penalty rises to 1 (DAPO); 0 is off
 
 
+# ---------- the objective
+
+
+LOSSES = (
+    loss.ppo_clip, loss.gspo, loss.gspo_token, loss.gmpo, loss.cispo, loss.sapo, loss.cpgd, loss.dppo_tv,
+    loss.dppo_kl,
+)  # fmt: skip
+"""The losses of algorithms that have limits."""
+
+
+def _help(name: str) -> dict[str, str]:
+    """Return the help of a limit, which is made of the docstrings of the losses that have it."""
+    losses: dict[str, list[str]] = {}
+    for fn in LOSSES:
+        said = re.search(rf"^ +{name}: (.*)$", (fn.__doc__ or "").partition("Limits:")[2], re.M)
+        if said:
+            losses.setdefault(said[1], []).append(fn.__name__)
+    text = "; ".join(f"{', '.join(names)}: {said}" for said, names in losses.items())
+    return {"help": f"{text}; None is the algorithm's default"}
+
+
+@dataclass(frozen=True)
+class Limits(Options):
+    """Limits of an algorithm's loss by their own names; an algorithm takes the ones that its loss has."""
+
+    low: AtLeast0 | None = field(default=None, metadata=_help("low"))
+    high: Annotated[float, Range(-1, open_low=True)] | None = field(default=None, metadata=_help("high"))
+    dual: Above1 | None = field(default=None, metadata=_help("dual"))
+    tau_pos: Positive | None = field(default=None, metadata=_help("tau_pos"))
+    tau_neg: Positive | None = field(default=None, metadata=_help("tau_neg"))
+    drift: AtLeast0 | None = field(default=None, metadata=_help("drift"))
+    cap: Positive | None = field(default=None, metadata=_help("cap"))
+    limit: AtLeast0 | None = field(default=None, metadata=_help("limit"))
+
+
 # ---------- learning
 
 
@@ -218,6 +255,8 @@ class Updates(Rollouts, Length, subject="Updates"):
     clip_low: AtLeast0 | None = None  # the ratio is clipped at 1 - this; None is the algorithm's default
     clip_high: AtLeast0 | None = None  # the ratio is clipped at 1 + this; None is the algorithm's default
     dual: Above1 | None = None  # bound of the loss at negative advantages; None is the algorithm's default
+    weight: Filled | None = None  # token_mean, seq_mean, seq_sum, constant:LENGTH; None: the algorithm's
+    loss: Limits = field(default_factory=Limits)
     ema: Decay = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
 
     def __post_init__(self) -> None:
