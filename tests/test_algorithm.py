@@ -1,6 +1,9 @@
 """Each row of the table, from rewards to the gradient, as a train step would use it."""
 
+import dataclasses
+import inspect
 import itertools
+import re
 from functools import partial
 
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from rft_fn import algorithm, loss, packing, testing, tree, weight
 from rft_fn import algorithm as stopped
 from rft_fn.algorithm import Evaluated
+from rft_fn.run import options
 from rft_fn.types import TokenOut, experience
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -276,3 +280,46 @@ def test_a_group_size_that_does_not_divide_the_rows_is_named(name):
     with pytest.raises(ValueError) as error:
         row.advantage(torch.rand(2, 3), tiny.rollout(c.exp), **more)
     assert str(error.value) == message
+
+
+def test_every_limit_of_a_loss_is_an_option_with_help():
+    """The limits of all losses of the table, as the docstrings explain them."""
+    limits = set()
+    for row in algorithm.TABLE.values():
+        parameters = inspect.signature(row.loss).parameters.values()
+        limits |= {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    fields = dataclasses.fields(options.Limits)
+    assert {f.name for f in fields} == limits
+    for fn in options.LOSSES:
+        explained = re.findall(r"^ +(\w+): ", fn.__doc__.partition("Limits:")[2], re.M)
+        assert explained == [
+            p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY
+        ]
+    helps = {f.name: f.metadata["help"] for f in fields}
+    assert helps["tau_pos"] == "sapo: steepness of the gate where A > 0; None is the algorithm's default"
+    assert (
+        helps["cap"].startswith("cpgd: ") and "; dppo_tv, dppo_kl: the ratio is at most cap; " in helps["cap"]
+    )
+
+
+def test_a_row_takes_another_weight_advantage_and_limits():
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    row = algorithm.configured(
+        "gspo", weight="token_mean", advantage="remax", limits={"low": 0.1, "cap": None}
+    )
+    assert (
+        row.weight is weight.token_mean and row.greedy and row.advantage is algorithm.TABLE["remax"].advantage
+    )
+    assert inspect.signature(row.loss).parameters["low"].default == 0.1
+    torch.testing.assert_close(weight.get_weight("constant:7")(mask), weight.constant(mask, 7))
+    plain = algorithm.configured("gspo", limits={"low": None})
+    assert plain._replace(loss=None) == algorithm.TABLE["gspo"]._replace(loss=None)
+    critic = algorithm.configured_actor_critic("ppo", weight="seq_mean", limits={"dual": 2.0})
+    assert (
+        critic.weight is weight.seq_mean and inspect.signature(critic.loss).parameters["dual"].default == 2.0
+    )
+    for name in ("mean", "constant", "constant:0", "constant:x", "token_mean:3"):
+        with pytest.raises(
+            ValueError, match=r"^weight: expected one of token_mean, seq_mean, seq_sum, constant:LENGTH"
+        ):
+            weight.get_weight(name)

@@ -67,6 +67,7 @@ class Config(
     ] = "dpo"  # of a pair, or of a single response: kto, bco
     beta: Positive | None = None  # hold on the reference: reward / log(policy / reference); None: the paper's
     label_smoothing: Annotated[float, Range(0, 0.5, open_high=True)] = 0.0  # cdpo: the share of wrong labels
+    average: bool = False  # log-probs are means over the tokens of a response, as TRL's ipo has them
     nll: AtLeast0 | None = None  # coefficient of -log pi of the chosen side, a mean over its tokens (RPO)
     ld_alpha: Share = 1.0  # share at which tokens count that the longer response has more (LD-DPO); 1 is off
     margin: AtLeast0 = 1.0  # simpo: by how much the chosen response shall win
@@ -95,6 +96,11 @@ class Config(
     def row(self) -> rft.loss.Preference:
         """Return the loss as a row of the table."""
         return rft.loss.PREFERENCES[self.loss]
+
+    @property
+    def means(self) -> bool:
+        """Return whether the loss reads means over tokens, in place of sums."""
+        return self.average or self.row.mean
 
     @property
     def unit(self) -> int:
@@ -130,7 +136,7 @@ def check(cfg: Config) -> None:
             rft.run.without(cfg, option, prefix="", instead=f"only --loss {losses[0]} reads it")
     if cfg.unpaired and not cfg.row.single:
         raise ValueError(f"loss: expected kto or bco with --unpaired, which compares nothing, got {cfg.loss}")
-    if cfg.ld_alpha < 1 and (cfg.row.single or cfg.row.mean):
+    if cfg.ld_alpha < 1 and (cfg.row.single or cfg.means):
         raise ValueError(f"ld_alpha: expected 1 with {cfg.loss}, not of sums of pairs, got {cfg.ld_alpha}")
     if cfg.nll and cfg.row.single:
         raise ValueError(f"nll: expected 0 with {cfg.loss}, a loss of single responses, got {cfg.nll}")
@@ -242,7 +248,7 @@ def losses(
         return pair_loss(cfg)(logp, ref_logp, extra["desirable"], baseline=extra["baseline"]), sides
     loss = pair_loss(cfg)(*sides) if cfg.row.reference else pair_loss(cfg)(*sides[:2])
     if cfg.nll:
-        count = 1 if cfg.row.mean else tokens[::2].clamp(min=1)
+        count = 1 if cfg.means else tokens[::2].clamp(min=1)
         loss = loss + cfg.nll * rft.loss.nll(sides[0] / count)
     return loss, sides
 
@@ -260,7 +266,7 @@ def measure(cfg: Config, name: str, logp, ref_logp, sides, real: Tensor, extra: 
 
 def policy_loss(cfg: Config, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
     """Return the loss of a pair, or of a response, at each of its tokens [T]; w makes the mean."""
-    reduce = rft.segment.mean if cfg.row.mean else rft.segment.sum
+    reduce = rft.segment.mean if cfg.means else rft.segment.sum
     factor = 1.0
     if cfg.ld_alpha < 1:
         factor = rft.loss.length_desensitized(b.mask, b.seq, b.num_seqs, alpha=cfg.ld_alpha)
@@ -291,7 +297,7 @@ def evaluation(cfg: Config, held_out: rft.Experience, token_logp: Tensor) -> dic
         row = torch.arange(len(mask)).repeat_interleave(mask.shape[1])
         factor = rft.loss.length_desensitized(mask.flatten(), row, len(mask), alpha=cfg.ld_alpha)
         token_logp, token_ref = factor.view_as(mask) * token_logp, factor.view_as(mask) * token_ref
-    count = tokens.clamp(min=1) if cfg.row.mean else 1
+    count = tokens.clamp(min=1) if cfg.means else 1
     logp, ref_logp = token_logp.sum(-1) / count, token_ref.sum(-1) / count
     extra = {name: x.sum(-1) / tokens.clamp(min=1) for name, x in (held_out.extra or {}).items()}
 

@@ -66,16 +66,7 @@ def policy_loss(cfg: Config, algo, out: rft.TokenOut, b: rft.Packed) -> tuple[Te
 
 
 def main(cfg: Config) -> None:
-    algo = rft.algorithm.configured(
-        cfg.algorithm,
-        group=cfg.group,
-        clip_low=cfg.clip_low,
-        clip_high=cfg.clip_high,
-        dual=cfg.dual,
-        advantage=cfg.advantage,
-        weight=cfg.weight,
-        limits=vars(cfg.loss),
-    )
+    algo = rft.run.objective(cfg)
     anchor = cfg.kl > 0 or cfg.kl_in_reward > 0
     env = rft.run.setup(cfg, usual=140, optimizer=optimizer, anchor=anchor, greedy=algo.greedy)
     cfg, st, apply = env.cfg, env.st, env.apply

@@ -25,9 +25,9 @@ from rft_fn.run.run_folder import Run
 from rft_fn.types import Apply, Sampling, Strategy, Transform
 
 __all__ = [
-    "actor_critic", "data_options", "end_dry", "free_options", "initial_model", "load_critic", "load_data",
-    "load_policy", "load_processing", "open_folder", "optimizer", "plan_steps", "print_preflight", "start",
-    "updates_per_pass", "updates_per_step", "with_processor",
+    "actor_critic", "data_options", "end_dry", "free_options", "initial_model", "load_critic",
+    "load_data", "load_policy", "load_processing", "objective", "open_folder", "optimizer", "plan_steps",
+    "print_preflight", "start", "updates_per_pass", "updates_per_step", "with_processor",
 ]  # fmt: skip
 
 
@@ -274,6 +274,20 @@ def load_critic(cfg: Any, st: Strategy) -> nn.Module:
         freeze=cfg.freeze,
         gradient_checkpointing=cfg.gradient_checkpointing,
         meta=st.world > 1 or cfg.dry_run,
+    )
+
+
+def objective(cfg: Any) -> algorithm.Algorithm:
+    """Return the algorithm without a critic that the options name, with what they put in place of its own."""
+    return algorithm.configured(
+        cfg.algorithm,
+        group=cfg.group,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        dual=cfg.dual,
+        advantage=cfg.advantage,
+        weight=cfg.weight,
+        limits=vars(cfg.loss),
     )
 
 

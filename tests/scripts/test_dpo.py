@@ -161,6 +161,7 @@ OPTIONS = {
     "cdpo": {"loss": "cdpo", "label_smoothing": 0.1},
     "smoother": {"loss": "cdpo", "label_smoothing": 0.3},
     "ipo": {"loss": "ipo"},
+    "average": {"loss": "ipo", "average": True},
     "nll": {"nll": 1.0},
     "ld_alpha": {"ld_alpha": 0.5},
     "simpo": {"loss": "simpo"},

@@ -136,6 +136,8 @@ OPTIONS = {
     "clip_low": {"clip_low": 0.9},
     "clip_high": {"clip_high": 9.0},
     "dual": {"dual": 1.0001},
+    "loss.low": {"loss": rft.run.options.Limits(low=0.8)},
+    "weight": {"weight": "seq_mean"},
     "value_clip": {"value_clip": 0.001},
     "critic_lr": {"critic_lr": 1e-2},
     "max_norm": {"max_norm": 0.01},

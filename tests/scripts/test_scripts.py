@@ -290,6 +290,10 @@ OPTIONS = {
     "clip_low": {"epochs": 2, "clip_low": 0.9},
     "clip_high": {"epochs": 2, "clip_high": 9.0},
     "dual": {"epochs": 3, "dual": 1.0001},
+    "loss.low": {"epochs": 2, "loss": rft.run.options.Limits(low=0.8)},
+    "weight": {"weight": "token_mean"},
+    "constant weight": {"weight": "constant:512", "lr": 3e-3},
+    "advantage": {"advantage": "grpo"},
     "kl": {"epochs": 2, "kl": 0.5},
     "kl_in_reward": {"epochs": 2, "kl_in_reward": 0.5, "steps": 2},
     "steps": {"epochs": 2, "steps": 2},
@@ -304,6 +308,29 @@ OPTIONS = {
     "lora_alpha": {"lora_rank": 2, "lora_alpha": 8.0},
     "lora_targets": {"lora_rank": 2, "lora_targets": "q_proj"},
 }
+
+
+UNFIT = [
+    ({"algorithm": "rloo", "clip_low": 0.1}, "clip_low: expected None, rloo has no such limit, got 0.1"),
+    (
+        {"algorithm": "sapo", "loss": rft.run.options.Limits(low=0.1)},
+        "loss.low: expected None, sapo has tau_pos, tau_neg, got 0.1",
+    ),
+    (
+        {"algorithm": "rloo", "loss": rft.run.options.Limits(cap=2.0)},
+        "loss.cap: expected None, rloo has no limits, got 2.0",
+    ),
+    (
+        {"clip_low": 0.1, "loss": rft.run.options.Limits(low=0.2)},
+        "loss.low: expected None, as clip_low is 0.1, got 0.2",
+    ),
+    (
+        {"weight": "constant"},
+        "weight: expected one of token_mean, seq_mean, seq_sum, constant:LENGTH, got 'constant'",
+    ),
+    ({"advantage": "ppo"}, "advantage: expected one of grpo, dr_grpo, "),
+    ({"advantage": "rloo", "group": 1}, "group: expected >= 2 responses per prompt for rloo, "),
+]
 
 
 def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path):
@@ -323,8 +350,9 @@ def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path):
     assert found["none"] == found.pop("again")
     twins = [(a, b) for a in found for b in found if a < b and found[a] == found[b]]
     assert not twins
-    with pytest.raises(ValueError, match=r"^clip_low: expected None, rloo has no such limit, got 0.1"):
-        grpo.main(grpo.Config(**{**small, "algorithm": "rloo"}, clip_low=0.1, out=str(tmp_path / "x")))
+    for change, line in UNFIT:
+        with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
+            grpo.main(grpo.Config(**{**small, **change}, out=str(tmp_path / "x")))
 
 
 def test_what_a_step_logs(straight):

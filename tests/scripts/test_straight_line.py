@@ -509,7 +509,10 @@ def dpo_pairs(cfg, name, pairs, lm, ref):
         with torch.no_grad():
             refs = [line.scores(ref, side, temperature=1.0, top_p=1.0)[0] for side in sides]
         (c, r), (rc, rr) = [x.sum() for x in logps], [x.sum() for x in refs]
-        terms.append(dpo_loss(cfg, c, r, rc, rr, len(sides[0]["tokens"])))
+        if cfg.average:
+            terms.append(dpo_loss(cfg, *(x.mean() for x in (*logps, *refs)), 1))
+        else:
+            terms.append(dpo_loss(cfg, c, r, rc, rr, len(sides[0]["tokens"])))
         gaps += [abs(float(x)) for a, b in zip(logps, refs) for x in (a - b).detach()]
         c, r = float(c.detach()), float(r.detach())
         better, worse = cfg.beta * (c - float(rc)), cfg.beta * (r - float(rr))
@@ -545,8 +548,11 @@ def dpo_by_hand(cfg, lm, tokenizer):
     return log, opt.params
 
 
+AVERAGE = {"loss": "ipo", "average": True}
+
+
 @pytest.mark.parametrize(
-    "row", [{"loss": "dpo", "nll": 0.3}, {"loss": "cdpo", "label_smoothing": 0.2}, {"loss": "ipo"}]
+    "row", [{"loss": "dpo", "nll": 0.3}, {"loss": "cdpo", "label_smoothing": 0.2}, {"loss": "ipo"}, AVERAGE]
 )
 def test_dpo_is_its_definition(wide, tmp_path, row):
     dpo = script("dpo")
