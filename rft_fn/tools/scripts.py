@@ -29,6 +29,7 @@ __all__ = [
     "execute",
     "find",
     "folder",
+    "module",
     "named",
     "summary",
 ]  # fmt: skip
@@ -110,13 +111,18 @@ def _library(name: str) -> str:
 
 def config(path: Path) -> type:
     """Return the class of a script's options, `Config`; import the script, but do not run it."""
+    return module(path).Config
+
+
+def module(path: Path) -> Any:
+    """Import a script, but do not run it."""
     name = f"rft_script_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # any file ending in .py has both
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where the hints of its dataclass are looked up
-    spec.loader.exec_module(module)
-    return module.Config
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = made  # where the hints of its dataclass are looked up
+    spec.loader.exec_module(made)
+    return made
 
 
 def execute(path: Path, arguments: Sequence[str]) -> None:

@@ -9,8 +9,8 @@ __all__ = [
     "DROPOUT", "EVAL_EVERY", "FUSED", "KL_IN_LOSS", "KL_IN_REWARD", "LOGGED", "NF4", "ORDER",
     "PROCESSES", "REFERENCE", "RESUMED", "REWARD_FILE", "REWARD_MODEL", "ROLLOUT_EPOCHS", "SAVE_EVERY",
     "SPLIT", "TOGETHER", "UNEVALUATED", "UNTRUSTED", "WARMUP", "Combined", "Flag", "Library", "Row",
-    "Table", "Trainer", "by_kind", "choice", "commas", "flag", "hinted", "named", "nothing", "only",
-    "rows_of", "same", "switch",
+    "TRACKERS", "Table", "Trainer", "by_kind", "choice", "commas", "flag", "hinted", "integer", "named",
+    "nothing", "number", "only", "rows_of", "same", "several", "switch",
 ]  # fmt: skip
 
 
@@ -36,6 +36,7 @@ class Row(NamedTuple):
     remark: str = ""  # of the command line's hint, which leads to the first flag in `ours`
     hint: Hint | None = None  # of the command line, where it is another one; "" for none
     kinds: "Mapping[str, Row] | None" = None  # of each kind of trainer, where they differ
+    each: bool = False  # whether `values` are of each item of a list, and {x} of `ours` all that they give
 
 
 # a kind of trainer or a group of them, and the beginning of the names that follow -> names of options, with
@@ -63,6 +64,7 @@ class Trainer(NamedTuple):
     sections: Mapping[str, str]  # the beginning of a name -> why nothing under it has a counterpart
     programs: tuple[str, ...]  # files and modules that start it, without .py
     tells: tuple[str, ...] = ()  # beginnings of NAME=VALUE that no other trainer has, besides its rows
+    numbers: tuple[str, ...] = ()  # options that `combine` reads as numbers
 
 
 class Library(NamedTuple):
@@ -71,6 +73,7 @@ class Library(NamedTuple):
     title: str
     trainers: Mapping[str, Trainer]
     others: Mapping[str, str] = {}  # programs that train in a way that has no script -> what comes closest
+    packages: tuple[str, ...] = ()  # whose modules are its programs
 
 
 # ------------------------------------------------------------------------------ reading a table
@@ -113,6 +116,22 @@ def hinted(name: str, row: Row) -> tuple[Flag, ...] | str | None:
     return tuple(dict.fromkeys(flags)) or None
 
 
+def number(options: Mapping[str, Any], *names: str, default: float = 0.0) -> float:
+    """Return the first option of these names that is a number."""
+    for name in names:
+        try:
+            return float(str(options[name]))
+        except (KeyError, ValueError):
+            continue
+    return default
+
+
+def integer(options: Mapping[str, Any], *names: str, default: int = 0) -> int:
+    """Return the first option of these names that is a number, without a fraction."""
+    found = number(options, *names, default=default)
+    return int(found) if abs(found) < 1e15 else default
+
+
 # ------------------------------------------------------------------------------ making rows
 
 
@@ -141,6 +160,11 @@ def choice(note: str = "", /, *, remark: str = "", hint: Hint | None = None, **v
     """Return our arguments for each value; an empty text where ours do it by default."""
     shown = ", ".join(f"{value}: {ours or 'the default'}" for value, ours in values.items())
     return Row(shown, note, {value.lower(): ours for value, ours in values.items()}, remark=remark, hint=hint)
+
+
+def several(ours: str, note: str = "", /, *, hint: Hint | None = None, **values: str) -> Row:
+    """Return the words of ours for the items of a list, as values of one option; an empty one is left out."""
+    return Row(f"{ours} {{x}}", note, {k.lower(): v for k, v in values.items()}, hint=hint, each=True)
 
 
 def nothing(why: str, hint: Hint | None = None) -> Row:
@@ -177,6 +201,17 @@ LOGGED = nothing("every step is logged", "every step is a row of metrics.jsonl i
 RESUMED = nothing(
     "run the same command again to resume",
     "the same command continues from the newest checkpoint of its folder",
+)
+TRACKERS = several(
+    "--trackers",
+    "others than wandb, tensorboard and trackio have none; files are always written",
+    wandb="wandb",
+    tensorboard="tensorboard",
+    trackio="trackio",
+    none="",
+    console="",
+    file="",
+    hint=Flag("trackers"),
 )
 NF4 = choice(true="--quantize nf4", false="")
 SAVE_EVERY = Row("--save-every {x}", values={"-1": "--save-every 1000000"})

@@ -1,0 +1,230 @@
+"""The options in a Python script of TRL: the arguments of GRPOConfig and its relatives, by `ast` only.
+
+Nothing is imported or run. Read are constants, lists, mappings, f-strings, arithmetic, and names that are
+assigned such a value; defaults of dataclasses and of argparse; names of functions as rewards.
+"""
+
+import ast
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["Module", "read"]
+
+_CONFIGS = {
+    "GRPOConfig": "grpo", "SFTConfig": "sft", "DPOConfig": "dpo", "RewardConfig": "reward",
+    "RLOOConfig": "rloo", "KTOConfig": "kto", "PPOConfig": "ppo", "ORPOConfig": "orpo", "CPOConfig": "cpo",
+    "OnlineDPOConfig": "online_dpo", "GKDConfig": "gkd", "PRMConfig": "prm", "BCOConfig": "bco",
+}  # fmt: skip
+_TRAINERS = {name.replace("Config", "Trainer"): kind for name, kind in _CONFIGS.items()}
+_OTHERS = ("ModelConfig", "ScriptArguments", "TrainingArguments")
+_ADAPTERS = {
+    "r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
+    "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
+}  # fmt: skip
+_PARSED = ("parse_args_and_config", "parse_args_into_dataclasses", "parse_args")
+
+
+class Module(NamedTuple):
+    """What a Python file says."""
+
+    options: dict[str, Any]
+    programs: list[str]  # the kind of its trainer
+    notes: list[str]
+    started: str
+    docstring: str
+
+
+class _Unknown(Exception):  # noqa: N818 - not an error of ours: a value that only a run knows
+    """A value that is no constant."""
+
+
+def read(text: str, path: str) -> Module:
+    """Return the options of a script, of the first of each config; SyntaxError for a text that is none."""
+    tree = ast.parse(text)
+    names = dict(_assigned(tree))
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    imported = dict(_imported(tree))
+    options: dict[str, Any] = {}
+    programs: list[str] = []
+    notes: list[str] = []
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        called = ast.unparse(call.func).rpartition(".")[2]
+        if called in _CONFIGS or called in _TRAINERS:
+            kind = _CONFIGS.get(called) or _TRAINERS[called]
+            programs += [kind] if kind not in programs else []
+        given = {x.arg: x.value for x in call.keywords if x.arg}
+        if called in _CONFIGS or called in _OTHERS:
+            _take(options, notes, given, names)
+        elif called == "LoraConfig" or (called == "get_peft_model" and "r" in given):
+            chosen = {_ADAPTERS[name]: x for name, x in given.items() if name in _ADAPTERS}
+            options.setdefault("use_peft", True)
+            _take(options, notes, chosen, names)
+        elif called in _TRAINERS:
+            _of_trainer(options, notes, given, names, functions, imported, path)
+        elif called == "load_dataset" and "dataset_name" not in options:
+            _take(options, notes, _of_data(call, given), names)
+        elif called == "from_pretrained" and "model_name_or_path" not in options:
+            first = call.args[0] if call.args else given.get("model_name")
+            owner = ast.unparse(call.func)
+            if first is not None and "Model" in owner and "Reward" not in owner:
+                _take(options, notes, {"model_name_or_path": first}, names)
+    started = "trl" if "trl" in set(imported.values()) | {m.partition(".")[0] for m in imported.values()} else ""
+    return Module(options, programs[:1], notes, started, ast.get_docstring(tree) or "")
+
+
+def _take(
+    options: dict[str, Any], notes: list[str], given: Mapping[str, ast.expr], names: Mapping[str, ast.expr]
+) -> None:
+    """Add options whose values are constants; note the others."""
+    for name, node in given.items():
+        try:
+            value = _constant(node, names)
+        except _Unknown:
+            text = " ".join(ast.unparse(node).split())
+            # what its own parser reads comes from the command line
+            if not text.startswith(("script_args.", "training_args.", "model_args.", "args.", "cfg.")):
+                notes.append(f"line {node.lineno}: {name}={text[:60]}: not a constant, so it is left out")
+            continue
+        options.setdefault(name, value)
+
+
+def _of_trainer(
+    options: dict[str, Any],
+    notes: list[str],
+    given: Mapping[str, ast.expr],
+    names: Mapping[str, ast.expr],
+    functions: set[str],
+    imported: Mapping[str, str],
+    path: str,
+) -> None:
+    """Add the model and the rewards of a trainer: functions of this file, or of the module they are from."""
+    model = given.get("model")
+    if isinstance(model, ast.Constant) and isinstance(model.value, str):
+        options.setdefault("model_name_or_path", model.value)
+    elif isinstance(model, ast.Name) and isinstance(names.get(model.id), ast.Constant):
+        _take(options, notes, {"model_name_or_path": model}, names)
+    if "reward_funcs" not in given or "reward_funcs" in options:
+        return
+    node = given["reward_funcs"]
+    if isinstance(node, ast.Name) and isinstance(names.get(node.id), ast.List | ast.Tuple):
+        node = names[node.id]
+    rewards = []
+    for item in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
+        text = " ".join(ast.unparse(item).split())
+        name = text.partition("(")[0]
+        if isinstance(item, ast.Constant):
+            rewards.append(f"model:{item.value}")
+        elif name in functions or (isinstance(names.get(name), ast.Lambda)):
+            rewards.append(f"{path}:{text}")
+        elif name in imported:
+            rewards.append(f"{imported[name]}:{text}")
+        else:
+            notes.append(f"line {item.lineno}: reward {text[:60]}: expected a function of this file, or imported")
+    if rewards:
+        options["reward_funcs"] = rewards
+
+
+def _of_data(call: ast.Call, given: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
+    """Return the name, the config and the split of load_dataset's arguments."""
+    found = dict(zip(("dataset_name", "dataset_config"), call.args))
+    for theirs, ours in (("path", "dataset_name"), ("name", "dataset_config"), ("split", "dataset_train_split")):
+        if theirs in given:
+            found[ours] = given[theirs]
+    return found
+
+
+def _assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield names with the expressions that they are assigned, and ATTRIBUTE of dataclasses and argparse."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node.value
+        elif isinstance(node, ast.ClassDef):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and field.value is not None:
+                    yield f".{ast.unparse(field.target)}", _default(field.value)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            yield node.target.id, node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument") and node.args:
+            flag = node.args[-1]
+            default = next((x.value for x in node.keywords if x.arg == "default"), None)
+            if isinstance(flag, ast.Constant) and isinstance(flag.value, str) and default is not None:
+                yield f".{flag.value.lstrip('-').replace('-', '_')}", default
+
+
+def _default(node: ast.expr) -> ast.expr:
+    """Return the default in a call of `field`."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("field"):
+        return next((x.value for x in node.keywords if x.arg == "default"), node)
+    return node
+
+
+def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield names with the modules that they are imported from."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for x in node.names:
+                yield x.asname or x.name, node.module
+        elif isinstance(node, ast.Import):
+            for x in node.names:
+                yield x.asname or x.name, x.name
+
+
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}  # fmt: skip
+
+
+def _constant(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> Any:
+    """Return the value of an expression that is decided by the text alone; _Unknown for any other."""
+    if depth > 30:
+        raise _Unknown
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_constant(x, names, depth + 1) for x in node.elts]
+    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+        return {key.value: _constant(x, names, depth + 1) for key, x in zip(node.keys, node.values)}  # type: ignore[union-attr]
+    if isinstance(node, ast.Name) and node.id in names:
+        return _constant(names[node.id], names, depth + 1)
+    if isinstance(node, ast.Attribute):
+        if f".{node.attr}" in names:
+            return _constant(names[f".{node.attr}"], names, depth + 1)
+        if ast.unparse(node).startswith("torch."):
+            return node.attr
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(_constant(node.operand, names, depth + 1))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = (_constant(x, names, depth + 1) for x in (node.left, node.right))
+        if isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add):
+            return left + right
+        try:
+            return _OPERATORS[type(node.op)](_number(left), _number(right))
+        except (ZeroDivisionError, OverflowError):
+            raise _Unknown from None
+    if isinstance(node, ast.JoinedStr):
+        parts = [x.value if isinstance(x, ast.FormattedValue) else x for x in node.values]
+        return "".join(str(_constant(x, names, depth + 1)) for x in parts)
+    if isinstance(node, ast.Call):
+        called = ast.unparse(node.func)
+        if called in ("os.environ.get", "os.getenv") and len(node.args) == 2:
+            return _constant(node.args[1], names, depth + 1)
+        if called in ("int", "float", "str") and len(node.args) == 1:
+            value = _constant(node.args[0], names, depth + 1)
+            if called == "str":
+                return str(value)
+            return int(float(_number(value))) if called == "int" else float(_number(value))
+        if called == "dict" and not node.args:
+            return {x.arg: _constant(x.value, names, depth + 1) for x in node.keywords if x.arg}
+    raise _Unknown
+
+
+def _number(x: Any) -> Any:
+    """Return a number, also of a text; _Unknown for any other value."""
+    if isinstance(x, int | float):
+        return x
+    try:
+        return float(x)
+    except (TypeError, ValueError):
+        raise _Unknown from None

@@ -1,0 +1,512 @@
+"""The commands of a shell script with the values of its variables; nothing is run.
+
+What is read: assignments, arrays, `${X:-default}` and the other forms of a variable, `$((...))`, quotes,
+continued lines, here-documents, conditions that only compare texts or numbers, and the commands within
+`bash -c` and `eval`. A pipe, a redirection and `&` end a command. What has no value stays as it is written.
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+__all__ = ["Command", "commands"]
+
+
+class Command(NamedTuple):
+    """One command of a script."""
+
+    words: list[str]
+    line: int  # in which it begins, from 1
+    unknown: dict[str, int]  # texts in its words that no line of the script gives a value -> their line
+
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
+_REDIRECTED = re.compile(r"(?:\d*|&)(?:>>|>&|>|<<-?|<<<|<)")
+_DECLARE = ("export", "readonly", "local", "declare", "typeset")
+_OF_THE_SHELL = {"HOME", "PWD", "USER", "HOSTNAME"}  # any shell has them
+_MOST = 20_000  # characters that a variable may grow to
+_DEPTH = 5  # of commands within texts
+
+Value = str | list[str]  # an array is a list
+
+
+def commands(text: str) -> list[Command]:
+    """Return the commands of a script in their order; ValueError for a text that is no shell script."""
+    reader = _Reader(text.replace("\r\n", "\n"), {}, {}, 0, 1)
+    reader.run()
+    return reader.found
+
+
+class _Reader:
+    """Reads a script from its first character to its last."""
+
+    def __init__(
+        self, text: str, variables: dict[str, Value], lines: dict[str, int], depth: int, first: int
+    ) -> None:
+        self.text, self.i, self.depth, self.first = text, 0, depth, first
+        self.variables, self.lines = variables, lines
+        self.found: list[Command] = []
+        self.branches: list[list[bool]] = []  # of open ifs: whether this branch is read, whether one was
+        self.documents: list[tuple[str, bool, str]] = []  # (end, whether it is expanded, variable) to come
+        self.status: bool | None = True  # of the last command; None is not known
+
+    # ---------- commands
+
+    def run(self) -> None:
+        """Read all commands."""
+        while self.i < len(self.text):
+            line = self.line()
+            words, assigned, end = self.command()
+            if words or assigned:
+                self.act(words, assigned, line)
+            if end == "&&" and self.status is False:
+                self.command()
+            if end == "||" and self.status is not False:
+                self.command()
+
+    def line(self) -> int:
+        return self.text.count("\n", 0, self.i) + self.first
+
+    def command(self) -> tuple[list[str], list[tuple[str, str, Value]], str]:
+        """Return the words of the next command, the assignments before them, and what ended it."""
+        words: list[str] = []
+        assigned: list[tuple[str, str, Value]] = []
+        while self.i < len(self.text):
+            rest = self.text[self.i :]
+            c = rest[0]
+            if c in " \t":
+                self.i += 1
+            elif rest.startswith("\\\n"):
+                self.i += 2
+            elif c == "#":
+                end = rest.find("\n") if "\n" in rest else len(rest)
+                # an option that was commented out within a command: the command goes on
+                self.i += end + (1 if words and rest[:end].rstrip().endswith("\\") else 0)
+            elif c == "\n":
+                self.i += 1
+                self.here_documents(words)
+                return words, assigned, c
+            elif match := re.match(r"&&|\|\||;;|;|\|&|\|", rest):
+                self.i += match.end()
+                if match[0] in ("|", "|&"):
+                    self.command()  # what reads the output
+                return words, assigned, match[0]
+            elif match := _REDIRECTED.match(rest):
+                self.i += match.end()
+                self.redirect(match[0], words)
+            elif c in "&()":
+                self.i += 1
+                return words, assigned, c
+            elif not words and (match := _ASSIGNED.match(rest)):
+                self.i += match.end()
+                assigned.append((match[1], match[3], self.value()))
+            else:
+                words += self.word()
+        return words, assigned, ""
+
+    def value(self) -> Value:
+        """Return what stands behind the = of an assignment."""
+        if self.text[self.i : self.i + 1] != "(":
+            return " ".join(self.word(split=False)) if self.at_word() else ""
+        self.i += 1
+        items: list[str] = []
+        while self.i < len(self.text) and self.text[self.i] != ")":
+            c = self.text[self.i]
+            if c in " \t\n\\" and (c != "\\" or self.text[self.i + 1 : self.i + 2] == "\n"):
+                self.i += 1
+            elif c == "#":
+                self.i = self.text.find("\n", self.i) % (len(self.text) + 1)
+            elif c in "&;|<>":
+                self.i += 1
+            else:
+                items += self.word()
+        self.i += 1
+        return items
+
+    def at_word(self) -> bool:
+        return self.i < len(self.text) and self.text[self.i] not in " \t\n;&|<>()"
+
+    def redirect(self, mark: str, words: list[str]) -> None:
+        """Leave out the target of a redirection; note a here-document."""
+        while self.text[self.i : self.i + 1] in (" ", "\t"):
+            self.i += 1
+        if self.text[self.i : self.i + 1] == "&":
+            self.i += 1
+        quoted = self.text[self.i : self.i + 1] in ("'", '"', "\\")
+        target = "".join(self.word()) if self.at_word() else ""
+        if "<<" in mark and mark[-1] != "<" or mark.endswith("<<") and not mark.endswith("<<<"):
+            name = words[-1] if words[:1] == ["read"] else ""
+            self.documents.append((target, not quoted, name))
+
+    def here_documents(self, words: list[str]) -> None:
+        """Read the here-documents of the line that has ended."""
+        for end, expanded, name in self.documents:
+            match = re.compile(rf"^[ \t]*{re.escape(end)}[ \t]*$", re.M).search(self.text, self.i)
+            body = self.text[self.i : match.start() if match else len(self.text)]
+            line = self.line()
+            self.i = match.end() if match else len(self.text)
+            if expanded:
+                body = self.expanded(body, line)
+            if name:
+                self.variables[name] = body
+                self.lines[name] = line
+            elif words and words[0] in ("bash", "sh"):
+                self.inside(body, line)
+        self.documents = []
+
+    def expanded(self, text: str, line: int) -> str:
+        """Return a text as within double quotes."""
+        inner = _Reader(text.replace("\\\n", " "), self.variables, self.lines, self.depth, line)
+        parts = inner.quoted(stop="")
+        return " ".join(parts)
+
+    def inside(self, text: str, line: int) -> None:
+        """Read the commands in a text, as of `bash -c`."""
+        if self.depth < _DEPTH:
+            inner = _Reader(text, self.variables, self.lines, self.depth + 1, line)
+            inner.run()
+            self.found += inner.found
+
+    def act(self, words: list[str], assigned: list[tuple[str, str, Value]], line: int) -> None:
+        """Do what a command does to variables and to the branch that is read, or note it."""
+        while words and words[0] in ("then", "do", "{", "}", "!", "time", "done", "esac") and words[0]:
+            if words[0] == "!":
+                words = [*words, "!"] if self.test(words[1:]) else words
+            words = words[1:]
+        first = words[0] if words else ""
+        if first in ("if", "elif", "else", "fi", "while", "until"):
+            self.branch(first, words[1:])
+            return
+        if not all(read for read, _ in self.branches):
+            return
+        if first == "for" and len(words) > 2:
+            self.assign(words[1], "", words[3] if len(words) > 3 else "", line)
+        elif first == "case":
+            end = re.compile(r"\besac\b").search(self.text, self.i)
+            self.i = end.end() if end else self.i
+        elif first in ("[", "[[", "test"):
+            self.status = self.test(words)
+        elif first in _DECLARE:
+            for word in words[1:]:
+                if match := _ASSIGNED.match(word):
+                    self.assign(match[1], match[3], word[match.end() :], line)
+        elif not words:
+            for name, more, value in assigned:
+                self.assign(name, more, value, line)
+        else:
+            self.status = None
+            nested = _nested(words)
+            if nested is not None:
+                self.inside(nested, line)
+            elif first not in ("echo", "printf", "read", "cat", "export", ":"):
+                shown = " ".join(words)
+                unknown = {x: n for x, n in self.lines.items() if x.startswith("$") and x in shown}
+                self.found.append(Command(words, line, unknown))
+
+    def assign(self, name: str, more: str, value: Value, line: int) -> None:
+        """Give a variable a value, or with `more` add to the one that it has."""
+        before = self.variables.get(name, [] if isinstance(value, list) else "")
+        if more and isinstance(before, list):
+            value = [*before, *(value if isinstance(value, list) else [value])]
+        elif more and isinstance(value, str):
+            value = f"{before}{value}"
+        if sum(map(len, value)) > _MOST:
+            raise ValueError(f"line {line}: {name} grows to more than {_MOST} characters")
+        self.variables[name] = value
+        self.lines[name] = line
+
+    # ---------- conditions
+
+    def branch(self, word: str, condition: Sequence[str]) -> None:
+        """Enter, change or leave a branch."""
+        if word == "fi":
+            self.branches[-1:] = []
+        elif word == "else" and self.branches:
+            self.branches[-1][0] = not self.branches[-1][1]
+        elif word in ("if", "elif"):
+            # a condition that cannot be known holds
+            holds = self.test(condition) is not False
+            if word == "if":
+                self.branches.append([holds, holds])
+            elif self.branches:
+                read = holds and not self.branches[-1][1]
+                self.branches[-1] = [read, read or self.branches[-1][1]]
+
+    def test(self, words: Sequence[str]) -> bool | None:
+        """Return whether a condition holds; None where that cannot be known."""
+        x = [word for word in words if word not in ("[", "]", "[[", "]]", "test")]
+        if x[:1] == ["!"]:
+            holds = self.test(x[1:])
+            return None if holds is None else not holds
+        if any(word in ("-a", "-o", "&&", "||") for word in x):
+            return None
+        if any("$#" in word for word in x):
+            return False  # as if it were called with the arguments that it needs
+        plain = ["" if word.startswith("$") else word for word in x]  # what has no value is empty
+        if len(x) == 2 and x[0] in ("-z", "-n"):
+            return (plain[1] == "") == (x[0] == "-z")
+        if len(x) == 2 and x[0] in ("-d", "-f", "-e", "-s", "-x"):
+            return False
+        if len(x) == 1:
+            return {"true": True, "false": False}.get(x[0])
+        if len(x) != 3:
+            return None
+        if x[1] in ("=", "==", "!="):
+            return fnmatchcase(plain[0], plain[2]) == (x[1] != "!=")
+        compare = {
+            "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le,
+            "-gt": operator.gt, "-ge": operator.ge,
+        }.get(x[1])  # fmt: skip
+        if compare is None or not all(re.fullmatch(r"-?\d{1,18}", word) for word in (x[0], x[2])):
+            return None
+        return compare(int(x[0]), int(x[2]))
+
+    # ---------- words
+
+    def word(self, *, split: bool = True) -> list[str]:
+        """Return the next word, or the words that it expands to."""
+        fields, some = [""], False  # some: even an empty word is one
+        while self.at_word():
+            c = self.text[self.i]
+            if c == "\\":
+                fields[-1] += "" if self.text[self.i + 1 : self.i + 2] == "\n" else self.text[self.i + 1]
+                self.i += 2
+                if self.text[self.i - 1] == "\n":
+                    break
+            elif c == "'":
+                end = self.text.find("'", self.i + 1)
+                if end < 0:
+                    raise ValueError(f"line {self.line()}: a quote without its end")
+                fields[-1] += self.text[self.i + 1 : end]
+                self.i, some = end + 1, True
+            elif c == '"':
+                self.i += 1
+                parts = self.quoted()
+                some = some or bool(parts)
+                fields = [*fields[:-1], fields[-1] + "".join(parts[:1]), *parts[1:]]
+            elif c == "$" or c == "`":
+                for k, part in enumerate(self.expansion(quoted=False)):
+                    pieces = part.split() if split and not part.startswith("$") else [part]
+                    if k or (pieces and part[:1].isspace() and fields[-1]):
+                        fields.append("")
+                    fields = [*fields[:-1], fields[-1] + "".join(pieces[:1]), *pieces[1:]]
+            else:
+                fields[-1] += c
+                self.i += 1
+        return fields if some else [x for x in fields if x]
+
+    def quoted(self, stop: str = '"') -> list[str]:
+        """Return the text up to the end of double quotes; an array in it has several."""
+        fields, only_array = [""], True
+        while self.i < len(self.text) and self.text[self.i] != stop:
+            c = self.text[self.i]
+            if c == "\\" and self.text[self.i + 1 : self.i + 2] in ('"', "$", "`", "\\", "\n"):
+                fields[-1] += self.text[self.i + 1].replace("\n", "")
+                self.i += 2
+                only_array = False
+            elif c in "$`":
+                parts = self.expansion(quoted=True)
+                only_array = only_array and not parts
+                fields = [*fields[:-1], fields[-1] + "".join(parts[:1]), *parts[1:]]
+            else:
+                fields[-1] += c
+                self.i += 1
+                only_array = False
+        if stop and self.i >= len(self.text):
+            raise ValueError(f"line {self.line()}: a quote without its end")
+        empty = self.i and self.text[self.i - 1] == '"' and fields == [""]  # "" is a word
+        self.i += 1
+        return [] if only_array and fields == [""] and not empty else fields
+
+    def expansion(self, *, quoted: bool) -> list[str]:
+        """Return the texts of what begins with $ or ` here."""
+        start, line = self.i, self.line()
+        rest = self.text[start:]
+        if rest.startswith("$(("):
+            end = _closed(self.text, start + 1, "(", ")")
+            self.i = end
+            inner = self.expanded(self.text[start + 3 : end - 2], line)
+            number = _number(inner, self.variables)
+            return [self.kept(self.text[start:end], line) if number is None else str(number)]
+        if rest.startswith("$("):
+            self.i = end = _closed(self.text, start + 1, "(", ")")
+            return [self.output(self.text[start + 2 : end - 1], self.text[start:end], line)]
+        if rest[0] == "`":
+            end = self.text.find("`", start + 1)
+            self.i = end + 1 if end > 0 else len(self.text)
+            return [self.output(self.text[start + 1 : self.i - 1], self.text[start : self.i], line)]
+        if rest.startswith("${"):
+            self.i = end = _closed(self.text, start + 1, "{", "}")
+            return self.braced(self.text[start + 2 : end - 1], line, quoted=quoted)
+        if match := _NAME.match(rest, 1):
+            self.i += match.end()
+            return self.of(match[0], line, quoted=quoted)
+        if rest[1:2] and (rest[1] in "@*#?$!-" or rest[1].isdigit()):
+            self.i += 2
+            return [] if rest[1] in "@*" else [self.kept(rest[:2], line)]
+        if rest.startswith("$'"):
+            self.i += 1
+            return []
+        self.i += 1
+        return ["$"]
+
+    def kept(self, text: str, line: int) -> str:
+        """Note a text that has no value, and return it."""
+        text = " ".join(text.split())
+        if text.strip("${}") not in _OF_THE_SHELL:
+            self.lines.setdefault(text, line)
+        return text
+
+    def of(self, name: str, line: int, *, quoted: bool, index: str = "") -> list[str]:
+        """Return the values of a variable; its name where it has none."""
+        value = self.variables.get(name)
+        if value is None:
+            return [] if index in ("@", "*") else [self.kept(f"${{{name}}}", line)]
+        if isinstance(value, str):
+            return [value]
+        if index == "@" or (index == "*" and not quoted):
+            return list(value)
+        if index == "*":
+            return [" ".join(value)]
+        chosen = int(index) if index.isdigit() else 0
+        return value[chosen : chosen + 1]
+
+    def braced(self, inner: str, line: int, *, quoted: bool) -> list[str]:
+        """Return the texts of ${...}."""
+        match = re.match(r"([A-Za-z_]\w*|\d+|[@*#])(?:\[([^]]*)\])?", inner)
+        whole = f"${{{inner}}}"
+        if match is None:
+            return [self.kept(whole, line)]
+        name, index, rest = match[1], match[2] or "", inner[match.end() :]
+        if name in "@*":
+            return []
+        known = name in self.variables
+        values = self.of(name, line, quoted=quoted, index=index) if known else []
+        if not rest:
+            return values if known else self.of(name, line, quoted=quoted, index=index)
+
+        # a default, or another text in its place
+        if found := re.match(r":?([-=+?])", rest):
+            filled = known and (values != [""] or not rest.startswith(":"))
+            other = self.expanded_word(rest[found.end() :], line)
+            if found[1] == "+":
+                return [other] if filled else []
+            if filled or found[1] == "?":
+                return values or [self.kept(f"${{{name}}}", line)]
+            if found[1] == "=":
+                self.assign(name, "", other, line)
+            return [other]
+        if not known:
+            return [self.kept(whole, line)]
+        made = [_changed(x, rest, partial_of=lambda text: self.expanded(text, line)) for x in values]
+        return [self.kept(whole, line) if x is None else x for x in made]
+
+    def expanded_word(self, text: str, line: int) -> str:
+        """Return the default in ${X:-default}, which may have quotes."""
+        inner = _Reader(text, self.variables, self.lines, self.depth, line)
+        parts = []
+        while inner.i < len(text):
+            if inner.at_word():
+                parts += inner.word(split=False)
+            else:
+                parts.append(text[inner.i])
+                inner.i += 1
+        return "".join(parts)
+
+    def output(self, inner: str, whole: str, line: int) -> str:
+        """Return what a command in $( ) prints where that can be told: of basename, dirname, cat <<EOF."""
+        if match := re.match(r"\s*cat\s*<<-?\s*(['\"]?)(\w+)\1[ \t]*\n(.*)\n[ \t]*\2\s*$", inner, re.S):
+            return match[3] if match[1] else self.expanded(match[3], line)
+        words = inner.split()
+        if len(words) in (2, 3) and words[0] in ("basename", "dirname"):
+            path = self.expanded_word(words[1], line).rstrip("/")
+            if "$" not in path:
+                head, _, tail = path.rpartition("/")
+                ending = words[2].strip("'\"") if len(words) == 3 else ""
+                return tail.removesuffix(ending) if words[0] == "basename" else head or "."
+        return self.kept(whole, line)
+
+
+def _nested(words: Sequence[str]) -> str | None:
+    """Return the text of commands that a command runs: eval TEXT, bash -c TEXT, srun ... bash -c TEXT."""
+    if words[0] == "eval":
+        return " ".join(words[1:])
+    for k, word in enumerate(words[:-2]):
+        if word in ("bash", "sh", "/bin/bash") and re.fullmatch(r"-\w*c", words[k + 1]):
+            return words[k + 2]
+    return None
+
+
+def _closed(text: str, start: int, opening: str, closing: str) -> int:
+    """Return the place behind the bracket that closes the one at `start`."""
+    depth = 0
+    quote = ""
+    for k in range(start, len(text)):
+        c = text[k]
+        if quote:
+            quote = "" if c == quote and text[k - 1] != "\\" else quote
+        elif c in "'\"" and text[k - 1] != "\\":
+            quote = c
+        elif c == opening:
+            depth += 1
+        elif c == closing:
+            depth -= 1
+            if not depth:
+                return k + 1
+    raise ValueError(f"line {text.count(chr(10), 0, start) + 1}: {opening} without its {closing}")
+
+
+def _changed(x: str, rest: str, *, partial_of: Callable[[str], str]) -> str | None:
+    """Return a value as the end of ${NAME...} changes it: cut, replaced, in other letters; None if unknown."""
+    if match := re.fullmatch(r":(\d+)(?::(\d+))?", rest):
+        start = int(match[1])
+        return x[start : start + int(match[2])] if match[2] else x[start:]
+    if rest in (",,", "^^"):
+        return x.lower() if rest == ",," else x.upper()
+    if match := re.fullmatch(r"(//?)((?:\\.|[^/])+)/?(.*)", rest, re.S):
+        old, new = (partial_of(part).replace("\\", "") for part in (match[2], match[3]))
+        return x.replace(old, new) if match[1] == "//" else x.replace(old, new, 1)
+    if match := re.fullmatch(r"(##?|%%?)(.+)", rest, re.S):
+        mark, pattern = match[1], partial_of(match[2])
+        ends = range(len(x) + 1)
+        if mark in ("##", "%"):
+            ends = range(len(x), -1, -1)
+        for k in ends:
+            if fnmatchcase(x[:k] if "#" in mark else x[k:], pattern):
+                return x[k:] if "#" in mark else x[:k]
+        return x
+    return None
+
+
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
+    ast.FloorDiv: operator.floordiv,
+}  # fmt: skip
+
+
+def _number(text: str, variables: dict[str, Value]) -> int | None:
+    """Return the whole number of an arithmetic expression; None where it is none that is known."""
+
+    def of(node: Any, depth: int = 0) -> int:
+        if depth > 50:
+            raise ValueError("too deep")
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -of(node.operand, depth + 1)
+        if isinstance(node, ast.Name) and isinstance(variables.get(node.id), str):
+            return int(str(variables[node.id]))
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            found = _OPERATORS[type(node.op)](of(node.left, depth + 1), of(node.right, depth + 1))
+            if abs(found) < 1 << 63:
+                return found
+        raise ValueError("no number")
+
+    try:
+        return of(ast.parse(text.strip().replace("/", "//"), mode="eval").body)
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        return None

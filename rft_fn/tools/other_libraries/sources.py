@@ -1,0 +1,263 @@
+"""The options in a file of another library: a shell script, Python, YAML, TOML or JSON, told by its content."""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rft_fn.tools.other_libraries import python_source, shell
+
+__all__ = ["Config", "read"]
+
+_MOST = 10**6  # characters that aliases of YAML may add to a text
+_MODULE = re.compile(r"(?:trl|verl|openrlhf|lightrft|recipe|prime_rl|open_r1)(?:\.\w+)+")
+_ASSIGNED = re.compile(r"[+~]{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
+_LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed", "pip", "ray", "venv", "torchrun")
+_PROCESSES = ("--nproc_per_node", "--nproc-per-node", "--num_processes", "--num-processes")
+_OF_HYDRA = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "dapo_trainer")
+
+
+class Config(NamedTuple):
+    """What a file says of one run."""
+
+    options: dict[str, Any]  # by name; the names of nested options have dots
+    programs: list[str]  # files and modules that are started, without folders, packages and .py
+    notes: list[str] = []  # what of the file could not be read, with its line
+    unknown: Mapping[str, int] = {}  # texts of values that no line gives a value -> their line
+    processes: int = 1  # that the launcher starts, as far as it says
+    started: str = ""  # the program as it is written, with its packages; "" where the file starts none
+
+
+def read(path: str) -> list[Config]:
+    """Return what a file says of each run that it starts, at least one.
+
+    .yaml, .yml, .json and .toml hold a mapping of options, .py calls of GRPOConfig and the like, or a command
+    in its docstring. Any other file is a shell script, which may name such files. ValueError for a file that
+    is not there, cannot be read, or holds no option.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"{path}: expected a file, and there is none")
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected a text, which cannot be read: {error}") from None
+    if file.suffix in (".yaml", ".yml", ".json", ".toml"):
+        options = _flat(_parsed(file, text))
+        found = _of_text(file, str(options["run"])) if "verl" in str(options.get("run")) else []
+        found = found or [Config(options, [])]
+    elif file.suffix == ".py" or re.match(r"#!.*python", text):
+        found = _of_python(file, text)
+    else:
+        found = _of_text(file, text)
+    found = [x for x in found if x.options]
+    if not found:
+        raise ValueError(f"{path}: expected options, and there are none")
+    return found
+
+
+# ---------- YAML, JSON and TOML
+
+
+def _parsed(file: Path, text: str) -> Mapping[str, Any]:
+    """Return the mapping in a text of JSON, YAML or TOML."""
+    import yaml
+
+    try:
+        if file.suffix == ".toml":
+            found = tomllib.loads(text)
+        else:
+            found = json.loads(text) if file.suffix == ".json" else _of_yaml(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file}: expected {file.suffix[1:]}, which cannot be read: {reason}") from None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{file}: expected a mapping of options, got {type(found).__name__}")
+    return found
+
+
+def _of_yaml(text: str) -> Any:
+    """Return the data in a text of YAML; raise ValueError if its aliases mean far more than the text."""
+    import yaml
+
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        size = _written_out(node, {})
+        if size > len(text) + _MOST:
+            raise ValueError(f"its aliases stand for {size} characters, more than {_MOST}")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _written_out(node: Any, known: dict[int, int]) -> int:
+    """Count the characters of a YAML node, aliases written out; raise ValueError for one in itself."""
+    if id(node) not in known:
+        known[id(node)] = -1  # until all that is in it was counted
+        inside = [x for pair in node.value for x in pair] if node.id == "mapping" else node.value
+        if node.id == "scalar":
+            known[id(node)] = len(inside) + 1
+        else:
+            known[id(node)] = 1 + sum(_written_out(x, known) for x in inside)
+    if known[id(node)] < 0:
+        raise ValueError("an alias stands inside of what it names")
+    return known[id(node)]
+
+
+def _flat(options: Mapping[str, Any], head: str = "") -> dict[str, Any]:
+    """Return nested options by names with dots; a mapping without entries is no option."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping) and not str(name).endswith("kwargs"):
+            found |= _flat(value, f"{head}{name}.")
+        else:
+            found[f"{head}{name}"] = value
+    return found
+
+
+# ---------- shell scripts
+
+
+def _of_text(file: Path, text: str) -> list[Config]:
+    """Return what each training command of a shell script says."""
+    try:
+        commands = shell.commands(text)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{file}: expected a shell script, which cannot be read: {error}") from None
+    found = [_of_command(file, command) for command in commands]
+    started = [x for x in found if x.started and x.options]
+    if started:
+        return started
+    # a part of a command, or one of a program that no package has
+    return sorted(found, key=lambda x: len(x.options))[-1:]
+
+
+def _of_command(file: Path, command: shell.Command) -> Config:
+    """Return the program and the options of one command."""
+    words = command.words
+    at, started = _program(words)
+    options = _of_words(words[at:])
+    notes, processes = [], 1
+    for k, word in enumerate(words[:at]):
+        name, _, value = word.partition("=")
+        if name in (*_PROCESSES, "--nnodes"):
+            value = value or "".join(words[k + 1 : k + 2])
+            processes *= int(value) if value.isdigit() else 1
+
+    # a file with further options, which the command's own win over
+    for path in _files(options, words[at:]):
+        inner = _near(file, path)
+        if inner is None:
+            notes.append(f"{path}, line {command.line}: it has more options, and is not here")
+        else:
+            options = {**_flat(_parsed(inner, inner.read_text())), **options}
+    programs = [started.removesuffix(".py").rpartition("/")[2].rpartition(".")[2]] if started else []
+    return Config(options, programs, notes, command.unknown, processes, started)
+
+
+def _program(words: Sequence[str]) -> tuple[int, str]:
+    """Return where the options of a program begin, and the program as it is written; (0, "") for none."""
+    for k, word in enumerate(words):
+        following = words[k + 1] if k + 1 < len(words) else ""
+        if word in ("-m", "--module") and following and not following.startswith(_LAUNCHERS):
+            return k + 2, following
+        if word.endswith(".py") or _MODULE.fullmatch(word):
+            return k + 1, word
+        if word.rpartition("/")[2] == "trl" and following:
+            return k + 2, f"trl.{following.replace('-', '_')}"
+        if word in ("rl", "sft") and following == "@":
+            return k + 1, f"prime_rl.{word}"
+    return 0, ""
+
+
+def _files(options: dict[str, Any], words: Sequence[str]) -> list[str]:
+    """Take the names of files with further options out of `options`."""
+    found = [str(options.pop(name)) for name in ("config",) if str(options.get(name)).endswith((".yaml", ".yml"))]
+    folder, name = str(options.pop("config_path", "")), str(options.pop("config_name", ""))
+    if name and name.removesuffix(".yaml") not in _OF_HYDRA:
+        found.append(f"{folder}/{name.removesuffix('.yaml')}.yaml".lstrip("/"))
+    return found + [words[k + 1] for k, word in enumerate(words[:-1]) if word == "@"]
+
+
+def _near(file: Path, path: str) -> Path | None:
+    """Return a file by its name from here, from the file that names it, or from a folder above that."""
+    places = [Path.cwd(), *list(file.resolve().parents)[:5]]
+    named = [place / path for place in places]
+    if "$" in path:  # $PROJECT_DIR/config/a.yaml
+        tail = re.sub(r"^.*\$[^/]*/", "", path)
+        named = [place / tail for place in places]
+    return next((x for x in named if x.is_file()), None)
+
+
+def _of_words(words: Sequence[str]) -> dict[str, Any]:
+    """Return the options of a command."""
+    # an option without a value is true, one with several values has a list
+    found: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        assigned = _ASSIGNED.fullmatch(word)
+        if re.match(r"--[A-Za-z]", word):
+            name = word[2:].partition("=")[0].replace("-", "_")
+            _, equals, value = word.partition("=")
+            found[name] = _value(value) if equals else True
+            if equals:
+                name = ""
+        elif assigned and ("." in assigned[1] or not name) and not word.startswith("~"):
+            found[assigned[1]] = _value(assigned[2])
+            name = ""
+        elif name:
+            found[name] = _with(found[name], word)
+    return found
+
+
+def _value(text: str) -> Any:
+    """Return the items of a list, ['a', 'b'] or [a,b]; any other text as it is, without quotes around it."""
+    text = text.strip()
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    if text.startswith("[") and text.endswith("]") and "{" not in text and text.count("[") == 1:
+        return [item.strip().strip("'\"") for item in text[1:-1].split(",") if item.strip()]
+    return text
+
+
+def _with(value: Any, word: str) -> Any:
+    """Return the value of an option with one more word added."""
+    word = word.removesuffix(",") if word.endswith(",") else word
+    if value is True:
+        return word
+    return [*value, word] if isinstance(value, list) else [value, word]
+
+
+# ---------- Python
+
+
+def _of_python(file: Path, text: str) -> list[Config]:
+    """Return what the calls of a Python file say, and each command in its docstring, with these calls."""
+    try:
+        module = python_source.read(text, file.as_posix())
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{file}: expected Python, which cannot be read: {error}") from None
+    own = Config(module.options, module.programs, module.notes, {}, 1, module.started)
+    commands: list[Config] = []
+    if module.docstring:
+        try:
+            commands = [x for x in _of_text(file, module.docstring) if x.started.endswith(".py")]
+        except ValueError:
+            commands = []
+    if not commands:
+        return [own]
+    # the parser of the script reads the command, so that its options are those of the command
+    return [
+        x._replace(
+            options={**own.options, **x.options},
+            programs=own.programs or x.programs,
+            notes=[*own.notes, *x.notes],
+            started=own.started or x.started,
+        )
+        for x in commands
+    ]
