@@ -13,7 +13,8 @@ from rft_fn.reward_shaping import varied
 from rft_fn.types import Packed, Rollout, TokenOut
 
 __all__ = [
-    "average", "calibration", "labelled", "max", "mean", "merge", "pairs", "pass_at_k", "policy",
+    "average", "calibration", "effective_share", "labelled", "max", "mean", "merge", "pairs",
+    "pass_at_k", "policy",
     "preference", "ranking", "reliability", "results", "rollout", "router", "spread", "sum",
 ]  # fmt: skip
 
@@ -126,6 +127,23 @@ class Max:
         return self.top
 
 
+@tree.struct
+class SampleSize:
+    """The effective share of samples with weights, kept as sums of the weights and of their squares."""
+
+    total: Tensor  # [] f64
+    square: Tensor  # [] f64
+    count: Tensor  # [] f64
+
+    def merge(self, other: "SampleSize") -> "SampleSize":
+        return tree.map(torch.add, self, other)
+
+    def value(self) -> Tensor:
+        # 1 where nothing is in mask: no sample is lost
+        some = self.count * self.square
+        return torch.where(some > 0, self.total.square() / some.clamp(min=1e-300), (self.count == 0).double())
+
+
 def _f64(x: Tensor) -> Tensor:
     return x.detach().to(torch.float64)
 
@@ -147,6 +165,17 @@ def max(x: Tensor, mask: Tensor) -> Max:
     low = torch.where(mask, _f64(x), -torch.inf)
     least = low.new_full((1,), -torch.inf)  # amax of nothing raises
     return Max(top=torch.cat([low.flatten(), least]).amax())
+
+
+def effective_share(weight: Tensor, mask: Tensor) -> SampleSize:
+    """Return the effective sample size of importance weights [*] over mask, as a share of the samples.
+
+        (sum of weights)^2 / (samples * sum of weights^2)
+
+    It is 1 where all weights are equal, and 1 / samples where one has all of the mass (Kish 1965).
+    """
+    w = _f64(torch.where(mask, weight.detach(), 0))
+    return SampleSize(total=w.sum(), square=w.square().sum(), count=_f64(mask).sum())
 
 
 def _check(metrics: Mapping[str, Metric]) -> None:
@@ -217,8 +246,10 @@ def pass_at_k(correct: Tensor, k: int) -> Tensor:
 def mismatch(logp: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, Metric]:
     """Measure the mismatch of two log-probs of the same tokens, all [*], in nats per token.
 
-    Mean and largest |logp - sampler|, and KL(sampler, policy) by k3: exp(d) - 1 - d with
-    d = logp - sampler in [-20, 20]. A token that both exclude adds 0.
+    Mean and largest |logp - sampler|, and with d = logp - sampler in [-20, 20] the distance of the policy
+    from what sampled: KL(sampler, policy) by k3, exp(d) - 1 - d, and by k1, -d; the chi-square divergence,
+    exp(2 d) - 1; and the effective share of the tokens under the ratios exp(d). A token that both exclude
+    has d = 0.
     """
     d = log_ratio(logp.detach(), sampler)
     near = d.clamp(-20, 20)
@@ -227,6 +258,9 @@ def mismatch(logp: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, Metric]:
         "policy/logp_gap": mean(d.abs(), mask),
         "policy/logp_gap_max": max(d.abs(), mask),
         "policy/kl_sampler": mean(kl, mask),
+        "policy/k1_sampler": mean(-near, mask),
+        "policy/chi2_sampler": mean(torch.expm1(2 * near), mask),
+        "policy/ess_sampler": effective_share(near.exp(), mask),
     }
 
 

@@ -314,10 +314,18 @@ def icepop(w, old_logp, logp, low=0.5, high=5.0):
 
 
 def mismatch(trainer, sampler, mask):
-    """(mean and largest |difference|, KL by k3) over the tokens in mask."""
+    """(mean and largest |difference|, KL by k3 and by k1, chi-square, effective share of the tokens)."""
     d = [t - s for t, s, m in zip(np.ravel(trainer), np.ravel(sampler), np.ravel(mask)) if m]
     kl = [math.exp(x) - 1 - x for x in d]
-    return sum(map(abs, d)) / len(d), max(map(abs, d)), sum(kl) / len(kl)
+    ratio = [math.exp(x) for x in d]
+    chi2 = sum(r * r for r in ratio) / len(d) - 1
+    gaps = sum(map(abs, d)) / len(d), max(map(abs, d))
+    return *gaps, sum(kl) / len(kl), -sum(d) / len(d), chi2, effective_share(ratio)
+
+
+def effective_share(weights):
+    """Kish's effective sample size as a share of the samples."""
+    return sum(weights) ** 2 / len(weights) / sum(x * x for x in weights)
 
 
 def importance(w, old_logp, logp):

@@ -4,12 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
+import ref
 import ref_rewards
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rft_fn import metric, packing, testing, tree
+from rft_fn import collect, metric, packing, testing, tree
 from rft_fn.algorithm import TABLE
 from rft_fn.types import Rollout, TokenOut
 
@@ -28,10 +29,17 @@ def test_any_cut_and_any_order_gives_the_same_numbers(data, cuts):
     found = {}
     for x, m in reversed(parts):
         found = metric.merge(
-            found, {"mean": metric.mean(x, m), "sum": metric.sum(x, m), "max": metric.max(x, m)}
+            found,
+            {
+                "mean": metric.mean(x, m),
+                "sum": metric.sum(x, m),
+                "max": metric.max(x, m),
+                "ess": metric.effective_share(x.abs() + 1, m),
+            },
         )
     kept = np.array([v for v, m in data if m])
     want = {"mean": kept.mean() if kept.size else 0.0, "sum": kept.sum(), "max": kept.max(initial=-np.inf)}
+    want["ess"] = ref.effective_share(abs(kept) + 1) if kept.size else 1.0
     assert metric.results(found) == pytest.approx(want, rel=1e-10, abs=1e-10)
 
 
@@ -145,7 +153,8 @@ def test_the_gap_to_a_sampler_that_excludes_the_same_token_is_0():
     at = int(b.mask.nonzero()[0])
     old = torch.where(torch.arange(len(b.adv)) == at, -torch.inf, b.old_logp)
     got = metric.results(metric.policy(TokenOut(logp=old), tree.replace(b, old_logp=old)))
-    assert got == {"policy/logp_gap": 0.0, "policy/logp_gap_max": 0.0, "policy/kl_sampler": 0.0}
+    assert got.pop("policy/ess_sampler") == 1.0
+    assert set(got) == {*collect.MISMATCH} - {"policy/ess_sampler"} and set(got.values()) == {0.0}
 
 
 def test_the_mismatch_of_two_log_probs_by_hand():
@@ -160,6 +169,9 @@ def test_the_mismatch_of_two_log_probs_by_hand():
     assert found["policy/logp_gap_max"] == 30
     want = sum(np.expm1(d) - d for d in near) / 4
     assert found["policy/kl_sampler"] == pytest.approx(want, rel=1e-6)
+    assert found["policy/k1_sampler"] == pytest.approx(-sum(near) / 4)
+    assert found["policy/chi2_sampler"] == pytest.approx(sum(np.expm1(2 * d) for d in near) / 4, rel=1e-6)
+    assert found["policy/ess_sampler"] == pytest.approx(ref.effective_share(np.exp(near)), rel=1e-6)
     small = metric.results(metric.mismatch(logp[:2], sampler[:2], mask[:2]))
     want = sum(np.expm1(d) - d for d in near[:2]) / 2
     assert small["policy/kl_sampler"] == pytest.approx(want, rel=1e-6)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rft_fn import check, metric, model, packing, tree, weight
+from rft_fn import check, logprob, metric, model, packing, tree, weight
 from rft_fn.model.bind import Scorer
 from rft_fn.model.packing_probe import thresholds
 from rft_fn.types import Apply, Engine, Packed, Rollout, Sampling
@@ -22,7 +22,13 @@ __all__ = [
     "logp_mismatch", "mismatch_metrics", "noise_floor", "staleness",
 ]  # fmt: skip
 
-MISMATCH = ("policy/logp_gap", "policy/logp_gap_max", "policy/kl_sampler")
+_BOUND = 20.0  # nats, within which the ratio of a response counts in a metric
+_FAR = 1e6  # nats, beyond every log-ratio of tokens that both can draw
+
+MISMATCH = (
+    "policy/logp_gap", "policy/logp_gap_max", "policy/kl_sampler", "policy/k1_sampler",
+    "policy/chi2_sampler", "policy/ess_sampler",
+)  # fmt: skip
 
 
 # ---------- how far they disagree
@@ -36,8 +42,9 @@ def logp_mismatch(a: Tensor, b: Tensor, mask: Tensor) -> float:
 def mismatch_metrics(trainer: Tensor, rollout: Rollout) -> dict[str, float]:
     """Return the mismatch of the trainer's log-probs [B, S] with the sampler's, in nats per token.
 
-    Mean and largest |difference|, and KL(sampler, trainer), estimated by k3 on the sampler's own tokens. The
-    names are in `MISMATCH`; `metric.policy` gives them for an update from the sampler's log-probs.
+    Mean and largest |difference|, and on the sampler's own tokens KL(sampler, trainer) by k3 and by k1, the
+    chi-square divergence, and the effective share of the tokens. The names are in `MISMATCH`; `metric.policy`
+    gives them for an update from the sampler's log-probs.
     """
     check.shapes(trainer=(trainer, "B S"), logp=(rollout.logp, "B S"), mask=(rollout.mask, "B S"))
     return metric.results(metric.mismatch(trainer, rollout.logp, rollout.mask))
@@ -61,38 +68,80 @@ def _icepop(w: Tensor, old_logp: Tensor, logp: Tensor, /, *, cap: float) -> Tens
     return weight.icepop(w, old_logp, logp, low=1 / cap, high=cap)
 
 
+def _tis_seq(w: Tensor, old_logp: Tensor, logp: Tensor, /, *, cap: float) -> Tensor:
+    """Apply `weight.truncated_is_seq` to the tokens with a weight."""
+    return weight.truncated_is_seq(w, old_logp, logp, w != 0, cap=cap)
+
+
+def _mis_seq(w: Tensor, old_logp: Tensor, logp: Tensor, /, *, cap: float) -> Tensor:
+    """Apply `weight.masked_is_seq` to the tokens with a weight."""
+    return weight.masked_is_seq(w, old_logp, logp, w != 0, cap=cap)
+
+
 # (w [B, S], the trainer's log-probs, the sampler's, cap=) -> w times a function of their ratio
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {
     "tis": weight.truncated_is,
     "mis": weight.masked_is,
     "icepop": _icepop,
+    "tis_seq": _tis_seq,
+    "mis_seq": _mis_seq,
 }
 
 
 def correction(
-    name: str, old_logp: Tensor, rollout: Rollout, *, cap: float = 2.0
+    name: str,
+    old_logp: Tensor,
+    rollout: Rollout,
+    *,
+    cap: float = 2.0,
+    geo_low: float = 0.0,
+    geo_high: float = math.inf,
 ) -> tuple[Tensor, dict[str, float]]:
     """Return (the factor of each token's weight [B, S], metrics): a row of `CORRECTIONS` for a rollout.
 
     `old_logp` [B, S] is the trainer's, and of the policy that the update starts from. Every row multiplies w,
     so w times the factor is what it makes of w; the factor is 0 outside mask. The metrics are the mean factor
-    and the share of tokens with a ratio that was capped or that were dropped.
+    and the share of tokens with a ratio that was capped or that were dropped; and of the ratios of whole
+    responses the effective share and the chi-square divergence.
 
     tis: min(ratio, cap), as V-trace truncates it (arXiv 1802.01561). mis: 0 where the ratio exceeds the cap
-    (compared in arXiv 2510.26788). icepop: 0 outside [1 / cap, cap] (arXiv 2510.18855). All work per token,
-    which leaves a bias that `weight.importance_seq` does not have. ValueError for another name.
+    (compared in arXiv 2510.26788). icepop: 0 outside [1 / cap, cap] (arXiv 2510.18855). These work per token,
+    which leaves a bias that `weight.importance_seq` does not have. tis_seq and mis_seq do the same with the
+    ratio of the whole response, whose variance grows with the length. none: 1.
+
+    In addition all tokens of a response get 0 unless the geometric mean of its ratios is in
+    [geo_low, geo_high], a band that does not depend on the length (arXiv 2512.23075); the metrics then have
+    the share of responses outside. ValueError for another name.
     """
-    if name not in CORRECTIONS:
+    if name != "none" and name not in CORRECTIONS:
         raise ValueError(f"mismatch: expected one of {', '.join(CORRECTIONS)}, got {name!r}")
-    inside = rollout.mask.to(old_logp.dtype)
-    factor = CORRECTIONS[name](inside, old_logp, rollout.logp, cap=cap)
-    plain = weight.importance(inside, old_logp, rollout.logp)
-    return factor, metric.results(
-        {
-            "mismatch/weight": metric.mean(factor, rollout.mask),
-            "mismatch/cut": metric.mean((factor != plain).double(), rollout.mask),
-        }
+    mask = rollout.mask
+    inside = mask.to(old_logp.dtype)
+    factor = plain = inside
+    if name != "none":
+        factor = CORRECTIONS[name](inside, old_logp, rollout.logp, cap=cap)
+        plain = weight.importance(inside, old_logp, rollout.logp)
+    if name.endswith("_seq"):
+        plain = weight.importance_seq(inside, old_logp, rollout.logp, mask)
+
+    # ratios of whole responses [B, 1]; one without a token in mask does not count
+    tokens = mask.sum(-1, keepdim=True)
+    log_ratio = torch.where(mask, logprob.log_ratio(old_logp, rollout.logp, limit=_FAR), 0).sum(
+        -1, keepdim=True
     )
+    near = log_ratio.clamp(-_BOUND, _BOUND)
+    metrics = {
+        "mismatch/ess_seq": metric.effective_share(near.exp(), tokens > 0),
+        "mismatch/chi2_seq": metric.mean(torch.expm1(2 * near), tokens > 0),
+    }
+    if geo_low > 0 or geo_high < math.inf:
+        geometric = (log_ratio / tokens.clamp(min=1)).exp()
+        outside = (geometric < geo_low) | (geometric > geo_high)
+        factor = torch.where(outside, 0, factor)
+        metrics["mismatch/outside_band"] = metric.mean(outside.double(), tokens > 0)
+    metrics["mismatch/weight"] = metric.mean(factor, mask)
+    metrics["mismatch/cut"] = metric.mean((factor != plain).double(), mask)
+    return factor, metric.results(metrics)
 
 
 # ---------- how far they may disagree, and what explains it

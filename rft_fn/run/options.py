@@ -50,6 +50,7 @@ __all__ = [
 
 
 Rank = Annotated[int, Range(0, 1 << 16)]  # no layer is as wide
+Correction = Literal["none", "tis", "mis", "icepop", "tis_seq", "mis_seq"]
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,10 @@ class Rollouts(Sampling, subject="Rollouts"):
     partial: Whole = 0  # most tokens by which a response grows in a step; longer ones wait; 0 is off
     max_gap: Free[Positive | None] = None  # most nats per token from trainer to sampler; None: by their types
     gap_factor: Free[Above1] = 30.0  # or by more than this x the noise of the first step
-    mismatch: Literal["none", "tis", "mis", "icepop"] | None = None  # weights against it; None: tis if stale
+    mismatch: Correction | None = None  # weights against it; _seq: of whole responses; None: tis if stale
     cap: Above1 = 2.0  # ratio of trainer to sampler at which tis truncates, and mis and icepop drop a token
+    geo_low: Share = 0.0  # drop responses with a lower geometric mean of their ratios, such as 0.99; 0 is off
+    geo_high: Above1 | None = None  # drop responses with a higher one, such as 1.01; None is off
     canary: Free[bool] = True  # check the engine at the start by noise on the weights that it is sent
     rebuilds: Free[Whole] = 3  # how many times a run builds a new engine for one that died
 

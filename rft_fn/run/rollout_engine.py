@@ -4,6 +4,7 @@ Keys name what is drawn, so a rollout that a new engine repeats has the same tok
 nothing had happened.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -313,10 +314,17 @@ def correct_mismatch(
     is of the trainer's weights.
     """
     metrics = collect.staleness(rollout, version)
-    if correction_of(cfg) == "none":
+    if correction_of(cfg) == "none" and not cfg.geo_low and cfg.geo_high is None:
         return Corrected(rollout.logp, {}, metrics)
     old_logp = st.score(apply, params, rollout, budget).logp
-    factor, cut = collect.correction(correction_of(cfg), old_logp, rollout, cap=cfg.cap)
+    factor, cut = collect.correction(
+        correction_of(cfg),
+        old_logp,
+        rollout,
+        cap=cfg.cap,
+        geo_low=cfg.geo_low,
+        geo_high=math.inf if cfg.geo_high is None else cfg.geo_high,
+    )
     metrics |= collect.mismatch_metrics(old_logp, rollout) | cut
     return Corrected(old_logp, {"correction": factor}, metrics)
 

@@ -88,7 +88,14 @@ def test_a_correction_is_a_factor_of_any_weight(seed, cap):
         "mis": lambda *row: ref.masked_is(*row, cap=cap),
         "icepop": lambda *row: ref.icepop(*row, low=1 / cap, high=cap),
     }
-    assert set(definitions) == set(collect.CORRECTIONS)
+    whole = ref.seq_importance(trainer.double(), r.logp.double(), r.mask)[:, None]
+    by_response = {"tis_seq": np.minimum(whole, cap), "mis_seq": np.where(whole <= cap, whole, 0)}
+    assert definitions.keys() | by_response.keys() == set(collect.CORRECTIONS)
+    for name, want in by_response.items():
+        factor, metrics = collect.correction(name, trainer, r, cap=cap)
+        np.testing.assert_allclose(factor, want * r.mask.numpy(), rtol=1e-4, atol=1e-7)
+        cut = torch.tensor(whole > cap).expand_as(r.mask)[r.mask]
+        assert metrics["mismatch/cut"] == pytest.approx(float(cut.double().mean()), abs=1e-6)
     for name, define in definitions.items():
         factor, metrics = collect.correction(name, trainer, r, cap=cap)
         want = np.stack([define(*row) for row in zip(w.numpy(), trainer.numpy(), r.logp.numpy())])
@@ -100,9 +107,37 @@ def test_a_correction_is_a_factor_of_any_weight(seed, cap):
         assert metrics["mismatch/weight"] == pytest.approx(float(factor[r.mask].mean()), rel=1e-5)
 
 
+@given(seed=st.integers(0, 10**6), low=st.floats(0, 1), high=st.floats(1.01, 3))
+def test_a_band_drops_responses_by_the_geometric_mean_of_their_ratios(seed, low, high):
+    """On top of any correction, and by itself."""
+    r, trainer = random_rollout(seed)
+    ratio = np.exp((trainer - r.logp).double().numpy())
+    tokens = r.mask.sum(-1).tolist()
+    means = [float(np.prod(x[m]) ** (1 / max(n, 1))) for x, m, n in zip(ratio, r.mask.numpy(), tokens)]
+    outside = [not low <= x <= high for x in means]
+    kept = ~torch.tensor(outside)[:, None] & r.mask
+    for name in ("none", *collect.CORRECTIONS):
+        factor, metrics = collect.correction(name, trainer, r, geo_low=low, geo_high=high)
+        plain = r.mask.float() if name == "none" else collect.correction(name, trainer, r)[0]
+        torch.testing.assert_close(factor, torch.where(kept, plain, 0))
+        drawn = [x for x, n in zip(outside, tokens) if n]
+        assert metrics["mismatch/outside_band"] == pytest.approx(sum(drawn) / len(drawn))
+
+
+@given(seed=st.integers(0, 10**6), spread=st.floats(0, 2))
+def test_the_ratios_of_whole_responses_have_an_effective_share(seed, spread):
+    r, trainer = random_rollout(seed, spread)
+    ratios = ref.seq_importance(trainer.double(), r.logp.double(), r.mask)[r.mask.any(-1)]
+    _, metrics = collect.correction("tis", trainer, r)
+    assert metrics["mismatch/ess_seq"] == pytest.approx(ref.effective_share(ratios), rel=1e-4)
+    assert metrics["mismatch/chi2_seq"] == pytest.approx(np.mean(ratios**2) - 1, rel=1e-4, abs=1e-5)
+
+
 def test_an_unknown_correction_is_refused():
     r, trainer = random_rollout(0)
-    with pytest.raises(ValueError, match="mismatch: expected one of tis, mis, icepop, got 'is'"):
+    with pytest.raises(
+        ValueError, match="mismatch: expected one of tis, mis, icepop, tis_seq, mis_seq, got 'is'"
+    ):
         collect.correction("is", trainer, r)
 
 
@@ -125,7 +160,7 @@ def test_a_corrected_loss_starts_from_the_trainers_policy():
     assert found.metrics["policy/logp_gap"] == pytest.approx(collect.logp_mismatch(want, r.logp, r.mask))
 
 
-SMALL = {"prompts": 4, "group": 4, "steps": 3, "warmup": 0, "eval_prompts": 4, "canary": False, "lr": 1e-2}
+SMALL = {"prompts": 4, "group": 4, "steps": 3, "warmup": 0, "eval_prompts": 4, "canary": False}
 SMALL |= {"max_gap": 100.0, "gap_factor": 1e9, "minibatches": 2}
 
 
@@ -152,13 +187,20 @@ def test_each_correction_trains_otherwise_on_stale_samples(monkeypatch, tmp_path
     monkeypatch.setattr(engine, "get_engine", stale(engine.get_engine))
     module = script(name)
     losses = {}
-    for kind, cap in (("none", 2.0), ("tis", 1.02), ("tis", 1.1), ("mis", 1.02), ("icepop", 1.02)):
+    kinds = [("none", 2.0), ("tis", 1.02), ("tis", 1.1), ("mis", 1.02), ("icepop", 1.02)]
+    # smaller steps, after which some response is still likelier than before
+    kinds += [("none", 1.5), ("tis_seq", 1.02), ("mis_seq", 1.02), ("band", 1.02)]
+    for kind, cap in kinds:
         folder = tmp_path / f"{kind}{cap}"
-        module.main(module.Config(**SMALL, mismatch=kind, cap=cap, out=str(folder)))
+        how = {"mismatch": "none", "geo_low": 0.8, "geo_high": cap} if kind == "band" else {"mismatch": kind}
+        lr = 1e-3 if kind in ("tis_seq", "mis_seq", "band") or cap == 1.5 else 1e-2
+        module.main(module.Config(**SMALL | how, lr=lr, cap=cap, out=str(folder)))
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [r["rollout/staleness"] for r in rows] == [0, 1, 2]
         assert rows[0]["policy/logp_gap"] < 1e-5 and rows[2]["policy/logp_gap"] > 1e-3
         assert rows[2]["policy/kl_sampler"] > 0
+        assert rows[0]["policy/ess_sampler"] > 0.999 > rows[2]["policy/ess_sampler"] > 0
+        assert abs(rows[0]["policy/chi2_sampler"]) < 1e-5 < rows[2]["policy/chi2_sampler"]
         if kind != "none":
             assert rows[0]["mismatch/cut"] == 0 and rows[2]["mismatch/cut"] > 0
         losses[kind, cap] = rows[2]["policy/loss"]

@@ -171,6 +171,15 @@ def kl_estimate(a, b):
     return math.exp(b - a) - 1 + a - b
 
 
+def distances(ratios):
+    """How far the policy is from what sampled, by the ratios of the sampled tokens."""
+    return {
+        "policy/k1_sampler": -mean(math.log(r) for r in ratios),
+        "policy/chi2_sampler": mean(r * r - 1 for r in ratios),
+        "policy/ess_sampler": sum(ratios) ** 2 / len(ratios) / sum(r * r for r in ratios),
+    }
+
+
 class Moments:
     """The mean and the deviation of all numbers so far, kept as all of them."""
 

@@ -175,6 +175,7 @@ def grpo_update(rows, lm, ref, cfg, opt, lr):
         "policy/logp_gap": line.mean(lists["gap"]),
         "policy/logp_gap_max": max(lists["gap"]),
         "policy/kl_sampler": line.mean(lists["kl_old"]),
+        **line.distances(lists["ratio"]),
         "policy/entropy": line.mean(lists["entropy"]),
         "grad/norm": norm,
         "grad/skipped": 0.0,
@@ -333,6 +334,7 @@ def actor_update(rows, lm, cfg, ptx, opt, lr):
         "policy/logp_gap": line.mean(lists["gap"]),
         "policy/logp_gap_max": max(lists["gap"]),
         "policy/kl_sampler": line.mean(lists["kl_old"]),
+        **line.distances(lists["ratio"]),
         "policy/entropy": line.mean(lists["entropy"]),
         "ptx/nll": float(ptx.detach()),
     }
