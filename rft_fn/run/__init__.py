@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from rft_fn.run import options
 from rft_fn.run.card import save_card
 from rft_fn.run.cli import cli, error_line, guard, without
+from rft_fn.run.distillation import Distillation, load_taught_task, teacher_modules
 from rft_fn.run.files import last_model, settings
 from rft_fn.run.opening import (
     actor_critic,
@@ -34,16 +35,20 @@ from rft_fn.run.reward_task import (
 from rft_fn.run.run_folder import Run
 from rft_fn.run.setup import Model, Setup, setup
 from rft_fn.run.signals import Stopped
+from rft_fn.run.teachers import Taught, Teachers, load_teachers
 from rft_fn.run.tokens import TokenLog
 
 if TYPE_CHECKING:
     from rft_fn.tools.serving import serve
 
 __all__ = [
+    "Distillation",
     "Model",
     "Run",
     "Setup",
     "Task",
+    "Taught",
+    "Teachers",
     "TokenLog",
     "actor_critic",
     "as_one_pack",
@@ -60,7 +65,7 @@ __all__ = [
     "load_processing",
     "load_reward_model",
     "load_rewards",
-    "objective",
+    "load_taught_task", "load_teachers", "objective",
     "optimizer",
     "options",
     "response_row",
@@ -70,6 +75,7 @@ __all__ = [
     "settings",
     "setup",
     "table",
+    "teacher_modules",
     "track",
     "updates_per_pass",
     "updates_per_step",

@@ -290,10 +290,11 @@ def rewards_of(cfg: options.Reward, sources: Sequence[str]) -> tuple[str, ...]:
     return ("task:sort_digits",)
 
 
-def load_task(cfg: options.Reinforcement, st: Strategy) -> Task:
+def load_task(cfg: options.Reinforcement, st: Strategy, **more: Any) -> Task:
     """Load the task that the options name, the same on every rank. ValueError for an invalid one.
 
-    With `options.Ptx` it has the examples that the policy also learns from.
+    With `options.Ptx` it has the examples that the policy also learns from. `more` are further arguments of
+    `data.load`.
     """
     with_examples = isinstance(cfg, options.Ptx) and cfg.ptx > 0
     if cfg.messages and not with_examples:  # these have questions by the template
@@ -311,6 +312,7 @@ def load_task(cfg: options.Reinforcement, st: Strategy) -> Task:
         max_prompt=cfg.max_prompt,
         window=model.read_window(cfg.model),
         max_new=cfg.max_new,
+        **more,
     )
     if processing is not None:
         check_engine_media(st, cfg.model, dataset)

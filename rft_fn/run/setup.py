@@ -342,6 +342,7 @@ def setup(
     load_module: Callable[[Any, Strategy], nn.Module] = opening.load_policy,
     optimizer: Callable[[Any], tuple[Transform, Schedule]] = one_update_a_step,
     critic: Callable[[Any, Strategy], tuple[nn.Module, Transform, Schedule]] | None = None,
+    scorers: Callable[[Any, Strategy], Sequence[nn.Module]] | None = None,
     anchor: bool = False,
     greedy: bool = False,
     sampled: bool = True,
@@ -356,6 +357,7 @@ def setup(
     batch       rows of a step, by default the option `prompts`; `what` a row makes, for the line about them
     optimizer   (cfg) -> (transform, schedule), by default for one update a step
     critic      loads a second model that is trained, with its optimizer
+    scorers     loads further models that only score, without weights: for the forecast of memory
     anchor      whether the initial model is needed, for a KL to it
     greedy      whether the baseline is the reward of a greedy answer to each prompt
     sampled     whether there is an engine
@@ -409,7 +411,10 @@ def setup(
         length=length,
         dataset=task.dataset,
         prompts=batch or cfg.prompts,
-        rewards=reward_modules(task.score) if task.score is not None else (),
+        rewards=[
+            *(reward_modules(task.score) if task.score is not None else ()),
+            *(scorers(cfg, st) if scorers is not None else ()),
+        ],
         judges=judges_here(task.score) if task.score is not None else (),
     )
     if cfg.dry_run:

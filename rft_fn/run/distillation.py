@@ -1,0 +1,172 @@
+"""Distillation by options: who teaches, what is learned of it, and checks before a model is loaded."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from rft_fn import data, loss, model
+from rft_fn.check import AtLeast0, Decay, Finite, Positive, PositiveShare, Share, Whole
+from rft_fn.data.templates import columns_in
+from rft_fn.run import options
+from rft_fn.run.cli import without
+from rft_fn.run.files import last_model
+from rft_fn.run.reward_task import Task, load_task
+from rft_fn.types import Strategy
+
+__all__ = [
+    "FROM_REWARDS", "SERVED", "Distillation", "TeacherSpec", "load_taught_task", "read_teachers",
+    "require_same_words", "teacher_modules",
+]  # fmt: skip
+
+SERVED = ("openai", "sglang")
+FROM_REWARDS = ("success", "feedback")  # places of a hint that are no columns
+
+
+@dataclass(frozen=True)
+class Distillation(options.Data, subject="Teacher"):
+    """Who teaches, what the teacher sees, and what is learned of it."""
+
+    teacher: tuple[
+        str, ...
+    ] = ()  # model or run folder, self, ema, openai:URL, sglang:URL; NAME=... by column
+    teacher_column: str = ""  # column of the rows that names their teacher, where there are several
+    teacher_temperature: Positive | None = None  # of the teacher's distributions; None: as sampled
+    teacher_top_p: PositiveShare = 1.0  # of responses that the teacher samples
+    hint: str = ""  # the teacher's prompt; {NAME} is a column, {success}, {feedback}; empty: the student's
+    success_at: Finite = 1.0  # least reward of a response that {success} may be
+
+    loss: Literal[
+        "reverse_kl", "forward_kl", "jsd", "skew_reverse_kl", "skew_forward_kl", "sampled", "to_go", "nll"
+    ] = "reverse_kl"  # sampled, to_go: the teacher's log-probs as advantages; nll: of the responses
+    top_k: Whole = 0  # likeliest words of the teacher that are compared, the rest as one; 0: all words
+    jsd_beta: Share = 0.5  # share of the teacher in the mixture of jsd; 0 is forward_kl, 1 reverse_kl
+    skew: Decay = 0.1  # share of the left side in the mixture of skewed KLs
+    gamma: Share = 1.0  # discount of to_go per token
+    rl: AtLeast0 = 0.0  # coefficient of the algorithm's loss on rewards, beside the teacher
+
+    on_policy: Share = 1.0  # share of the steps whose responses the student samples
+    off_policy: Literal["teacher", "given"] = "teacher"  # whose responses the other steps learn
+    response: str = "{answer}"  # given responses; {NAME} stands for a column of the row
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.teacher and self.loss != "nll":
+            raise ValueError("teacher: expected a model, a run folder, self, ema or a server, got none")
+        if not self.teacher and self.off_policy == "teacher":
+            raise ValueError("teacher: expected one for --off-policy teacher, got none")
+        if len(self.teacher) > 1 and not self.teacher_column:
+            raise ValueError(f"teacher_column: expected one, as there are {len(self.teacher)} teachers")
+        for spec in self.teacher:
+            if self.teacher_column and "=" not in spec:
+                raise ValueError(f"teacher: expected NAME=TEACHER with teacher_column, got {spec!r}")
+        self._check_ways()
+
+    def _check_ways(self) -> None:
+        """Raise ValueError for ways of learning that exclude each other."""
+        if "self" in self.teacher and not self.hint and self.loss != "nll":
+            raise ValueError("hint: expected one with the teacher self, which is the student without it")
+        if self.hint:
+            without(self, "messages", prefix="", instead="a hint is a template of columns")
+        if self.loss == "to_go" and self.gamma == 0:
+            raise ValueError("gamma: expected above 0 for to_go, got 0; --loss sampled is that")
+        if self.on_policy < 1:
+            if self.loss in ("sampled", "to_go"):
+                raise ValueError(
+                    f"on_policy: expected 1 with --loss {self.loss}, whose samples are the student's, got "
+                    f"{self.on_policy}"
+                )
+            if self.rl:
+                raise ValueError(f"on_policy: expected 1 with rl {self.rl}, got {self.on_policy}")
+            instead = "with --on-policy below 1 each step samples for itself"
+            without(self, "ahead", "partial", "rounds", "curriculum", prefix="", instead=instead)
+        if self.on_policy == 1 and self.loss == "nll":
+            raise ValueError(
+                "on_policy: expected below 1 with --loss nll: its own samples teach nothing, got 1"
+            )
+        if self.off_policy == "given" and self.on_policy < 1:
+            without(self, "messages", prefix="", instead="given responses are a template of columns")
+
+
+@dataclass(frozen=True)
+class TeacherSpec:
+    """A teacher as the options name it."""
+
+    name: str  # value of the column; "" of the only teacher
+    kind: str  # folder, self, ema, openai or sglang
+    place: str  # folder or address
+
+
+def read_teachers(cfg: Distillation) -> list[TeacherSpec]:
+    """Return the teachers of the options. ValueError for two with one name."""
+    found = []
+    for text in cfg.teacher:
+        name, _, spec = text.partition("=") if cfg.teacher_column else ("", "", text)
+        kind, colon, place = spec.partition(":")
+        if kind in SERVED and colon:
+            found.append(TeacherSpec(name, kind, place))
+        elif spec in ("self", "ema"):
+            found.append(TeacherSpec(name, spec, ""))
+        else:
+            found.append(TeacherSpec(name, "folder", last_model(spec)))
+    names = [spec.name for spec in found]
+    if len({*names}) < len(names):
+        raise ValueError(f"teacher: expected names that differ, got {', '.join(names)}")
+    return found
+
+
+# ---------- before a model is loaded
+
+
+def load_taught_task(cfg: Any, st: Strategy) -> Task:
+    """Load the task of the options, after checks of the teachers.
+
+    ValueError for a teacher that cannot give what the loss needs, and for one with another tokenizer: its
+    distributions are of other words.
+    """
+    tokenizer = model.load_tokenizer(cfg.model)
+    for spec in read_teachers(cfg):
+        _check(cfg, spec, tokenizer)
+    known = {"response": cfg.response} if cfg.on_policy < 1 and cfg.off_policy == "given" else {}
+    task = load_task(cfg, st, **known)
+    prompts, _ = data.take(task.dataset, 1, seed=0)
+    for column in [*(columns_in(cfg.hint) - {*FROM_REWARDS}), *filter(None, [cfg.teacher_column])]:
+        if column not in prompts[0].columns:
+            got = ", ".join(prompts[0].columns)
+            option = "teacher_column" if column == cfg.teacher_column else "hint"
+            raise ValueError(f"{option}: expected a column of the rows, which have {got}, got {column!r}")
+    return task
+
+
+def _check(cfg: Any, spec: TeacherSpec, tokenizer: Any) -> None:
+    """Raise ValueError for a teacher that the options cannot have."""
+    exact = cfg.loss in loss.DIVERGENCES and not cfg.top_k
+    if spec.kind == "ema" and not cfg.ema:
+        raise ValueError("ema: expected the decay of an average for the teacher ema, got 0")
+    if exact and cfg.top_p < 1:
+        raise ValueError(
+            f"top_k: expected words with top_p {cfg.top_p}, for hidden states are not cut, got 0: all words"
+        )
+    if spec.kind == "folder":
+        require_same_words(f"teacher: {spec.place}", model.load_tokenizer(spec.place), tokenizer)
+
+
+def require_same_words(what: str, theirs: Any, ours: Any) -> None:
+    """Raise ValueError for a tokenizer whose numbers stand for other words."""
+    if theirs.get_vocab() == ours.get_vocab():
+        return
+    of_ours = {number: word for word, number in ours.get_vocab().items()}
+    of_theirs = {number: word for word, number in theirs.get_vocab().items()}
+    number = min(i for i in of_ours.keys() | of_theirs.keys() if of_ours.get(i) != of_theirs.get(i))
+    raise ValueError(
+        f"{what}: expected the tokenizer of the student, whose token {number} is {of_ours.get(number)!r}, "
+        f"got one whose token {number} is {of_theirs.get(number)!r}; to learn from its responses, write them "
+        "to a file for sft.py"
+    )
+
+
+def teacher_modules(cfg: Any, st: Strategy) -> list[nn.Module]:
+    """Return the teachers that this process holds, without weights: for the forecast of memory."""
+    places = [cfg.model if spec.kind == "ema" else spec.place for spec in read_teachers(cfg)]
+    held = [spec.kind in ("folder", "ema") for spec in read_teachers(cfg)]
+    return [model.load(place, meta=True) for place, here in zip(places, held) if here]

@@ -1,0 +1,145 @@
+"""Distillation: responses of the student (or given ones), what the teacher says of them, loss, update.
+
+    python train_scripts/distill.py --teacher runs/grpo
+    python train_scripts/distill.py --teacher self --hint '{short}{answer};{short}'
+    python train_scripts/distill.py --teacher openai:http://HOST:8000 --top-k 20 --on-policy 0.5
+
+The teacher is a model or run folder, the policy itself behind another prompt, an average of it, or a server.
+Run the same command again to resume from the last checkpoint, to the bit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import rft_fn as rft
+from rft_fn.check import Count, Filled, Free, Whole
+from rft_fn.run import options
+
+
+@dataclass(frozen=True)
+class Config(options.ReinforcementRun, options.Collect, rft.run.Distillation):
+    """A resumed run may change the options that change no result; for others it needs --override."""
+
+    # the algorithm
+    algorithm: str = "grpo"  # a row of rft_fn.algorithm.TABLE: loss of sampled, to_go and --rl, and weights
+
+    # other defaults than those of the subjects
+    group: Count = 4  # responses per prompt
+    steps: Count | None = None  # rollouts, each with epochs x minibatches updates; None is 60
+    warmup: Whole = 5  # steps of linear warm-up
+    out: Free[Filled] = "runs/distill"  # folder of the run; the model goes to its subfolder model
+
+
+def optimizer(cfg: Config):
+    """Return (the optimizer, its learning rate as a function of the updates done)."""
+    each = rft.run.updates_per_step(cfg)
+    return rft.run.optimizer(cfg, cfg.lr, updates=cfg.steps * each, warmup=cfg.warmup * each, ema=cfg.ema)
+
+
+def advantages(
+    cfg: Config, algo, batch: rft.collect.Batch, reward: Tensor, taught, old_logp: Tensor
+) -> Tensor:
+    """Return [B, S]: the teacher's log-probs as advantages, with those of the rewards."""
+    adv = torch.zeros_like(old_logp)
+    if cfg.loss in ("sampled", "to_go"):
+        gamma = cfg.gamma if cfg.loss == "to_go" else 0.0
+        mask = batch.rollout.mask & taught.rows[:, None]
+        adv = rft.loss.teacher_advantage(old_logp, taught.logp, mask, gamma=gamma, normalize=gamma > 0)
+    if cfg.rl:
+        adv = adv + cfg.rl * algo.advantage(reward, batch.rollout)
+    return adv
+
+
+def minibatches(cfg: Config, algo, exp: rft.Experience, step: int) -> Iterator[rft.Experience]:
+    """Yield the minibatches of a rollout, pass after pass, each weighted by its own mask."""
+    for epoch in range(cfg.epochs):
+        key = rft.rng.fold_in(cfg.seed, "updates", step, epoch)
+        for part in rft.packing.minibatches(exp, rft.run.updates_per_pass(cfg), key):
+            w = algo.weight(part.mask)
+            yield rft.tree.replace(part, w=w * part.extra["correction"] if "correction" in part.extra else w)
+
+
+def student_loss(cfg: Config, algo, sampled: bool, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
+    """Return the divergence from the teacher [T], or the loss by advantages, and what both are beside."""
+    metrics = rft.metric.policy(out, b) if sampled else {}
+    if cfg.loss == "nll":
+        loss = rft.loss.nll(out.logp)
+    elif out.divergence is not None:
+        loss = out.divergence * b.extra["taught"]
+        metrics["distill/divergence"] = rft.metric.mean(out.divergence, b.mask)
+        metrics["distill/agreement"] = rft.metric.mean(out.agreement, b.mask)
+    else:
+        loss = torch.zeros_like(out.logp)
+    if cfg.rl or cfg.loss in ("sampled", "to_go"):
+        more, own = algo.loss(out, b)
+        loss, metrics = loss + more, metrics | own
+    if cfg.router_aux:
+        loss = loss + cfg.router_aux * out.aux
+        metrics |= rft.metric.router(out, b)
+    return loss, metrics | {"distill/loss": rft.metric.sum(b.w * loss)}
+
+
+def main(cfg: Config) -> None:
+    algo = rft.algorithm.configured(
+        cfg.algorithm, group=cfg.group, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual=cfg.dual
+    )
+    env = rft.run.setup(
+        cfg, usual=60, load=rft.run.load_taught_task, optimizer=optimizer, scorers=rft.run.teacher_modules
+    )
+    cfg, st, apply = env.cfg, env.st, env.apply
+    teachers = rft.run.load_teachers(env)
+    collector, shaping = env.collector(), env.shaping()
+
+    # the state of a run: the model's, and one tree of all else that a checkpoint brings back
+    loop = {"step": 0, "floor": 0.0, "collect": collector.init(), "shaping": shaping.init()}
+    state, loop = env.restore(env.policy.state, loop)
+    env.push(state, version=loop["step"])
+
+    for step in range(loop["step"], env.steps):
+        # collect: the same batch on every rank, the student's responses or others
+        values = env.evaluation(0) if step == 0 else {}
+        sampled, collected, gap, floor = teachers.on_policy(step), loop["collect"], {}, loop["floor"]
+        if sampled:
+            batch, collected = collector.next(collected, step)
+            own = env.trainer_logp(state, batch.rollout, step)
+        else:
+            batch = teachers.batch(step)
+        rollout = batch.rollout
+        old_logp, correction = (own.old_logp, own.extra) if sampled else (rollout.logp, {})
+        taught = teachers.say(state, batch)
+
+        # learn: the teacher's words for the student's forward, rewards and advantages
+        reward, moments, shaped = shaping.apply(env.reward(batch), loop["shaping"], rollout)
+        adv = advantages(cfg, algo, batch, reward, taught, old_logp)
+        extra = taught.extra | correction | {"taught": taught.rows.float()}
+        exp = rft.experience(rollout, adv=adv, w=algo.weight(rollout.mask), old_logp=old_logp, extra=extra)
+        loss_fn = partial(student_loss, cfg, algo, sampled)
+
+        # learn: passes over the minibatches
+        logs = []
+        with env.phase("train"):
+            for part in minibatches(cfg, algo, exp, step):
+                packs = st.shard(part, cfg.budget)
+                grads, metrics = st.grad(state, apply, loss_fn, packs)
+                if sampled and not logs:  # before the first update trainer and sampler have the same weights
+                    gap, floor = env.check_gap(loop["floor"], metrics, own, batch, state, packs)
+                rate = env.policy.schedule(rft.optim.count(state.opt))
+                state, more = st.update(state, grads)
+                logs.append(rft.metric.results(metrics | more))
+        env.push(state, version=step + 1)
+
+        # report, evaluate, save, and stop where a signal asked for it
+        values |= shaped | batch.metrics | rft.metric.average(logs) | gap | taught.metrics | {"lr": rate}
+        score = env.report(step, batch, reward, values | env.evaluation(step + 1))
+        loop = {"step": step + 1, "floor": floor, "collect": collected, "shaping": moments}
+        env.checkpoint(state, loop, score=score, collector=collector)
+    teachers.close()
+    env.finish(state)
+
+
+if __name__ == "__main__":
+    rft.run.cli(main, Config)
