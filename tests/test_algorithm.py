@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rft_fn import algorithm, loss, packing, testing, tree, weight
-from rft_fn import algorithm as stopped
-from rft_fn.algorithm import Evaluated
+from rft_fn.algorithm import with_metrics as stopped
+from rft_fn.algorithm.with_metrics import Evaluated
 from rft_fn.run import options
 from rft_fn.types import TokenOut, experience
 

@@ -1,70 +1,38 @@
-"""Published algorithms as rows of one table of plain functions.
-
-Index a row, change an entry, or ignore the table:
-
-    algo = algorithm.TABLE["grpo"]
-    mine = algo._replace(loss=my_loss)            # a new algorithm is a changed row, not a subclass
-
-`per_token` and `per_sequence` adapt a function of `rft_fn.loss` to a `LossFn` with metrics. The adapted
-loss takes the options of that function, with its defaults: a row states only the settings that its paper
-changes.
-"""
+"""The table of published algorithms, its rows by name, and their advantages."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
-from inspect import Parameter, Signature, signature
+from functools import partial
+from inspect import Parameter, signature
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from rft_fn import advantage, check, loss, metric, weight
-from rft_fn.metric import Metric
+from rft_fn import advantage, loss, weight
+from rft_fn.algorithm.with_metrics import (
+    beyond_clip,
+    beyond_log_clip,
+    outside_clip,
+    outside_default_clip,
+    outside_trust_region,
+    per_sequence,
+    per_token,
+    reinforce,
+    token_ratio,
+    value_clip,
+    with_options_of,
+)
 from rft_fn.reward_shaping import last_token, on_last_token
-from rft_fn.types import AdvantageFn, CriticAdvantageFn, LossFn, Packed, Rollout, TokenOut, WeightFn
+from rft_fn.types import AdvantageFn, CriticAdvantageFn, LossFn, Rollout, WeightFn
 from rft_fn.weight import get_weight
 
 __all__ = [
     "TABLE", "ActorCritic", "Algorithm", "configured", "configured_actor_critic", "get_actor_critic",
-    "get_algorithm", "per_sequence", "per_token",
+    "get_algorithm",
 ]  # fmt: skip
 
-
-# ---------- options of one function, taken over by another
-
-
 R = TypeVar("R")
-
-
-def with_options_of(
-    source: Callable[..., Any], *names: str
-) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Give a function the options of another one.
-
-    Decorates a function of `**options` to receive all options of `source`, with its defaults. Options are
-    the keyword-only parameters, or those in `names`. They appear in the decorated signature, so a caller
-    can look up which ones there are.
-    """
-    parameters = signature(source).parameters.values()
-    if not names:
-        names = tuple(p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY)
-
-    # callers name options, whatever kind of parameter they are in `source`
-    options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in parameters if p.name in names]
-    defaults = {p.name: p.default for p in options}
-
-    def decorate(f: Callable[..., R]) -> Callable[..., R]:
-        @wraps(f)
-        def complete(*args: Any, **given: Any) -> R:
-            return f(*args, **defaults | given)
-
-        # `inspect.signature` reads this attribute
-        own = [p for p in signature(f).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        complete.__dict__["__signature__"] = Signature([*own, *options])
-        return complete
-
-    return decorate
 
 
 # ---------- advantages of rows: rewards [N, G] to [B, 1] of responses, or [B, S] of tokens
@@ -167,128 +135,6 @@ class ActorCritic(NamedTuple):
     value_loss: LossFn  # of the critic
     weight: WeightFn
     paper: str  # arXiv id
-
-
-# a `LossFn` with metrics: (out, b, **options of the loss that it adapts) -> (loss [T], metrics)
-LossWithMetrics = Callable[..., tuple[Tensor, dict[str, Metric]]]
-
-
-class Evaluated(NamedTuple):
-    """A loss on a pack, and its inputs, without gradient."""
-
-    loss: Tensor  # [T]
-    ratio: Tensor  # [T], the probability ratio that the loss limits
-    logp: Tensor  # [T]
-    adv: Tensor  # [T]
-    options: Mapping[str, Any]  # all options of the loss
-
-
-Stopped = Callable[[Evaluated], Tensor]  # [T] bool, the tokens that a loss keeps from learning more
-
-
-# ---------- functions of `rft_fn.loss` as losses with metrics
-
-
-def token_ratio(out: TokenOut, b: Packed) -> Tensor:
-    """Return the probability ratio of each token [T], without gradient."""
-    return loss.ratio(out.logp.detach(), b.old_logp)
-
-
-def _sequence_ratio(out: TokenOut, b: Packed) -> Tensor:
-    """Return the geometric mean of a sequence's ratios, on each of its tokens [T]."""
-    return loss.seq_ratio(out.logp.detach(), b.old_logp, b.mask, b.seq, b.num_seqs)
-
-
-def _metrics(at: Evaluated, b: Packed, stopped: Stopped) -> dict[str, Metric]:
-    """Return the stopped share, the KL to the old policy and the largest ratio."""
-    return {
-        "policy/clip_frac": metric.mean(stopped(at).double(), b.mask),
-        "policy/kl_old": metric.mean(loss.kl_k3(b.old_logp, at.logp), b.mask),
-        "policy/ratio_max": metric.max(at.ratio, b.mask),
-    }
-
-
-def per_token(fn: Callable[..., Tensor], stopped: Stopped) -> LossWithMetrics:
-    """Adapt a loss of tokens to a LossFn with metrics.
-
-    `fn` takes (logp, old_logp, adv), all [T], and options.
-    """
-
-    @with_options_of(fn)
-    def loss_fn(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
-        x = fn(out.logp, b.old_logp, b.adv, **options)
-        at = Evaluated(x.detach(), token_ratio(out, b), out.logp.detach(), b.adv, options)
-        return x, _metrics(at, b, stopped)
-
-    return loss_fn
-
-
-def per_sequence(
-    fn: Callable[..., Tensor],
-    stopped: Stopped,
-    *,
-    ratio: Callable[[TokenOut, Packed], Tensor] = _sequence_ratio,
-) -> LossWithMetrics:
-    """Adapt a loss of sequences to a LossFn with metrics.
-
-    `fn` takes (logp, old_logp, adv, mask, seq, num_seqs) and options. `ratio(out, b)` gives the ratios [T]
-    that the loss limits.
-    """
-
-    @with_options_of(fn)
-    def loss_fn(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
-        x = fn(out.logp, b.old_logp, b.adv, b.mask, b.seq, b.num_seqs, **options)
-        at = Evaluated(x.detach(), ratio(out, b), out.logp.detach(), b.adv, options)
-        return x, _metrics(at, b, stopped)
-
-    return loss_fn
-
-
-def reinforce(out: TokenOut, b: Packed, /) -> tuple[Tensor, dict[str, Metric]]:
-    """Return REINFORCE's loss, which has no ratio."""
-    return loss.reinforce(out.logp, b.adv), {}
-
-
-@with_options_of(loss.value_clip)
-def value_clip(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
-    """Return PPO's critic loss, with the clipped share."""
-    value, old_value, ret = check.given(value=out.value, old_value=b.old_value, ret=b.ret)
-    x = loss.value_clip(value, old_value, ret, **options)
-    moved = (value.detach() - old_value).abs() > options["clip"]
-    return x, {"value/loss": metric.mean(x, b.mask), "value/clip_frac": metric.mean(moved.double(), b.mask)}
-
-
-# ---------- the tokens that a loss stops
-
-
-def _leaves(x: Tensor, adv: Tensor, low: Any, high: Any) -> Tensor:
-    """Mark where the advantage pushes x out of [low, high]."""
-    return ((x > high) & (adv > 0)) | ((x < low) & (adv < 0))
-
-
-def beyond_clip(at: Evaluated, /) -> Tensor:
-    """Mark ratios that would leave [1 - low, 1 + high]."""
-    return _leaves(at.ratio, at.adv, 1 - at.options["low"], 1 + at.options["high"])
-
-
-def beyond_log_clip(at: Evaluated, /) -> Tensor:
-    """Mark log-ratios that would leave [-low, high]."""
-    return _leaves(at.ratio.log(), at.adv, -at.options["low"], at.options["high"])
-
-
-def outside_clip(at: Evaluated, /) -> Tensor:
-    """Mark ratios outside [1 - low, 1 + high], which CISPO limits without losing their gradient."""
-    return (at.ratio > 1 + at.options["high"]) | (at.ratio < 1 - at.options["low"])
-
-
-def outside_default_clip(at: Evaluated, /) -> Tensor:
-    """Mark ratios that would leave [0.8, 1.2]; SAPO's soft gate stops no token altogether."""
-    return _leaves(at.ratio, at.adv, 0.8, 1.2)
-
-
-def outside_trust_region(at: Evaluated, /) -> Tensor:
-    """Mark tokens that DPPO's trust region stops: loss 0 where neither advantage nor log-prob is."""
-    return (at.loss == 0) & (at.adv != 0) & (at.logp != 0)
 
 
 # ---------- the table of published algorithms, and its rows by name
