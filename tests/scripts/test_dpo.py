@@ -16,6 +16,7 @@ from test_house import load_script
 
 import rft_fn as rft
 from rft_fn import packing
+from rft_fn.run import preferences
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
@@ -217,16 +218,16 @@ def test_the_baselines_of_single_responses(tmp_path):
     kto = train(tmp_path / "kto", loss="kto", unpaired=True)
     assert kto[0]["eval/loss"] == 0.5 and kto[0]["loss"] == 0.5
     cfg, values = dpo.Config(loss="bco"), {"pairs/reward_chosen": 0.5, "pairs/reward_rejected": -0.1}
-    assert dpo.moved(cfg, 0.0, values, 0) == pytest.approx(0.2)
-    assert dpo.moved(cfg, 0.5, values, 2) == pytest.approx(0.4)
-    assert dpo.moved(dpo.Config(), 0.5, values, 2) == 0.5
+    assert preferences.rewards_mean(cfg, 0.0, values, 0) == pytest.approx(0.2)
+    assert preferences.rewards_mean(cfg, 0.5, values, 2) == pytest.approx(0.4)
+    assert preferences.rewards_mean(dpo.Config(), 0.5, values, 2) == 0.5
 
 
 def test_a_mismatched_response_has_another_prompt():
     cfg = dpo.Config(loss="kto")
     tokenizer = rft.model.load_tokenizer("tiny")
     pairs, _ = rft.data.take(rft.data.load("sort_digits:1", tokenizer, kind=rft.data.PAIRS), 3, 0)
-    exp, others = dpo.experience(cfg, pairs), dpo.mismatched(cfg, pairs)
+    exp, others = preferences.experience(cfg, pairs), preferences.mismatched(cfg, pairs)
     for b in range(6):
         own, other = exp.tokens[b][~exp.mask[b]], exp.tokens[(b + 2) % 6][exp.mask[(b + 2) % 6]]
         start = int(exp.mask[b].int().argmax())
@@ -313,7 +314,7 @@ REFUSED = [
     (["--loss", "kto", "--batch", "1"], "batch: expected at least 2 with kto"),
     (["--label", "good"], "label: expected 'label', as this script"),
     (["--loss", "kto", "--unpaired", "--label", "good"], "'good'"),
-    (["--loss", "nothing"], "loss: expected one of dpo, cdpo, ipo, robust, hinge, exo, nca, sppo, apo_zero"),
+    (["--loss", "nothing"], "loss: expected one of dpo, cdpo, robust, rpo, dpo_norm, ipo, hinge, exo, sppo"),
     (["--data", "nowhere.jsonl"], "could not read 'nowhere.jsonl': no such file"),
 ]  # fmt: skip
 

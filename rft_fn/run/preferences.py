@@ -1,0 +1,124 @@
+"""Learning from preferences: options that go together, rows of a batch with their labels, baselines."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rft_fn import data, packing, tree, weight
+from rft_fn.run.cli import without
+from rft_fn.run.setup import Setup
+from rft_fn.types import Experience, TrainState
+
+__all__ = ["check", "experience", "mismatched", "rewards_mean", "with_margin", "with_reference"]
+
+
+# losses that read an option, which others must leave alone
+READ = {
+    "label_smoothing": ("cdpo", "robust", "exo", "cpo", "simpo"),
+    "margin": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+
+
+def check(cfg: Any) -> None:
+    """Raise ValueError for options that do not go together."""
+    # packs and batches hold whole pairs
+    without(cfg.strategy, "train_batch_size", instead="use --batch, which counts pairs")
+    if cfg.strategy.micro_train_batch_size == 1 and not cfg.unpaired:
+        raise ValueError("micro_train_batch_size: expected 0 or at least 2, a pair shares a pack, got 1")
+
+    # an option that the loss or the kind of data does not read
+    noisy, smoothed = cfg.loss in ("cdpo", "robust"), cfg.label_smoothing > 0
+    if (noisy and not smoothed) or (smoothed and cfg.loss not in READ["label_smoothing"]):
+        raise ValueError(
+            f"label_smoothing: expected above 0 with --loss {cfg.loss if noisy else 'cdpo'}, and 0 with "
+            f"others, got {cfg.label_smoothing} with {cfg.loss}"
+        )
+    for option, losses in READ.items():
+        if option != "label_smoothing" and cfg.loss not in losses:
+            without(cfg, option, prefix="", instead=f"only --loss {losses[0]} reads it")
+    if cfg.unpaired and not cfg.row.single:
+        raise ValueError(f"loss: expected kto or bco with --unpaired, which compares nothing, got {cfg.loss}")
+    if cfg.ld_alpha < 1 and (cfg.row.single or cfg.means):
+        raise ValueError(f"ld_alpha: expected 1 with {cfg.loss}, not of sums of pairs, got {cfg.ld_alpha}")
+    if cfg.nll and cfg.row.single:
+        raise ValueError(f"nll: expected 0 with {cfg.loss}, a loss of single responses, got {cfg.nll}")
+    if cfg.loss == "kto" and cfg.batch < 2:
+        raise ValueError("batch: expected at least 2 with kto, whose baseline is of other prompts, got 1")
+    foreign = ("chosen", "rejected") if cfg.unpaired else ("completion", "label")
+    without(cfg, *foreign, prefix="", instead="--unpaired says what a row holds")
+    if cfg.messages:
+        texts = ("template", "chosen", "rejected", "completion")
+        without(cfg, *texts, prefix="", instead="--messages takes its place")
+    if not cfg.template and cfg.system is not None:
+        raise ValueError("system: expected none with an empty template: the texts hold their own turns")
+
+
+# ---------- rows of a batch: pairs as rows 2i, chosen, and 2i + 1, rejected; or single responses
+
+
+def _responses(items: Sequence[data.Pair] | Sequence[data.Point]) -> list:
+    """Return the responses of a batch, each with its prompt, row by row."""
+    sides = [(x.chosen, x.rejected) if isinstance(x, data.Pair) else (x.response,) for x in items]
+    return [side for row in sides for side in row]
+
+
+def experience(cfg: Any, items: Sequence) -> Experience:
+    """Return the rows of a batch; w is the mean over pairs, or over single responses with their labels."""
+    exp = packing.conversations(_responses(items))
+    if not cfg.row.single:
+        return tree.replace(exp, w=weight.pair_mean(exp.mask))
+    labels = [x.labels[0] for x in items] if cfg.unpaired else [1.0, 0.0] * len(items)
+    desirable = torch.tensor(labels)[:, None] * exp.mask
+    return tree.replace(exp, w=weight.seq_mean(exp.mask), extra={"desirable": desirable})
+
+
+def mismatched(cfg: Any, items: Sequence) -> Experience:
+    """Return each prompt with the response to the next one, on which KTO estimates its KL."""
+    rows = _responses(items)
+    other = [*rows[cfg.unit :], *rows[: cfg.unit]]
+    start = [row.mask.index(True) for row in rows]
+    parts = zip(rows, start, other, [*start[cfg.unit :], *start[: cfg.unit]])
+    joined = [
+        ([*a.ids[:i], *b.ids[j:]], [*a.mask[:i], *b.mask[j:]], a.media if i else None) for a, i, b, j in parts
+    ]
+    return packing.conversations(joined)
+
+
+def with_reference(cfg: Any, env: Setup, state: TrainState, items: Sequence, shift: float):
+    """Return the rows of a batch with all that the loss reads: reference log-probs, and a baseline."""
+    exp = experience(cfg, items)
+    ref_logp = env.reference_logp(state, exp, unit=cfg.unit)
+    exp = tree.replace(exp, ref_logp=ref_logp)
+    if cfg.loss == "kto":
+        others = mismatched(cfg, items)
+        with env.phase("score"):
+            logp = env.st.score(env.apply, state.params, others, cfg.budget, unit=cfg.unit).logp
+        gap = (logp - env.reference_logp(state, others, unit=cfg.unit)).sum(-1)
+        shift = float(gap.mean().clamp(min=0))
+    if not cfg.row.single:
+        return exp
+    baseline = {"baseline": shift * exp.mask.to(exp.w)}
+    return tree.replace(exp, extra=exp.extra | baseline)
+
+
+# ---------- metrics
+
+
+def with_margin(values: dict[str, float]) -> dict[str, float]:
+    """Add the margin of single responses: the difference of the mean rewards of both kinds."""
+    for name in ("responses", "eval"):
+        if f"{name}/reward_chosen" in values and f"{name}/margin" not in values:
+            values[f"{name}/margin"] = values[f"{name}/reward_chosen"] - values[f"{name}/reward_rejected"]
+    return values
+
+
+def rewards_mean(cfg: Any, shift: float, values: Mapping[str, float], step: int) -> float:
+    """Return BCO's running mean of rewards, over the steps: the middle of both kinds."""
+    if cfg.loss != "bco":
+        return shift
+    name = "responses" if cfg.unpaired else "pairs"
+    middle = (values[f"{name}/reward_chosen"] + values[f"{name}/reward_rejected"]) / 2
+    return shift + (middle - shift) / (step + 1)
