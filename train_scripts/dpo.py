@@ -211,7 +211,7 @@ def main(cfg: Config) -> None:
         # learn, and note what that does to single tokens
         tokens.before(step, state.params, exp)
         with env.phase("train"):
-            packs = st.shard(exp, cfg.budget, unit=cfg.unit)
+            packs = st.shard(exp, cfg.budget, unit=cfg.unit, halves=env.halves(step))
             rate = env.policy.schedule(rft.optim.count(state.opt))
             grads, metrics = st.grad(state, env.apply, loss_fn, packs)
             state, more = st.update(state, grads)

@@ -186,7 +186,7 @@ def main(cfg: Config) -> None:
 
         # learn: one update
         with env.phase("train"):
-            packs = st.shard(exp, cfg.budget)
+            packs = st.shard(exp, cfg.budget, halves=env.halves(step))
             grads, metrics = st.grad(state, env.apply, loss_fn, packs)
             gap, floor = env.check_gap(loop["floor"], metrics, own, batch, state, packs)
             rate = env.policy.schedule(rft.optim.count(state.opt))

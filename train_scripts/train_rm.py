@@ -299,7 +299,7 @@ def main(cfg: Config) -> None:
         items, _ = rft.data.draw(task.dataset, cfg.batch, step, cfg.seed)
         exp, unit = kind.batch(items)
         with env.phase("train"):
-            packs = st.shard(exp, cfg.budget, unit=unit)
+            packs = st.shard(exp, cfg.budget, unit=unit, halves=env.halves(step))
             rate = env.policy.schedule(rft.optim.count(state.opt))
             grads, metrics = st.grad(state, env.apply, loss_fn, packs)
             state, more = st.update(state, grads)

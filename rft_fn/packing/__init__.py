@@ -19,7 +19,18 @@ from rft_fn.packing.packs import (
     stack,
     unpack,
 )
-from rft_fn.packing.plan import assign, cut, left_out, minibatch_units, minibatches, shard, take, waste
+from rft_fn.packing.plan import (
+    Halves,
+    assign,
+    cut,
+    halves,
+    left_out,
+    minibatch_units,
+    minibatches,
+    shard,
+    take,
+    waste,
+)
 from rft_fn.packing.units import (
     conversations,
     count_filled,

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from rft_fn.types import Experience, Packed, Rollout
 from rft_fn.types.media import MEDIA_COST
 
 __all__ = [
-    "assign", "bundle", "cut", "deal", "left_out", "minibatch_units", "minibatches", "shard", "spread",
-    "take", "waste",
+    "Halves", "assign", "bundle", "cut", "deal", "halves", "left_out", "minibatch_units", "minibatches",
+    "shard", "spread", "take", "waste",
 ]  # fmt: skip
 
 
@@ -253,6 +253,41 @@ def cut(
 
     # a unit stays whole, and its rows in order
     return [[members_of(rows, sorted(p)) for p in part] for part in deal(costs, packs, world)]
+
+
+class Halves(NamedTuple):
+    """A batch in two halves, with no prompt in both."""
+
+    second: Tensor  # [B] bool, the rows of the second half
+    prompts: tuple[int, int]  # how many each has
+    packs: int  # packs of the first half; 0 where no first packs hold half of the prompts whole
+
+
+def halves(exp: Experience, packs: Sequence[Sequence[int]], *, unit: int | Sequence[int] = 1) -> Halves:
+    """Return the halves of a batch: its first packs and the others, else the first prompts and the others.
+
+    Prompts are the groups of `exp`; without groups each unit of rows is one. `packs` are the rows of each
+    pack. Its first packs are a half where they hold at least a quarter of the prompts, at most three, and all
+    of them whole, in packs of two or more on average: packs of single rows are in the order of their length.
+    """
+    sizes = check.units(unit, len(exp.tokens))
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.long))
+    if exp.group is not None:
+        starts = torch.tensor([0, *itertools.accumulate(sizes)][: len(sizes)], dtype=torch.long)
+        owner = exp.group.cpu()[starts][owner]
+    of_packs = [set(owner[list(rows)].tolist()) for rows in packs]
+    every = sorted(set().union(*of_packs))
+
+    # how many prompts are in the first packs, for each number of packs that leaves no prompt in both
+    filled = [pack for pack in of_packs if pack]
+    ways = []
+    for count in range(1, len(of_packs)):
+        first, rest = set().union(*of_packs[:count]), set().union(*of_packs[count:])
+        if not first & rest and 4 * min(len(first), len(rest)) >= len(every) >= 2 * len(filled):
+            ways.append((abs(len(first) - len(rest)), count, first))
+    _, count, first = min(ways, default=(0, 0, set(every[: len(every) // 2])))
+    second = ~torch.isin(owner, torch.tensor(sorted(first), dtype=torch.long))
+    return Halves(second.to(exp.mask.device), (len(first), len(every) - len(first)), count)
 
 
 def _packs(

@@ -266,6 +266,16 @@ class Setup:
         )
         return own.metrics | gap, floor
 
+    def halves(self, step: int) -> bool | None:
+        """Return how `st.shard` cuts the batch of a step: True or None for an estimate of the noise.
+
+        None, every 10 steps by default, keeps the usual packs; see `types.strategy.Shard`.
+        """
+        every = self.cfg.noise_every
+        if every is None:
+            return None if step % 10 == 0 else False
+        return every > 0 and step % every == 0
+
     def example_packs(self, step: int, i: int) -> list[Packed]:
         """Return the packs of the examples of update i of a step, with `options.Ptx`; [] without."""
         if not self.cfg.ptx:

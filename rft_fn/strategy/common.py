@@ -1,4 +1,4 @@
-"""What all strategies do alike: cut a batch into packs, and run a backend's part of each function."""
+"""What all strategies do alike, around a backend's part of each function."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from rft_fn import check, ckpt, dist, memory, packing, tree
 from rft_fn import model as model_lib
-from rft_fn.model import reader
 from rft_fn.model.bind import Scorer, read_field, require_fields, to_params_device
-from rft_fn.model.forward import ONE_SEQUENCE
 from rft_fn.model.layers import Where
 from rft_fn.model.lora import Export
 from rft_fn.strategy import diagnose, step
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.packer import Packer
 from rft_fn.strategy.placing import Placing, require_device, require_own_apply, residence_below, residence_of
 from rft_fn.strategy.step import Session, disable_malloc_trim
 from rft_fn.types import (
@@ -35,79 +34,7 @@ from rft_fn.types import (
 )
 from rft_fn.types.media import MEDIA_COST
 
-__all__ = ["Backend", "Packer", "all_true", "watched"]
-
-
-# ---------- the cut of a batch into packs
-
-
-class Packer:
-    """Cuts batches into packs, as the models of a strategy allow.
-
-    Each model is tested when it is bound. After one that mixes the sequences of a pack, a pack has one
-    sequence (one unit); after one that computes common beginnings once, the rows of a prompt stay together.
-    """
-
-    def __init__(self, config: StrategyConfig, agree: Callable[[bool], bool] = bool):
-        self.config = config
-        self.agree = agree  # whether x is true on every process
-        self.one_unit = False
-        self.shared = False
-
-    def settle(self, root: nn.Module, call: Callable[..., Any] | None = None) -> None:
-        """Test a model by `reader.detect_packing`, on all processes alike; `call` is the module as run."""
-        reader.detect_packing(root, call=call, agree=self.agree)
-        self.one_unit |= getattr(root, "mode", None) == ONE_SEQUENCE
-        self.shared |= getattr(root, "shared", False)
-
-    def rows(
-        self,
-        exp: Experience,
-        budget: int,
-        *,
-        world: int = 1,
-        unit: int | Sequence[int] = 1,
-        media_cost: float = MEDIA_COST,
-    ) -> list[list[list[int]]]:
-        """Return the rows of each pack of each rank: `packing.cut` with the options of the config.
-
-        Packs have at most `budget` tokens and micro_train_batch_size sequences; without packing_samples
-        exactly so many (the last one fewer), whatever their tokens.
-        """
-        packing_samples = self.config.packing_samples
-        most = self.config.micro_train_batch_size
-        if not packing_samples:
-            most = max([most, *check.units(unit, len(exp.tokens))])
-        return packing.cut(
-            exp,
-            budget if packing_samples else 0,
-            world,
-            unit=unit,
-            most=0 if self.one_unit else most,
-            one_unit=self.one_unit,
-            media_cost=media_cost,
-            share_prefixes=self.shared and packing_samples,
-        )
-
-    def sequences(
-        self, exp: Experience, plans: Sequence[Sequence[Sequence[int]]], unit: int | Sequence[int]
-    ) -> int:
-        """Return the number of sequences that every pack must have; 0 if packs may differ.
-
-        Packs must not differ where lists of different lengths meet a model that takes one sequence at a
-        time: each sequence is a forward, and processes that share a model run equally many. ValueError for
-        media in only some rows: towers would run more often on one process than on another.
-        """
-        if not self.one_unit or isinstance(unit, int):
-            return 0
-        for name, count in packing.counts(exp.media).items():
-            if not bool(count.all()):
-                row = int((count == 0).nonzero()[0])
-                raise ValueError(
-                    f"media: expected {name} in every row or in none, for lists of different lengths and a "
-                    f"model that mixes the sequences of a pack, got none in row {row}"
-                )
-        return max(len(rows) for part in plans for rows in part)
+__all__ = ["Backend", "all_true", "watched"]
 
 
 # ---------- whole rows, scored by a model
@@ -256,16 +183,25 @@ class Backend(ABC):
         *,
         unit: int | Sequence[int] = 1,
         media_cost: float = MEDIA_COST,
+        halves: bool | None = False,
     ) -> list[Packed]:
         """Cut a batch into packs, and return this rank's."""
         plans = self.packer.rows(exp, budget, world=self.world, unit=unit, media_cost=media_cost)
+        split = None
+        if halves is not False:
+            plans, split = self.packer.halved(
+                exp, budget, plans, unit=unit, media_cost=media_cost, always=halves
+            )
         least = self.packer.sequences(exp, plans, unit)
 
         # the plan is of numbers, which every rank has; of media it has those that its own packs read
         plan = plans[self.rank]
         exp = tree.replace(exp, media=dist.fetch_media(exp.media, packing.owners(exp, plan)))
         packs = [packing.pack(exp, rows, unit=packing.units_of(unit, rows)) for rows in plan]
-        return [packing.fill(b, least) for b in packs]
+        packs = [packing.fill(b, least) for b in packs]
+        if split is None:
+            return packs
+        return [tree.replace(b, half=(int(i >= split.packs), *split.prompts)) for i, b in enumerate(packs)]
 
     @torch.no_grad()
     @watched

@@ -24,9 +24,10 @@ from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.copies import to_device
 from rft_fn.model.layers import Residence, blocks
 from rft_fn.strategy import step
-from rft_fn.strategy.common import Backend, Packer, all_true
+from rft_fn.strategy.common import Backend, all_true
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.local import layout as local_layout
+from rft_fn.strategy.packer import Packer
 from rft_fn.strategy.step import Session
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, record
 

@@ -33,8 +33,8 @@ from rft_fn.types import (
 
 __all__ = [
     "Session", "cast", "check_trains", "compile_blocks", "deterministic_algorithms", "disable_malloc_trim",
-    "finite", "grad", "loss_and_metrics", "masters", "merge_metrics", "move_opt", "optimizer", "start",
-    "update", "wrap_for_training",
+    "finite", "grad", "loss_and_metrics", "masters", "merge_metrics", "move_opt", "noise_meter", "optimizer",
+    "start", "update", "wrap_for_training",
 ]  # fmt: skip
 
 
@@ -256,11 +256,12 @@ def grad(
     metrics: dict[str, metric.Metric] = {}
     device = next(iter(state.params.values())).device
     sums: dict[str, Tensor] = {}
+    noise = noise_meter(packs)
     for p in state.params.values():
         p.grad = None
 
     # each pack's gradients are taken out at once, so that sums of 16-bit ones can be wider
-    for pack in packs:
+    for i, pack in enumerate(packs):
         pack = to_device(pack, device)
         with session.phase(f"forward of step {state.step + 1}"):
             total, more = loss_and_metrics(loss_fn, apply(state.params, pack), pack)
@@ -269,13 +270,26 @@ def grad(
                 total.backward()
         metrics = metric.merge(metrics, more)
         _add_gradients(sums, state.params)
+        if noise is not None:
+            noise.note(i, sums)
 
     # what no pack's loss depends on has a gradient of 0
     grads = tree.Named()
     for name, p in state.params.items():
         total = sums.get(name)
         grads[name] = torch.zeros_like(p, dtype=wide(p.dtype)) if total is None else total.detach()
+    if noise is not None:
+        metrics = {**metrics, **noise.metrics()}
     return grads, metrics
+
+
+def noise_meter(packs: Sequence[Packed]) -> Any:
+    """Return what reads the noise of gradients from the halves of packs; None for others."""
+    if not any(pack.half for pack in packs):
+        return None
+    from rft_fn.analysis.noise import Meter  # above, and only for a step that asks
+
+    return Meter(packs)
 
 
 def merge_metrics(mine: Mapping[str, metric.Metric], step: int, session: Session) -> dict[str, metric.Metric]:

@@ -94,6 +94,7 @@ class Experience:
     extra: dict[str, Tensor] | None = None  # name -> [B, S, ...], per-token data for a custom loss
     temperature: Tensor | None = None  # [B], of the rollout, in place of that of `sampling`
     media: Media | None = None
+    group: Tensor | None = None  # [B] i64, which prompt; None: each row (or unit) has its own
     sampling: Sampling | None = tree.static(default=None)  # of the rollout
 
 
@@ -126,6 +127,8 @@ class Packed:
     # sequences that belong together: 2 in losses of pairs; of each unit, where ranked lists differ in length
     unit: int | tuple[int, ...] = tree.static(default=1)
     padding: int = tree.static(default=0)  # masked tokens after the last sequence
+    # (which half of the batch it is of: 0 or 1, prompts of the first half, of the second); None: not cut so
+    half: tuple[int, int, int] | None = tree.static(default=None)
     sampling: Sampling | None = tree.static(default=None)  # of the rollout
 
 
@@ -210,6 +213,7 @@ def experience(
         extra=extra,
         temperature=rollout.temperature,
         media=rollout.media,
+        group=rollout.group,
         sampling=rollout.sampling,
     )
 

@@ -70,6 +70,7 @@ class Shard(Protocol):
         *,
         unit: int | Sequence[int] = 1,
         media_cost: float = MEDIA_COST,
+        halves: bool | None = False,
     ) -> list[Packed]:
         """Return this rank's packs of the global batch, equally many on every rank.
 
@@ -78,6 +79,12 @@ class Shard(Protocol):
         by tokens + media_cost * numbers of media, as in `packing.shard`. All ranks call it together
         where the batch has media: each fetches the rows that its packs read. ValueError for lists of
         different lengths with media in only some rows, where a model takes one sequence at a time.
+
+        With `halves` no pack has prompts (`exp.group`) of both halves of the batch, and no prompt is in both:
+        then `grad` has the metrics grad/snr and grad/noise_scale, the same on any number of processes. On one
+        process the packs are the usual ones where these hold whole prompts; else, and on several processes,
+        each half is cut by itself, which changes sums by rounding. None: only where one process would have
+        the usual packs.
         """
         ...
 

@@ -7,7 +7,8 @@ from families import small
 
 import rft_fn as rft
 from rft_fn import model, optim, packing, tree
-from rft_fn.strategy import StrategyConfig, common, get_fake_strategy, get_strategy, load_fault
+from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy, load_fault
+from rft_fn.strategy.packer import Packer
 from rft_fn.types import Media
 
 LISTS = [3, 1, 4, 2]
@@ -125,7 +126,7 @@ def test_media_in_some_rows_of_lists_are_refused_where_each_sequence_is_a_forwar
     """Towers would run more often on one process than on another."""
     some = [{"pixels": torch.zeros(1, 2)}] * 5 + [None] + [{"pixels": torch.zeros(1, 2)}] * 4
     exp = tree.replace(batch(), media=Media.of_prompts(some))
-    packer = common.Packer(StrategyConfig())
+    packer = Packer(StrategyConfig())
     plans = packer.rows(exp, 1000, unit=LISTS)
     assert packer.sequences(exp, plans, LISTS) == 0
     packer.one_unit = True
@@ -140,6 +141,6 @@ def test_media_in_some_rows_of_lists_are_refused_where_each_sequence_is_a_forwar
 
 def test_a_pack_holds_at_most_a_micro_batch_or_a_list():
     exp = batch()
-    packer = common.Packer(StrategyConfig(packing_samples=False, micro_train_batch_size=2))
+    packer = Packer(StrategyConfig(packing_samples=False, micro_train_batch_size=2))
     plans = packer.rows(exp, 1, unit=LISTS)
     assert max(len(rows) for part in plans for rows in part) == 4

@@ -20,10 +20,11 @@ from rft_fn.model.copies import to_device
 from rft_fn.model.layers import Residence, Where, require_finite
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step
-from rft_fn.strategy.common import Backend, Packer, all_true, watched
+from rft_fn.strategy.common import Backend, all_true, watched
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
 from rft_fn.strategy.fsdp2 import groups
+from rft_fn.strategy.packer import Packer
 from rft_fn.strategy.step import Session
 from rft_fn.strategy.zero import deepspeed_engine, stages
 from rft_fn.strategy.zero.deepspeed_engine import Root, ZeroModel
@@ -193,18 +194,37 @@ class ZeroBackend(Backend):
         # DeepSpeed adds a pack's gradients to those that are there: of earlier packs, and of an earlier batch
         model.clear()
         mine: dict[str, metric.Metric] = {}
+        noise = step.noise_meter(packs)
+        held: list[Tensor] = []
         for i, pack in enumerate(packs):
             pack = to_device(pack, device)
+            last = i + 1 == len(packs)
+            side = None if noise is None else noise.ends(i)
             with self.session.phase(f"forward of step {state.step + 1}"):
                 out = apply(state.params, pack)
                 total, more = step.loss_and_metrics(loss_fn, out, pack)
             with self.session.phase(f"backward of step {state.step + 1}"):
                 if not total.requires_grad:  # DeepSpeed counts on a backward of every pack
                     total = total + sum(0 * x.sum() for x in tree.leaves(out) if x.requires_grad)
-                model.backward(total, last=i + 1 == len(packs))
+                model.backward(total, last=last or side is not None)
             mine = metric.merge(mine, more)
+            if noise is None or (side is None and not last):
+                continue
+
+            # each half is summed by itself, for its norm, and the next sum begins at 0
+            if side is not None:
+                noise.add(model.square())
+            if held:
+                model.add_gradients(held)
+                held = []
+            if side == 1:
+                noise.add(model.square())
+            if not last:
+                held = model.take_gradients()
 
         metrics = step.merge_metrics(mine, state.step, self.session)
+        if noise is not None:
+            metrics |= noise.metrics()
         return ZeroGrads(turn=model.turn, model=model), metrics
 
     def _update(self, state: TrainState, grads: ZeroGrads) -> tuple[TrainState, dict[str, metric.Metric]]:

@@ -177,6 +177,22 @@ class ZeroModel:
         """Return whether the gradients have neither NaN nor inf on any rank."""
         return all(dist.all_gather_object(self.stage.finite()))
 
+    def square(self) -> float:
+        """Return the square of the gradients' norm, over all ranks, which all call it."""
+        mine = sum(float(x.double().square().sum()) for x in self.stage.gradients())
+        return sum(dist.all_gather_object(mine / self.stage.copies))
+
+    def take_gradients(self) -> list[Tensor]:
+        """Return a copy of this rank's part of the gradients, and drop them."""
+        held = [x.clone() for x in self.stage.gradients()]
+        self.stage.clear()
+        return held
+
+    def add_gradients(self, held: list[Tensor]) -> None:
+        """Add what `take_gradients` returned, after the last backward of a batch."""
+        for x, more in zip(self.stage.gradients(), held):
+            x.add_(more)
+
     def backward(self, total: Tensor, *, last: bool) -> None:
         """Add the gradient of `total` [] to the sum over packs and ranks.
 

@@ -168,6 +168,7 @@ class Stage(ABC):
 
     def __init__(self, optimizer: Any):
         self.optimizer = optimizer
+        self.copies = 1  # of the gradients, over all ranks
 
     @abstractmethod
     def flat_weights(self) -> list[Tensor]:
@@ -253,6 +254,10 @@ class Stage1And2(Stage):
 
 class Stage1Bfloat16(Stage):
     """Stage 1 of bfloat16 weights: every rank has all gradients, flat, in float32."""
+
+    def __init__(self, optimizer: Any):
+        super().__init__(optimizer)
+        self.copies = dist.world()
 
     def flat_weights(self) -> list[Tensor]:
         return self.optimizer.fp32_groups_flat_partition
