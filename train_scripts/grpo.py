@@ -100,7 +100,7 @@ def main(cfg: Config) -> None:
         logs = []
         with env.phase("train"):
             for part in minibatches(cfg, algo, exp, step):
-                packs = st.shard(part, cfg.budget, halves=env.halves(step))
+                packs = st.shard(part, cfg.budget, halves=not logs and env.halves(step))
                 grads, metrics = st.grad(state, apply, loss_fn, packs)
                 if not logs:  # before the first update trainer and sampler have the same weights
                     gap, floor = env.check_gap(loop["floor"], metrics, own, batch, state, packs)

@@ -130,7 +130,7 @@ def main(cfg: Config) -> None:
         learns = step >= cfg.freeze_actor_steps
         with env.phase("train"):
             for i, part in enumerate(minibatches(cfg, row, exp, step)):
-                packs = st.shard(part, cfg.budget, halves=env.halves(step))
+                packs = st.shard(part, cfg.budget, halves=i == 0 and env.halves(step))
                 grads, metrics = st.grad(critic, value_of, row.value_loss, packs)
                 critic, more = st.update(critic, grads)
                 del metrics["loss"]  # the same as value/loss

@@ -1,4 +1,4 @@
-"""How noisy a gradient is, from both halves of its batch: signal, noise and the batch that balances them."""
+"""How noisy a gradient is, from both halves of its batch: its signal, its noise, and their ratio."""
 
 import math
 from collections.abc import Mapping, Sequence

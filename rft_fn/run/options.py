@@ -406,9 +406,7 @@ class Run(Length, subject="Run"):
     save_every: Free[Count] = 25  # steps between checkpoints
     keep: Free[Count] = 1  # how many of the newest checkpoints are kept
     max_bytes: Free[Whole] = 0  # bytes that all checkpoints may take; the newest always stays; 0 is no limit
-    noise_every: Free[Whole | None] = (
-        None  # steps between grad/noise_scale; 0: never; None: 10 where it is free
-    )
+    noise_every: Free[Whole | None] = None  # steps between grad/noise_scale; 0: never; None: 10 if free
     trackers: Free[tuple[str, ...]] = ()  # any of tensorboard, wandb, trackio
     project: Free[str] = "rft_fn"  # the project's name at the tracker
     run_name: Free[str] = ""  # the run's name at the tracker; if empty, the folder's
