@@ -25,6 +25,7 @@ GAP_GROWTH = 10.0  # of the mismatch, since the first window
 GAP_FLOOR = 1e-3  # nats per token, below which a mismatch is rounding
 LENGTH_GROWTH = 1.5  # of the responses, over three windows
 GRADIENT_SHARE = 1e-3  # of the norm in the first window
+FAR = 10.0  # of the batch, from the noise scale of its gradients
 FALL = 0.02  # of an evaluation, as a share of its best value
 RISE = 0.02  # of a reward, as a share of its value before
 
@@ -198,6 +199,42 @@ def _gradient(rows: Sequence[Row]) -> str:
     return f"the norm of the gradients is {last:.2g}, {first:.2g} in the first steps"
 
 
+def _snr(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return (mean signal to noise of the last gradients that were measured, prompts of their batches).
+
+    NaN where there are too few, and for the prompts where no batch had a signal.
+    """
+    found = [row for row in rows if row.get("grad/snr") is not None][-FEW:]
+    ratios = [row["grad/snr"] or 0.0 for row in found]
+    if len(found) < FEW:
+        return math.nan, math.nan
+    prompts = [x * (row.get("grad/noise_scale") or math.nan) for x, row in zip(ratios, found)]
+    sizes = [x for x in prompts if not math.isnan(x)]
+    return sum(ratios) / FEW, sizes[-1] if sizes else math.nan
+
+
+def _small_batch(rows: Sequence[Row]) -> str:
+    ratio, prompts = _snr(rows)
+    if not ratio < 1 / FAR:
+        return ""
+    if ratio <= 0 or math.isnan(prompts):
+        return f"the last {FEW} gradients that were measured have no signal above their noise"
+    return (
+        f"a step is mostly noise: the noise scale is about {prompts / ratio:.0f} prompts, and a step has "
+        f"{prompts:.0f}"
+    )
+
+
+def _large_batch(rows: Sequence[Row]) -> str:
+    ratio, prompts = _snr(rows)
+    if not ratio > FAR:
+        return ""
+    return (
+        f"a step has {prompts:.0f} prompts, and the noise scale is about {prompts / ratio:.0f}: half of them "
+        "would give nearly the same step"
+    )
+
+
 RULES = (
     Rule(
         "flat_groups",
@@ -258,6 +295,22 @@ RULES = (
         "see whether groups still differ in reward (reward/flat_groups), and whether tokens are clipped "
         "(policy/clip_frac)",
         _gradient,
+    ),
+    Rule(
+        "small_batch",
+        f"the signal of the gradients is below 1 / {FAR:.0f} of their noise (grad/snr), in the mean of the "
+        f"last {FEW} that were measured",
+        "raise --prompts (the batch, where nothing is sampled) towards the noise scale, or lower --lr, "
+        "unless the reward rises as it should",
+        _small_batch,
+    ),
+    Rule(
+        "large_batch",
+        f"the signal of the gradients is over {FAR:.0f} times their noise (grad/snr), in the mean of the "
+        f"last {FEW} measured",
+        "lower --prompts (the batch, where nothing is sampled) to a few times the noise scale, and take "
+        "more steps instead",
+        _large_batch,
     ),
 )
 """Every rule, in the order in which symptoms are listed."""

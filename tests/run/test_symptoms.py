@@ -27,6 +27,8 @@ HEALTHY = {
     "reward/mean": 0.5,
     "lr": 1e-3,
     "grad/norm": 0.7,
+    "grad/snr": 2.0,
+    "grad/noise_scale": 16.0,
 }
 
 
@@ -84,6 +86,8 @@ CASES = {
     "overfitted": (history(60, eval__mean=falling, reward__mean=rising), history(60, eval__mean=falling)),
     "learning_rate": (history(60, lr=late(0.0, 1e-3, since=55)), history(60, lr=late(0.0, 1e-3, since=56))),
     "gradient": (history(60, grad__norm=late(6.9e-4, 0.7)), history(60, grad__norm=late(7.1e-4, 0.7))),
+    "small_batch": (history(60, grad__snr=late(0.09, 2.0)), history(60, grad__snr=late(0.11, 2.0))),
+    "large_batch": (history(60, grad__snr=late(10.1, 2.0)), history(60, grad__snr=late(10.0, 2.0))),
 }
 SAME = """
 def same(completions, **columns):
@@ -111,10 +115,11 @@ def read_by_rules():
 def check_written(rows):
     """Each metric that a rule reads is in each of a script's rows; that of evaluations in one of them."""
     names = read_by_rules()
-    assert len(names) == 10 and any(row.get("eval/mean") is not None for row in rows)
+    assert len(names) == 12
     for name in names:
         here = [row.get(name) is not None for row in rows]
-        assert all(here) or name == "eval/mean", (name, here)
+        rare = name in ("eval/mean", "grad/snr", "grad/noise_scale")  # a noise scale may be infinite
+        assert any(here) if rare else all(here), (name, here)
 
 
 @each("name", [rule.name for rule in RULES])
@@ -146,6 +151,22 @@ def test_a_run_that_learns_nothing_at_all_is_told_after_three_steps():
 def test_the_first_gradients_may_come_after_steps_with_a_frozen_policy():
     collapsing = lambda step: None if step < 7 else late(0.0009, 1.0)(step)  # noqa: E731
     assert names(history(60, grad__norm=collapsing)) == ["gradient"]
+
+
+def test_the_noise_of_a_batch_is_a_mean_of_the_last_measured_steps_with_advice_in_prompts():
+    measured = lambda x: lambda step: x(step) if step % 10 == 0 else None  # noqa: E731
+    rare = {"grad__snr": measured(late(0.05, 2.0, 30)), "grad__noise_scale": measured(late(640.0, 16.0, 30))}
+    assert names(history(70, **rare)) == []
+    (found,) = symptoms(history(71, **rare))
+    assert found.sentence == (
+        "a step is mostly noise: the noise scale is about 640 prompts, and a step has 32"
+    )
+    large = {"grad__snr": late(20.0, 2.0), "grad__noise_scale": late(1.6, 16.0)}
+    (found,) = symptoms(history(60, **large))
+    assert found.sentence.startswith("a step has 32 prompts, and the noise scale is about 2: half of them")
+    none = {"grad__snr": late(-0.2, 2.0), "grad__noise_scale": late(None, 16.0)}
+    (found,) = symptoms(history(60, **none))
+    assert found.sentence == "the last 5 gradients that were measured have no signal above their noise"
 
 
 def test_mismatch_of_rounding_is_none():
