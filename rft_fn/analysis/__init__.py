@@ -7,7 +7,18 @@ Everything goes through `Strategy.grad`, so it works on one process, under FSDP2
 is imported by a train step that does not ask for it.
 """
 
+from rft_fn.analysis import estimators
+from rft_fn.analysis.exact import every_response, exact_slopes, mass
 from rft_fn.analysis.gradients import Gradients, gradients
 from rft_fn.analysis.noise import Noise, noise_scale
 
-__all__ = ["Gradients", "Noise", "gradients", "noise_scale"]
+__all__ = [
+    "Gradients",
+    "Noise",
+    "estimators",
+    "every_response",
+    "exact_slopes",
+    "gradients",
+    "mass",
+    "noise_scale",
+]

@@ -1,0 +1,377 @@
+"""Estimators of a policy gradient on one buffer: how far they point its way, and what their noise is.
+
+A loss adds to the gradient by its slopes c, one number per token, as long as it reads only log-probs of the
+model:
+
+    g = sum_t c_t grad logp_t,    c_t = d (w * loss).sum() / d logp_t
+
+So the slopes are data, and every gradient here is `Strategy.grad` of `logp` weighted by them: on one process,
+under FSDP2 and under ZeRO alike.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rft_fn import check, packing, rng, tree
+from rft_fn.analysis.gradients import Kept, keep, products
+from rft_fn.analysis.noise import Noise
+from rft_fn.loss.evaluate import evaluate
+from rft_fn.types import Apply, Experience, LossFn, Packed, Strategy, TokenOut, TrainState
+
+__all__ = [
+    "Measured", "Parts", "Reference", "Totals", "compare", "cosine", "direction", "effective_size", "gains",
+    "length_slope", "measure", "noise", "reference", "signal", "slopes", "split_prompts", "standard_error",
+    "stopped", "totals",
+]  # fmt: skip
+
+
+# ---------- the slopes of a loss, which are all that its gradient is made of
+
+
+def slopes(loss_fn: LossFn, exp: Experience, logp: Tensor) -> Tensor:
+    """Return d (w * loss).sum() / d logp of each token [B, S], at the policy's log-probs `logp` [B, S].
+
+    0 outside mask. The loss sees no other output of a model: what it adds by an entropy is an error of its
+    own.
+    """
+    check.shapes(tokens=(exp.tokens, "B S"), logp=(logp, "B S"))
+    rows = [i for i, any_ in enumerate(exp.mask[:, 1:].any(-1).tolist()) if any_]
+    with_logp = tree.replace(exp, extra={**(exp.extra or {}), "logp at": logp}, media=None)
+    b = packing.pack(with_logp, rows)
+    assert b.extra is not None
+    at = b.extra["logp at"].detach().requires_grad_()
+    loss, _ = evaluate(loss_fn, TokenOut(logp=at), b)
+    (slope,) = torch.autograd.grad((b.w * loss).sum(), at, materialize_grads=True)
+    return packing.unpack([torch.where(b.mask, slope, 0)], [b], exp.mask)
+
+
+def stopped(slope: Tensor, adv: Tensor, mask: Tensor) -> float:
+    """Return the share of the tokens with an advantage that have no slope: the loss has stopped them."""
+    check.shapes(slope=(slope, "B S"), adv=(adv, "B S"), mask=(mask, "B S"))
+    learns = mask & (adv != 0)
+    return float(((slope == 0) & learns).sum() / learns.sum().clamp(min=1))
+
+
+def effective_size(push: Tensor) -> float:
+    """Return Kish's effective sample size (sum x)^2 / sum x^2 of the pushes [B] of responses, >= 0."""
+    push = push.double().abs()
+    return float(push.sum().square() / push.square().sum().clamp(min=1e-300))
+
+
+def length_slope(push: Tensor, length: Tensor) -> float:
+    """Return the elasticity of the push of a response [B] in its length [B] tokens.
+
+    It is the least-squares slope of log push over log length, over the responses with a push: 0 where a
+    response counts the same at any length, 1 where every token does. NaN where all have one length.
+    """
+    check.shapes(push=(push, "B"), length=(length, "B"))
+    has = (push != 0) & (length > 0)
+    x, y = length[has].double().log(), push[has].double().abs().log()
+    if not len(x) or bool((x == x[0]).all()):
+        return float("nan")
+    x = x - x.mean()
+    return float((x * y).sum() / x.square().sum())
+
+
+# ---------- a gradient as a sum over parts of the buffer, and its standard errors
+
+
+class Parts(NamedTuple):
+    """A gradient g = sum_p g_p over P parts of a buffer, each of as many independent prompts, all f64."""
+
+    square: Tensor  # [P], |g_p|^2
+    onto: Tensor  # [P], <g_p, g>
+    along: Tensor  # [P], <g_p, r> with a reference r
+
+
+class Totals(NamedTuple):
+    """Sums over all parts, then over all parts but each one: [1 + P]."""
+
+    parts: Tensor  # how many
+    square: Tensor  # |g|^2
+    squares: Tensor  # sum of |g_p|^2
+    along: Tensor  # <g, r>
+
+
+def totals(x: Parts) -> Totals:
+    """Return the sums over the whole buffer, and over the buffer without each part, [1 + P] each."""
+    n = len(x.square)
+    without = torch.cat([torch.zeros(1, dtype=torch.float64), torch.ones(n, dtype=torch.float64)])
+    left_out = Parts(*(torch.cat([torch.zeros(1, dtype=torch.float64), part.double()]) for part in x))
+    return Totals(
+        parts=n - without,
+        square=x.onto.double().sum() - 2 * left_out.onto + left_out.square,
+        squares=x.square.double().sum() - left_out.square,
+        along=x.along.double().sum() - left_out.along,
+    )
+
+
+def noise(t: Totals) -> Tensor:
+    """Return the unbiased estimate of E |g - E g|^2 over draws of the prompts.
+
+    P / (P - 1) sum_p |g_p - g / P|^2
+    """
+    return t.parts / (t.parts - 1) * (t.squares - t.square / t.parts)
+
+
+def signal(t: Totals) -> Tensor:
+    """Return the unbiased estimate of |E g|^2, which may be negative in a noisy buffer."""
+    return t.square - noise(t)
+
+
+def cosine(t: Totals, reference_square: float) -> Tensor:
+    """Return the cosine of the gradient and a reference: how far this batch points its way.
+
+    Noise and bias both lower it.
+    """
+    return t.along / (t.square * reference_square).sqrt()
+
+
+def direction(t: Totals, reference_signal: float) -> Tensor:
+    """Return the cosine of the *expected* gradient and the true reference: bias without noise.
+
+    `reference_signal` is the square of the reference's norm without its noise. NaN where no signal was seen;
+    by chance it may be above 1.
+    """
+    s = signal(t)
+    return torch.where(s > 0, t.along / (s.clamp(min=1e-300) * reference_signal).sqrt(), torch.nan)
+
+
+def standard_error(x: Tensor) -> float:
+    """Return the jackknife standard error of a statistic of `Totals`, [1 + P]: prompts left out by parts."""
+    left_out = x[1:]
+    n = len(left_out)
+    return float(((n - 1) / n * (left_out - left_out.mean()).square().sum()).sqrt())
+
+
+# ---------- gradients of slopes, by parts
+
+
+def split_prompts(group: Tensor, parts: int) -> list[list[int]]:
+    """Return the rows of each of `parts` parts of a buffer, each of as many prompts of `group` [B].
+
+    ValueError unless 2 <= parts and parts divides the prompts.
+    """
+    prompts = group.unique().tolist()
+    if parts < 2 or len(prompts) % parts:
+        raise ValueError(
+            f"parts: expected at least 2 that divide the {len(prompts)} prompts evenly, got {parts}"
+        )
+    size = len(prompts) // parts
+    place = {g: i // size for i, g in enumerate(prompts)}
+    rows: list[list[int]] = [[] for _ in range(parts)]
+    for row, g in enumerate(group.tolist()):
+        rows[place[g]].append(row)
+    return rows
+
+
+def _logp(out: TokenOut, b: Packed) -> Tensor:
+    return out.logp
+
+
+def gradients_of_parts(
+    st: Strategy,
+    state: TrainState,
+    apply: Apply,
+    exp: Experience,
+    slope: Tensor,
+    rows: Sequence[Sequence[int]],
+    *,
+    budget: int,
+) -> Iterator[Kept | None]:
+    """Yield the gradient of slopes [B, S] over each list of `rows`; None for rows that push nothing.
+
+    All ranks iterate to the end.
+    """
+    pushed = (slope != 0).any(-1).tolist()
+    weighted = tree.replace(exp, w=slope.to(exp.w.dtype), extra=None)
+    for part in rows:
+        index = torch.tensor([i for i in part if pushed[i]], dtype=torch.long)
+        if len(index):
+            grads, _ = st.grad(state, apply, _logp, st.shard(packing.take(weighted, index), budget))
+            yield keep(st, grads)
+        else:
+            yield None
+
+
+def _add(total: Kept, part: Kept | None) -> None:
+    """Add a gradient to a sum, in place."""
+    for name, (x, copies) in (part or {}).items():
+        total[name] = (total[name][0] + x if name in total else x.clone(), copies)
+
+
+class Reference(NamedTuple):
+    """A gradient that others are compared with."""
+
+    gradient: Kept
+    square: float  # of its norm
+    signal: float  # the same without its noise; the square of an exact one
+
+    @property
+    def ceiling(self) -> float:
+        """Return the cosine that the true policy gradient has with this reference."""
+        return max(self.signal / self.square, 0.0) ** 0.5
+
+
+def reference(
+    st: Strategy,
+    state: TrainState,
+    apply: Apply,
+    exp: Experience,
+    slope: Tensor,
+    rows: Sequence[Sequence[int]],
+    *,
+    budget: int,
+) -> Reference:
+    """Return the gradient of slopes [B, S] over all `rows` as a reference, with its noise by these parts.
+
+    Rows in a single list are an exact gradient, without noise. Memory: two gradients. ValueError for slopes
+    that are all 0.
+    """
+    place = dict.fromkeys(state.params, 0)
+    whole = Kept()
+    squares = 0.0
+    for part in gradients_of_parts(st, state, apply, exp, slope, rows, budget=budget):
+        if part is not None:
+            _add(whole, part)
+            squares += float(products(st, part, part, place).sum())
+    if not whole:
+        raise ValueError("reference: expected groups with different rewards, got none; take more prompts")
+    square = float(products(st, whole, whole, place).sum())
+    if len(rows) == 1:
+        return Reference(whole, square, square)
+    of = Totals(*(torch.tensor(x, dtype=torch.float64) for x in (len(rows), square, squares, 0.0)))
+    return Reference(whole, square, float(signal(of)))
+
+
+class Measured(NamedTuple):
+    """What the gradient of a row is made of."""
+
+    parts: Parts
+    tokens: float  # sum over tokens of the square of a token's gradient, by random signs
+    largest: float  # share of |g|^2 that `largest` responses bring: <g_largest, g> / |g|^2
+
+
+def measure(
+    st: Strategy,
+    state: TrainState,
+    apply: Apply,
+    exp: Experience,
+    slope: Tensor,
+    rows: Sequence[Sequence[int]],
+    ref: Reference,
+    *,
+    budget: int,
+    largest: int = 10,
+    probes: int = 1,
+    key: int = 0,
+) -> Measured:
+    """Measure the gradient of slopes [B, S] over the parts `rows`, and its products with a reference.
+
+    `largest` responses are the ones with the largest sum of squared slopes. `tokens` is the mean over
+    `probes` draws of random signs on the slopes, E |sum_t +- g_t|^2 = sum_t |g_t|^2: the noise that
+    independent tokens would make. Passes over the buffer: 1 + probes, and one over the largest responses.
+    Memory: 2 gradients and one for each part, in shards where they are sharded. All ranks call it alike.
+    """
+    place = dict.fromkeys(state.params, 0)
+
+    def gradient(c: Tensor, index: Sequence[int]) -> Kept | None:
+        return next(gradients_of_parts(st, state, apply, exp, c, [index], budget=budget))
+
+    def dot(a: Kept | None, b: Kept | None) -> float:
+        return 0.0 if not a or not b else float(products(st, a, b, place).sum())
+
+    found = list(gradients_of_parts(st, state, apply, exp, slope, rows, budget=budget))
+    whole = Kept()
+    for part in found:
+        _add(whole, part)
+    square, onto, along = ([f(g) for g in found] for f in (
+        lambda g: dot(g, g), lambda g: dot(whole, g), lambda g: dot(ref.gradient, g)
+    ))  # fmt: skip
+    parts = Parts(*(torch.tensor(x, dtype=torch.float64) for x in (square, onto, along)))
+    del found
+
+    tokens = 0.0
+    everything = range(len(slope))
+    for i in range(probes):
+        source = rng.generator(rng.fold_in(key, "signs", i))
+        signs = torch.randint(0, 2, slope.shape, generator=source) * 2 - 1
+        probe = gradient(slope * signs.to(slope), everything)
+        tokens += dot(probe, probe) / probes
+    top = slope.double().square().sum(-1).argsort(descending=True, stable=True)[:largest].tolist()
+    return Measured(parts, tokens, dot(whole, gradient(slope, top)) / max(float(parts.onto.sum()), 1e-300))
+
+
+# ---------- rows of a table of estimators
+
+
+def compare(
+    st: Strategy,
+    state: TrainState,
+    apply: Apply,
+    buffers: Mapping[str, tuple[Experience, Tensor]],
+    rows: Sequence[Sequence[int]],
+    ref: Reference,
+    *,
+    budget: int,
+    prompts: int,
+    probes: int = 1,
+    key: int = 0,
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield (name, numbers) of each estimator: its buffer with advantages and weights, and its slopes [B, S].
+
+    `rows` are the parts of the buffer, of `prompts` prompts in all. `cosine` and `direction` are with the
+    reference, `minus_first` is the cosine less the first row's on the same prompts, and a number NAME_se is
+    the standard error of NAME over draws of the prompts, with the reference as given. `noise_prompts` and
+    `noise_tokens` are shares of |g|^2: what the draw of prompts adds to it, and what tokens would if they
+    were independent. `noise_scale` is in prompts, `effective` in responses; `longest` is the share of the
+    push of the longest quarter of the responses, `length` the elasticity of the push per advantage.
+
+    Slopes that are another row's up to a factor are measured once.
+    """
+    seen: list[tuple[Tensor, Measured]] = []  # slopes of norm 1, and what they gave
+    first: Tensor | None = None
+    for name, (exp, slope) in buffers.items():
+        size = slope.double().norm()
+        unit = slope.double() / size.clamp(min=1e-300)
+        same = [found for other, found in seen if float((other - unit).abs().max()) < 1e-6]
+        if not same:
+            same = [measure(st, state, apply, exp, unit, rows, ref, budget=budget, probes=probes, key=key)]
+            seen.append((unit, same[0]))
+        t = totals(same[0].parts)
+        cos, bias = cosine(t, ref.square), direction(t, ref.signal)
+        first = cos if first is None else first
+        noises, length = noise(t), exp.mask.sum(-1)
+        push = slope.double().abs().sum(-1)
+        adv = (exp.adv.double().abs() * exp.mask).sum(-1) / length.clamp(min=1)
+        longest = length.argsort(descending=True, stable=True)[: max(len(length) // 4, 1)]
+        yield (
+            name,
+            {
+                "cosine": float(cos[0]),
+                "cosine_se": standard_error(cos),
+                "direction": float(bias[0]),
+                "direction_se": standard_error(bias),
+                "minus_first": float(cos[0] - first[0]),
+                "minus_first_se": standard_error(cos - first),
+                "norm": float(size * t.square[0].sqrt()),
+                "noise_prompts": float(noises[0] / t.square[0]),
+                "noise_prompts_se": standard_error(noises / t.square),
+                "noise_tokens": same[0].tokens / float(t.square[0]) if probes else float("nan"),
+                "noise_scale": Noise(float(signal(t)[0]), float(noises[0]), prompts).scale,
+                "effective": effective_size(push),
+                "stopped": stopped(slope, exp.adv, exp.mask),
+                "largest": same[0].largest,
+                "longest": float(push[longest].sum() / push.sum().clamp(min=1e-300)),
+                "length": length_slope(torch.where(adv > 0, push / adv, 0), length),
+            },
+        )
+
+
+def gains(exp: Experience, slope: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (log-ratios, - slope / (w adv)) of the tokens with an advantage, [n] each."""
+    has = exp.mask & (exp.adv != 0) & (exp.w != 0)
+    return (logp - exp.old_logp)[has], -(slope / (exp.w * exp.adv))[has]

@@ -1,0 +1,168 @@
+"""Compare estimators of the policy gradient on one frozen buffer: which points closer, how noisy, and why.
+
+    python train_scripts/compare.py --rows grpo dr_grpo rloo my_loss.py:loss --out runs/compare
+
+A buffer is sampled, and the policy takes `drift` updates away from it, as in later epochs. The gradient of
+each row there is compared with a reference: RLOO on fresh prompts, or the exact one of a tiny vocabulary.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+import rft_fn as rft
+from rft_fn.algorithm import TABLE, Algorithm
+from rft_fn.analysis import estimators
+from rft_fn.check import Count, Filled, Positive, Seed, Several, Share, Whole
+from rft_fn.run import options
+from rft_fn.strategy import StrategyConfig
+from rft_fn.tools import comparison
+
+
+@dataclass(frozen=True)
+class Config(options.Sampling, options.Reward, options.Prompts, options.Model):
+    """The options of a comparison."""
+
+    # what is compared
+    rows: tuple[str, ...] = ("grpo", "dr_grpo", "rloo", "opo", "gspo", "cispo")  # of TABLE, or FILE.py:LOSS
+    reference: Literal["rloo", "exact"] = "rloo"  # on fresh prompts, or by enumeration of all responses
+    reference_prompts: Count = 256  # prompts of rloo's; the exact one is on the buffer's prompts
+    least: Share = 1e-5  # exact: responses less probable than this are left out
+    prompts: Count = 32  # prompts of the buffer
+    group: Several = 8  # responses per prompt
+    parts: Several = 16  # parts of the buffer that are left out in turn for standard errors; divides prompts
+    probes: Whole = 1  # draws of random signs that measure the noise of tokens, a pass over the buffer each
+    sampler: str = ""  # the model that drew the buffer; if empty, `model` itself before the drift
+    drift: Whole = 4  # updates on the buffer between its samples and the policy that is looked at
+    lr: Positive = 5e-5  # learning rate of these updates
+    budget: Count = 2048  # most tokens in a pack, which goes through the model at once
+    seed: Seed = 0  # of samples and prompts
+    out: Filled = (
+        "runs/compare"  # folder of estimators.json and estimators.png; the folder of a run: its report
+    )
+    strategy: StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
+
+
+def row(name: str, group: int) -> Algorithm:
+    """Return the row of a name, or GRPO's with the loss of FILE.py:LOSS."""
+    file, _, function = name.rpartition(":")
+    if not file:
+        return rft.algorithm.get_algorithm(name, group=group)
+    loss = getattr(rft.reward.spec.find_module(file, name, kind="loss"), function, None)
+    if not callable(loss):
+        raise ValueError(f"rows: expected a loss {function} in {file}, got none")
+    return TABLE["grpo"]._replace(loss=loss)
+
+
+def weighted(algo: Algorithm, rollout: rft.Rollout, reward: Tensor, **more: Tensor) -> rft.Experience:
+    """Return a buffer with the advantages and weights of a row."""
+    return rft.experience(rollout, adv=algo.advantage(reward, rollout, **more), w=algo.weight(rollout.mask))
+
+
+def setup(cfg: Config) -> tuple:
+    """Return (strategy, apply, state, score, tokenizer, engine, sample), with a function that samples."""
+    st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
+    model = rft.run.last_model(cfg.model)
+    score = rft.run.load_rewards(rft.run.rewards_of(cfg, cfg.data), cfg, st)
+    tokenizer = rft.model.load_tokenizer(model)
+    dataset = rft.data.load(
+        cfg.data,
+        tokenizer,
+        seed=cfg.seed,
+        columns=rft.reward.columns(score),
+        values=rft.reward.label_values(score),
+        max_prompt=cfg.max_prompt,
+        window=rft.model.read_window(model),
+        max_new=cfg.max_new,
+        **rft.run.data_options(cfg, rft.run.load_processing(cfg, model)),
+    )
+    sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
+    apply, state = st.init(rft.model.load(model), rft.optim.adamw(cfg.lr), sampling=sampling)
+    drawn_by = rft.run.last_model(cfg.sampler or cfg.model)
+    eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), drawn_by, tokenizer)
+
+    def sample(count: int, step: int, *, n: int = cfg.group, how: rft.Sampling = sampling) -> tuple:
+        """Return (prompts, rollout, rewards [N, n]) of `count` prompts."""
+        prompts, keys = rft.data.draw(dataset, count, step, cfg.seed)
+        rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
+        return prompts, rollout, rft.collect.gather_and_judge(st, score, rollout, prompts, tokenizer).reward
+
+    return st, apply, state, score, tokenizer, eng, sample
+
+
+def main(cfg: Config) -> None:
+    rows = {name: row(name, cfg.group) for name in cfg.rows}
+    rft.run.check_results(Path(cfg.out) / "estimators.json")
+    st, apply, state, score, tokenizer, eng, sample = setup(cfg)
+
+    # the buffer, and the policy some updates away from its samples
+    prompts, rollout, reward = sample(cfg.prompts, 0)
+    parts = estimators.split_prompts(rollout.group, cfg.parts)
+    away = TABLE["cispo"]  # it stops no gradient
+    for _ in range(cfg.drift):
+        packs = st.shard(weighted(away, rollout, reward), cfg.budget)
+        state, _ = st.update(state, st.grad(state, apply, away.loss, packs)[0])
+    logp = st.score(apply, state.params, rollout, cfg.budget).logp
+
+    # each row's slopes there, which its gradient is made of
+    greedy = {}
+    if any(algo.greedy for algo in rows.values()):
+        answers = sample(cfg.prompts, 0, n=1, how=rft.Sampling(temperature=0.0, max_new=cfg.max_new))
+        greedy = {"greedy_reward": answers[2][:, 0]}
+    buffers = {}
+    for name, algo in rows.items():
+        exp = weighted(algo, rollout, reward, **(greedy if algo.greedy else {}))
+        buffers[name] = exp, estimators.slopes(algo.loss, exp, logp)
+
+    # the reference there: every response to the prompts of the buffer, or RLOO on fresh prompts
+    if cfg.reference == "exact":
+        ids = [prompt.ids for prompt in prompts]
+        every = rft.analysis.every_response(
+            st, apply, state.params, ids, words=len(tokenizer), end=tokenizer.eos_token_id,
+            sampling=rollout.sampling, least=cfg.least, budget=cfg.budget,
+        )  # fmt: skip
+        slope = rft.analysis.exact_slopes(every, rft.reward.judge_rows(score, every, prompts, tokenizer))
+        exp, lists = rft.experience(every, adv=slope, w=every.mask.float()), [list(range(len(slope)))]
+        about = f"exact, of {len(slope)} responses with {rft.analysis.mass(every):.3%} of the probability"
+    else:
+        rft.sync.push(st, state, eng, version=cfg.drift)
+        _, fresh, worth = sample(cfg.reference_prompts, 1)
+        exp = weighted(TABLE["rloo"], fresh, worth)
+        slope = estimators.slopes(TABLE["rloo"].loss, exp, fresh.logp)
+        lists = estimators.split_prompts(fresh.group, cfg.reference_prompts)
+        about = f"rloo on {cfg.reference_prompts} fresh prompts"
+    ref = estimators.reference(st, state, apply, exp, slope, lists, budget=cfg.budget)
+
+    # the rows, one after the other
+    measured = estimators.compare(
+        st,
+        state,
+        apply,
+        buffers,
+        parts,
+        ref,
+        budget=cfg.budget,
+        prompts=cfg.prompts,
+        probes=cfg.probes,
+        key=cfg.seed,
+    )
+    found = {
+        "config": cfg,
+        "buffer": comparison.describe(
+            rollout, reward, logp, sampler=cfg.sampler or cfg.model, drift=cfg.drift
+        ),
+        "reference": {"what": about, "norm": ref.square**0.5, "ceiling": ref.ceiling},
+        "rows": {name: next(measured)[1] for name in rft.run.track(list(rows), "rows", rank=st.rank)},
+        "evidence": comparison.evidence(buffers, logp),
+    }
+    if st.rank == 0:
+        comparison.write(found, Path(cfg.out))
+    score.close()
+    st.close()
+
+
+if __name__ == "__main__":
+    rft.run.cli(main, Config)
