@@ -7,6 +7,7 @@ samples are off-policy: rounding makes them so a little, stale weights more.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,9 +64,12 @@ def _masked_mean(x: Tensor, mask: Tensor) -> float:
 # ---------- weights against it
 
 
-def _icepop(w: Tensor, old_logp: Tensor, logp: Tensor, /, *, cap: float) -> Tensor:
-    """Apply `weight.icepop` with the band [1 / cap, cap]."""
-    return weight.icepop(w, old_logp, logp, low=1 / cap, high=cap)
+def _icepop(
+    w: Tensor, old_logp: Tensor, logp: Tensor, /, *, cap: float, floor: float | None = None
+) -> Tensor:
+    """Apply `weight.icepop` with the band [floor, cap], by default [1 / cap, cap]."""
+    low = 1 / cap if floor is None else floor
+    return weight.icepop(w, old_logp, logp, low=low, high=cap)
 
 
 def _tis_seq(w: Tensor, old_logp: Tensor, logp: Tensor, /, *, cap: float) -> Tensor:
@@ -94,6 +98,7 @@ def correction(
     rollout: Rollout,
     *,
     cap: float = 2.0,
+    floor: float | None = None,
     geo_low: float = 0.0,
     geo_high: float = math.inf,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -105,9 +110,10 @@ def correction(
     responses the effective share and the chi-square divergence.
 
     tis: min(ratio, cap), as V-trace truncates it (arXiv 1802.01561). mis: 0 where the ratio exceeds the cap
-    (compared in arXiv 2510.26788). icepop: 0 outside [1 / cap, cap] (arXiv 2510.18855). These work per token,
-    which leaves a bias that `weight.importance_seq` does not have. tis_seq and mis_seq do the same with the
-    ratio of the whole response, whose variance grows with the length. none: 1.
+    (compared in arXiv 2510.26788). icepop: 0 outside [floor, cap] (arXiv 2510.18855), `floor` is 1 / cap by
+    default, and of icepop only. These work per token, which leaves a bias that `weight.importance_seq` does
+    not have. tis_seq and mis_seq do the same with the ratio of the whole response, whose variance grows with
+    the length. none: 1.
 
     In addition all tokens of a response get 0 unless the geometric mean of its ratios is in
     [geo_low, geo_high], a band that does not depend on the length (arXiv 2512.23075); the metrics then have
@@ -115,11 +121,14 @@ def correction(
     """
     if name != "none" and name not in CORRECTIONS:
         raise ValueError(f"mismatch: expected one of {', '.join(CORRECTIONS)}, got {name!r}")
+    if floor is not None and name != "icepop":
+        raise ValueError(f"floor: expected None, {name} has none, got {floor}")
     mask = rollout.mask
     inside = mask.to(old_logp.dtype)
     factor = plain = inside
     if name != "none":
-        factor = CORRECTIONS[name](inside, old_logp, rollout.logp, cap=cap)
+        row = CORRECTIONS[name] if floor is None else partial(_icepop, floor=floor)
+        factor = row(inside, old_logp, rollout.logp, cap=cap)
         plain = weight.importance(inside, old_logp, rollout.logp)
     if name.endswith("_seq"):
         plain = weight.importance_seq(inside, old_logp, rollout.logp, mask)

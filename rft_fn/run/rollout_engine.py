@@ -322,6 +322,7 @@ def correct_mismatch(
         old_logp,
         rollout,
         cap=cfg.cap,
+        floor=cfg.floor,
         geo_low=cfg.geo_low,
         geo_high=math.inf if cfg.geo_high is None else cfg.geo_high,
     )

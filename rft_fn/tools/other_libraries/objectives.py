@@ -1,0 +1,427 @@
+"""Translates objectives of other libraries: advantage, loss, mean and limits, as options of our scripts.
+
+What is here was compared with gradients of their own code (tests/golden/objectives.py): a command without a note
+from here has their gradient, to 1e-3. A note has the relative error of the gradient, |theirs - ours| / |theirs|,
+with log-ratios of the scales 0.05, 0.3 and 1.5.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rft_fn.tools.other_libraries import rows as r
+
+__all__ = ["ROWS", "Objective", "arguments", "lightrft", "openrlhf", "trl", "trl_pairs", "verl"]
+
+
+class Objective(NamedTuple):
+    """What a run maximises, in our words."""
+
+    advantage: str  # a row of rft_fn.algorithm.TABLE that has it
+    loss: str  # a function of rft_fn.loss
+    weight: str  # as --weight takes it
+    limits: Mapping[str, Any] = {}  # of the loss, by their names here; None is left out
+
+
+# the rows of rft_fn.algorithm.TABLE as objectives
+ROWS: dict[str, Objective] = {
+    "grpo": Objective("grpo", "ppo_clip", "seq_mean"),
+    "dr_grpo": Objective("dr_grpo", "ppo_clip", "constant:1024"),
+    "dapo": Objective("grpo", "ppo_clip", "token_mean"),
+    "gspo": Objective("grpo", "gspo", "seq_mean"),
+    "cispo": Objective("grpo", "cispo", "token_mean"),
+    "sapo": Objective("grpo", "sapo", "seq_mean"),
+    "gmpo": Objective("grpo", "gmpo", "seq_mean"),
+    "cpgd": Objective("cpgd", "cpgd", "token_mean"),
+    "dppo_tv": Objective("grpo", "dppo_tv", "token_mean"),
+    "dppo_kl": Objective("grpo", "dppo_kl", "token_mean"),
+    "reinforce": Objective("reinforce", "reinforce", "seq_sum"),
+    "rloo": Objective("rloo", "reinforce", "seq_sum"),
+    "opo": Objective("opo", "reinforce", "seq_sum"),
+    "remax": Objective("remax", "reinforce", "seq_sum"),
+    "reinforce_pp": Objective("reinforce_pp", "ppo_clip", "token_mean"),
+    "reinforce_pp_baseline": Objective("reinforce_pp_baseline", "ppo_clip", "token_mean"),
+    "ppo": Objective("gae", "ppo_clip", "token_mean"),
+}
+_OLDER = {"low": "--clip-low", "high": "--clip-high", "dual": "--dual"}
+
+
+def arguments(wanted: Objective) -> list[str]:
+    """Return the options of an objective: the nearest row, and what differs from it."""
+
+    # among the rows with this loss, the one that differs in the fewest parts
+    like = {name: row for name, row in ROWS.items() if row.loss == wanted.loss}
+    if wanted.advantage == "gae":
+        like = {"ppo": ROWS["ppo"]}
+    else:
+        like.pop("ppo", None)
+    name = min(
+        like, key=lambda x: (like[x].advantage != wanted.advantage) + (like[x].weight != wanted.weight)
+    )
+    row = like[name]
+    found = [f"--algorithm {name}"]
+    if row.advantage != wanted.advantage:
+        found.append(f"--advantage {wanted.advantage}")
+    if row.weight != wanted.weight:
+        found.append(f"--weight {wanted.weight}")
+
+    # the older options take no negative limit
+    limits = {limit: x for limit, x in wanted.limits.items() if x is not None}
+    negative = any((number(x) or 0) < 0 for x in limits.values())
+    for limit, x in limits.items():
+        flag = f"--loss.{limit.replace('_', '-')}" if negative or limit not in _OLDER else _OLDER[limit]
+        found.append(f"{flag} {x}")
+    return found
+
+
+def number(x: Any) -> float | None:
+    """Return the number in a value of a config; None for a variable of the shell and other texts."""
+    try:
+        return None if isinstance(x, bool) else float(x)
+    except (TypeError, ValueError):
+        return None
+
+
+def is_true(x: Any) -> bool:
+    return str(x).lower() == "true"
+
+
+def differs(what: str, errors: str) -> str:
+    """Return the note of an objective that we have not: what differs, and the error of the gradient."""
+    return f"objective: {what}; relative error of the gradient at log-ratios of 0.05, 0.3, 1.5: {errors}"
+
+
+def constant(length: Any) -> str:
+    """Return the weight that divides by a length."""
+    whole = number(length)
+    return f"constant:{length if whole is None else int(whole)}"
+
+
+# ---------- TRL
+
+
+_TRL_WEIGHTS = {
+    "grpo": "seq_mean", "bnpo": "token_mean", "dapo": "token_mean", "cispo": "token_mean", "sapo": "seq_mean",
+    "luspo": "seq_sum", "vespo": "token_mean",
+}  # fmt: skip
+_COUNTS = "--weight: responses without any token of the policy count in their mean, not in ours"
+
+
+def trl(options: Mapping[str, Any]) -> r.Combined:
+    """Return the objective of TRL's GRPOConfig."""
+    kind = str(options.get("loss_type") or "dapo").lower()
+    level = str(options.get("importance_sampling_level") or "token").lower()
+    low = options.get("epsilon", 0.2)
+    high = low if options.get("epsilon_high") is None else options["epsilon_high"]
+    delta = options.get("delta")
+    notes = []
+
+    # the mean; Dr. GRPO divides by the longest response
+    weight = _TRL_WEIGHTS.get(kind, "token_mean")
+    if kind == "dr_grpo":
+        weight = constant(options.get("max_completion_length") or 512)
+    if kind in ("grpo", "dr_grpo", "sapo", "luspo"):
+        notes.append(_COUNTS)
+
+    # the loss and its limits; epsilon_high is itself the cap of CISPO
+    loss, limits = "ppo_clip", {"low": low, "high": high, "dual": delta}
+    if kind == "cispo":
+        cap = number(high)
+        loss, limits = "cispo", {"low": 1, "high": 4 if cap is None else f"{cap - 1:.10g}"}
+        if cap is None:
+            notes.append(f"--loss.high: epsilon_high={high} is the cap itself; take it less 1")
+    elif kind == "sapo":
+        tau = options.get("sapo_temperature_pos"), options.get("sapo_temperature_neg")
+        loss, limits = "sapo", {"tau_pos": tau[0], "tau_neg": tau[1]}
+    elif level != "token":
+        loss, limits = "gspo", {"low": low, "high": high}
+    if kind == "vespo":
+        notes.append(differs("VESPO's weights of whole responses are no loss of ours", "VESPO"))
+    elif kind not in (*_TRL_WEIGHTS, "dr_grpo"):
+        notes.append(f"objective: loss_type={kind}: no loss of ours; write it into a copy of grpo.py")
+    if level != "token" and kind in ("cispo", "sapo"):
+        notes.append(differs(f"{kind} with ratios of whole sequences is no loss of ours", f"SEQUENCE {kind}"))
+    if delta is not None and loss == "gspo":
+        notes.append(differs("delta bounds ratios of sequences too", "DELTA"))
+    least = (number(high) or 0) + 1
+    if loss == "ppo_clip" and delta is not None and (number(delta) or least) < least:
+        limits["dual"] = None
+        notes.append(
+            differs("a delta below 1 + epsilon_high clips good responses, and bad ones above", "LOW")
+        )
+
+    # the scale of the advantages
+    scale = str(options.get("scale_rewards", "group")).lower()
+    advantage = "grpo" if scale in ("group", "true") else "dr_grpo"
+    more = ["--reward-norm batch"] if scale == "batch" else []
+    several = options.get("reward_funcs")
+    if scale == "batch" and isinstance(several, list | tuple) and len(several) > 1:
+        notes.append("--reward-norm: it divides each reward by its deviation; theirs divides their sum")
+    used = {"loss_type", "importance_sampling_level", "scale_rewards", "epsilon", "epsilon_high", "delta"}
+    used |= {"sapo_temperature_pos", "sapo_temperature_neg"}
+    if options.get("multi_objective_aggregation") == "normalize_then_sum":
+        used |= {"multi_objective_aggregation"}
+        advantage, more = "dr_grpo", ["--reward-norm group"]
+        notes.append("--reward-norm: theirs divides the sum by its deviation over the batch once more")
+
+    # the KL in the loss
+    if (number(options.get("beta")) or 0) > 0:
+        used |= {"use_bias_correction_kl"}
+        if str(options.get("use_bias_correction_kl", True)).lower() == "false":
+            notes.append(differs("--kl has the gradient of KL(policy, initial), theirs of k3", "K3"))
+        elif (number(options.get("num_iterations")) or 1) > 1:
+            notes.append(differs("--kl has no ratio in front; the first update is the same", "RATIO"))
+    return r.Combined([*arguments(Objective(advantage, loss, weight, limits)), *more], used, notes)
+
+
+# the losses of pairs of TRL's DPOConfig that are one of ours
+_PAIRS = {
+    "sigmoid": ["--loss dpo"], "ipo": ["--loss ipo", "--average"], "sigmoid_norm": ["--loss dpo", "--average"]
+}  # fmt: skip
+PAIR_ERRORS: dict[str, str] = {}
+
+
+def trl_pairs(options: Mapping[str, Any]) -> r.Combined:
+    """Return the loss of a pair of TRL's DPOConfig."""
+    kinds = options.get("loss_type", "sigmoid")
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    notes, used = [], {"loss_type", "label_smoothing"}
+    kind = kinds[0]
+    found = _PAIRS.get(kind, ["--loss dpo"])
+    if kind not in _PAIRS:
+        notes.append(
+            differs(
+                f"loss_type={kind} is no --loss of dpo.py: see pair_loss in it", PAIR_ERRORS.get(kind, "")
+            )
+        )
+    if len(kinds) > 1:
+        weights = options.get("loss_weights") or [1.0] * len(kinds)
+        used |= {"loss_weights"}
+        notes.append(f"--loss: theirs is a sum of {', '.join(kinds)} with the weights {weights}")
+    if number(options.get("label_smoothing")) and kind in _PAIRS:
+        notes.append(f"label_smoothing: {kind} does not read it; --loss cdpo --label-smoothing does")
+    return r.Combined([*found], used, notes)
+
+
+# ---------- verl
+
+
+_ACTOR = "actor_rollout_ref.actor."
+_VERL_ADVANTAGES = {
+    "gae": "gae", "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo",
+    "opo": "opo", "remax": "remax", "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "gpg": "dr_grpo", "grpo_passk": "grpo",
+}  # fmt: skip
+_VERL_WEIGHTS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "seq_mean",
+    "seq-mean-token-sum": "seq_sum",
+}
+_VERL_LOSSES = {
+    "vanilla": "ppo_clip", "gspo": "gspo", "sapo": "sapo", "cispo": "cispo", "geo_mean": "gmpo", "gpg": "reinforce",
+    "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "clip_cov": "ppo_clip", "kl_cov": "ppo_clip",
+}  # fmt: skip
+
+
+def verl(options: Mapping[str, Any]) -> r.Combined:
+    """Return the objective of verl's ppo_trainer: an estimator, a mode of loss and a mode of means."""
+    estimator = str(options.get("algorithm.adv_estimator") or "gae").lower()
+    kind = str(options.get(_ACTOR + "policy_loss.loss_mode") or "vanilla").lower()
+    mean = str(options.get(_ACTOR + "loss_agg_mode") or "token-mean").lower()
+    low, high = (options.get(f"{_ACTOR}clip_ratio_{side}", 0.2) for side in ("low", "high"))
+    used = {"algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"}
+    of_actor = ("policy_loss.loss_mode", "loss_agg_mode", "loss_scale_factor", "tau_pos", "tau_neg")
+    used |= {
+        _ACTOR + name
+        for name in (*of_actor, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+    }
+    notes = []
+
+    # the advantage
+    advantage = _VERL_ADVANTAGES.get(estimator, "grpo")
+    if advantage == "grpo" and not is_true(options.get("algorithm.norm_adv_by_std_in_grpo", True)):
+        advantage = "dr_grpo"
+    if estimator not in _VERL_ADVANTAGES:
+        notes.append(f"objective: adv_estimator={estimator}: no row has it; --algorithm grpo stands in")
+    elif estimator in ("gpg", "grpo_passk"):
+        what = {
+            "gpg": "gpg scales by responses / responses with a reward",
+            "grpo_passk": "pass@k is another advantage",
+        }
+        notes.append(differs(what[estimator], f"VERL {estimator}"))
+
+    # the mean
+    weight = _VERL_WEIGHTS.get(mean, "token_mean")
+    if mean == "seq-mean-token-sum-norm":
+        length = options.get(_ACTOR + "loss_scale_factor") or options.get("data.max_response_length") or 512
+        weight = constant(length)
+    elif mean not in _VERL_WEIGHTS:
+        notes.append(f"--weight: loss_agg_mode={mean} is no mean of ours; token_mean stands in")
+
+    # the loss, and the limits that it reads
+    loss = _VERL_LOSSES.get(kind, "ppo_clip")
+    limits: dict[str, Any] = {"low": low, "high": high}
+    cap = options.get(_ACTOR + "clip_ratio_c", 3.0)
+    if kind in ("sapo", "geo_mean"):
+        weight = "seq_mean"  # whatever loss_agg_mode says
+    if kind == "sapo":
+        limits = {"tau_pos": options.get(_ACTOR + "tau_pos"), "tau_neg": options.get(_ACTOR + "tau_neg")}
+    elif kind in ("dppo_tv", "dppo_kl"):
+        limits = {"limit": low, "cap": cap}
+        if str(low) != str(high):
+            notes.append(f"--loss.limit: theirs is {low} downwards and {high} upwards")
+    elif kind == "gpg":
+        limits = {}
+    elif loss == "ppo_clip" and kind not in ("clip_cov", "kl_cov"):
+        limits["dual"] = cap
+    if kind == "geo_mean":
+        notes.append(_COUNTS)
+    elif kind == "clip_cov":
+        notes.append(differs("Clip-Cov's drops are weight.clip_cov in a copy of the script", "VERL clip_cov"))
+    elif kind == "kl_cov":
+        limits = {"low": 1, "high": 1000000}  # it has no clip
+        notes.append(differs("KL-Cov's penalty is loss.kl_cov in a copy of the script", "VERL kl_cov"))
+    elif kind not in _VERL_LOSSES:
+        notes.append(f"objective: loss_mode={kind}: no loss of ours; vanilla stands in")
+    if advantage == "gae" and loss != "ppo_clip":
+        loss, limits = "ppo_clip", {"low": low, "high": high, "dual": cap}
+        notes.append(f"objective: ppo.py has the clipped loss, not {kind}: put it into a copy of the script")
+    given = options.get(_ACTOR + "clip_ratio")
+    if (number(given) or 0.2) != 0.2 and not {_ACTOR + "clip_ratio_low", _ACTOR + "clip_ratio_high"} & set(
+        options
+    ):
+        notes.append(
+            f"clip_ratio={given}: verl reads clip_ratio_low and clip_ratio_high, which are 0.2 by default"
+        )
+
+    # the KL in the loss
+    if is_true(options.get(_ACTOR + "use_kl_loss")):
+        estimate = str(options.get(_ACTOR + "kl_loss_type") or "low_var_kl")
+        if estimate in ("low_var_kl", "k3"):
+            used |= {_ACTOR + "kl_loss_type"}
+            notes.append(differs("--kl has the gradient of KL(policy, initial), theirs of k3", "K3"))
+    return r.Combined(arguments(Objective(advantage, loss, weight, limits)), used, notes)
+
+
+# ---------- OpenRLHF and LightRFT, by OpenRLHF's older names
+
+
+_OPENRLHF_ADVANTAGES = {
+    "gae": "gae", "reinforce": "reinforce_pp", "reinforce++": "reinforce_pp", "rloo": "rloo",
+    "reinforce_baseline": "reinforce_pp_baseline", "group_norm": "grpo", "dr_grpo": "dr_grpo",
+}  # fmt: skip
+
+
+def _clips(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return low and high of OpenRLHF's limits."""
+    pair = options.get("eps_clip_low_high") or [options.get("eps_clip", 0.2)] * 2
+    low, high = pair.replace(",", " ").split() if isinstance(pair, str) else pair
+    return {"low": low, "high": high}
+
+
+def openrlhf(options: Mapping[str, Any]) -> r.Combined:
+    """Return the objective of OpenRLHF's train_ppo_ray."""
+    estimator = str(options.get("advantage_estimator") or "gae").lower()
+    used = {"advantage_estimator", "policy_loss_type", "eps_clip", "eps_clip_low_high", "dual_clip"}
+    used |= {"loss_agg_mode", "no_advantage_std_norm"}
+    notes = []
+
+    # the advantage
+    advantage = _OPENRLHF_ADVANTAGES.get(estimator)
+    if advantage is None:
+        advantage = "reinforce_pp" if estimator == "flash_reinforce" else "grpo"
+        notes.append(f"objective: advantage_estimator={estimator}: no row has it; {advantage} stands in")
+    if is_true(options.get("no_advantage_std_norm")) and estimator in (
+        "gae",
+        "reinforce",
+        "reinforce_baseline",
+    ):
+        notes.append("--advantage: theirs is not divided by the deviation over the batch")
+
+    # GSPO is always a mean over responses
+    limits = _clips(options)
+    weight = "seq_mean" if options.get("loss_agg_mode") == "seq-mean-token-mean" else "token_mean"
+    loss = "ppo_clip"
+    if str(options.get("policy_loss_type") or "ppo").lower() == "gspo":
+        weight, loss = "seq_mean", "gspo"
+        if options.get("dual_clip") is not None:
+            notes.append("--dual: gspo has none")
+    else:
+        limits["dual"] = options.get("dual_clip")
+    if advantage == "gae" and loss != "ppo_clip":
+        loss = "ppo_clip"
+        notes.append("objective: ppo.py has the clipped loss, not gspo: put it into a copy of the script")
+
+    # the KL in the loss
+    if is_true(options.get("use_kl_loss")) and number(options.get("init_kl_coef")) != 0:
+        estimate = str(options.get("kl_estimator") or "k1")
+        if not is_true(options.get("kl_unbiased_gradient")) and estimate != "k2":
+            what = {"k1": "whose expectation is 0", "k3": "of k3"}.get(estimate, "")
+            notes.append(
+                differs(f"--kl has the gradient of KL(policy, initial), theirs one {what}", estimate.upper())
+            )
+    return r.Combined(arguments(Objective(advantage, loss, weight, limits)), used, notes)
+
+
+def correction(options: Mapping[str, Any]) -> r.Combined:
+    """Return the weights against the mismatch of trainer and sampler of OpenRLHF's newer options."""
+    head = "algo.advantage.is_correction_"
+    names = ("level", "mode", "gating", "threshold")
+    level, mode, gating, threshold = (options.get(head + name) for name in names)
+    bounds = [threshold] if isinstance(threshold, int | float | str) else list(threshold or [0.5, 5.0])
+    bounds = [x for part in bounds for x in str(part).replace(",", " ").split()]
+    low, high = (0, bounds[0]) if len(bounds) == 1 else bounds[:2]
+    used, notes = {head + name for name in names}, []
+    if str(level or "off").lower() == "off":
+        return r.Combined(["--mismatch none"] if level else [], used, notes)
+    if str(level) == "seq" or str(gating or "ratio") != "ratio":
+        notes.append(
+            f"--mismatch: {level} {gating or 'ratio'} is weight.masked_is_seq or a filter in a copy of the script"
+        )
+        return r.Combined([], used, notes)
+    if mode == "clip":
+        found = [f"--mismatch tis --cap {high}"]
+        if number(low) != 0:
+            notes.append(f"--mismatch: theirs also raises ratios below {low} to it")
+    else:
+        found = [
+            f"--mismatch icepop --floor {low} --cap {high}" if number(low) else f"--mismatch mis --cap {high}"
+        ]
+    return r.Combined(found, used, notes)
+
+
+def lightrft(options: Mapping[str, Any]) -> r.Combined:
+    """Return the objective of LightRFT, which is always a mean over responses of one of two losses."""
+    estimator = str(options.get("advantage_estimator") or "gae").lower()
+    estimator = {"grpo": "group_norm"}.get(estimator, estimator)
+    notes = []
+    advantage = _OPENRLHF_ADVANTAGES.get(estimator, "grpo")
+    if estimator == "cpgd":
+        notes.append(differs("its advantages of cpgd are all 0, ours are not", "the gradient is 0 there"))
+        advantage = "cpgd"
+    elif estimator not in _OPENRLHF_ADVANTAGES:
+        notes.append(f"objective: advantage_estimator={estimator}: no row has it; grpo stands in")
+    limits = _clips(options)
+    loss = "ppo_clip"
+    if is_true(options.get("use_cpg_loss")) and advantage != "gae":
+        loss, limits = "cpgd", {**limits, "drift": 0}
+    elif is_true(options.get("use_cpg_loss")):
+        notes.append(
+            "objective: ppo.py has the clipped loss, not that of cpgd: put it into a copy of the script"
+        )
+    if is_true(options.get("use_gspo")):
+        notes.append("use_gspo: no code of LightRFT reads it; --algorithm gspo is that algorithm")
+    if options.get("loss_agg_mode") not in (None, "seq-mean-token-mean"):
+        notes.append(
+            f"loss_agg_mode={options['loss_agg_mode']}: no code of LightRFT reads it; --weight has means"
+        )
+    used = {
+        "advantage_estimator",
+        "eps_clip",
+        "eps_clip_low_high",
+        "policy_loss_type",
+        "use_cpg_loss",
+        "use_gspo",
+    }
+    return r.Combined(
+        arguments(Objective(advantage, loss, "seq_mean", limits)), used | {"loss_agg_mode"}, notes
+    )
