@@ -1,8 +1,9 @@
 """Options of LightRFT; most are OpenRLHF's older names."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from rft_fn.tools.other_libraries import objectives
 from rft_fn.tools.other_libraries import rows as r
 
 __all__ = ["LIBRARY", "SHARED", "SHARES", "TABLE", "combine", "pair", "script"]
@@ -234,42 +235,20 @@ TABLE: r.Table = {
 
 # ------------------------------------------------------------------------------ options that count together
 
-_ESTIMATORS = {
-    "gae": "ppo",
-    "reinforce": "reinforce",
-    "reinforce++": "reinforce_pp",
-    "reinforce_baseline": "reinforce_pp_baseline",
-    "rloo": "rloo",
-    "group_norm": "grpo",
-    "dr_grpo": "dr_grpo",
-    "cpgd": "cpgd",
-}
 
-
-def combine(options: Mapping[str, Any]) -> r.Combined:
+def combine(
+    options: Mapping[str, Any], objective: Callable[[Mapping[str, Any]], r.Combined] = objectives.lightrft
+) -> r.Combined:
     """Return the algorithm, where the KL belongs, and pairs of numbers, by the older names."""
-    used = {"advantage_estimator", "init_kl_coef", "use_kl_loss", "eps_clip", "eps_clip_low_high"}
-    used |= {"policy_loss_type", "adam_betas", "reward_clip_range"}
-    arguments, notes = [], []
-
-    # the loss of GSPO has a row, every other one is decided by the estimator
-    row = _ESTIMATORS.get(str(options["advantage_estimator"]).lower())
-    if str(options.get("policy_loss_type", "")).lower() == "gspo":
-        row = "gspo"
-    if row is None:
-        notes.append(f"advantage_estimator={options['advantage_estimator']}: no row of the table")
-    else:
-        arguments.append(f"--algorithm {row}")
+    found = objective(options)
+    used = found.used | {"init_kl_coef", "use_kl_loss", "adam_betas", "reward_clip_range"}
+    arguments, notes = [*found.arguments], [*found.notes]
 
     # one coefficient there, in the loss or in the reward; ppo.py has it in the reward
     in_loss = script(options) == "ppo" or str(options.get("use_kl_loss", False)).lower() == "true"
     arguments.append(f"{'--kl' if in_loss else '--kl-in-reward'} {options['init_kl_coef']}")
 
     # pairs of numbers
-    limits = pair(options.get("eps_clip_low_high"))
-    if not limits and "eps_clip" in options:
-        limits = [options["eps_clip"]] * 2
-    arguments += [f"{name} {x}" for name, x in zip(("--clip-low", "--clip-high"), limits)]
     arguments += [f"{name} {x}" for name, x in zip(("--beta1", "--beta2"), pair(options.get("adam_betas")))]
     bounds = pair(options.get("reward_clip_range"))
     if bounds and float(bounds[0]) == -float(bounds[1]):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from rft_fn.tools.other_libraries import lightrft
+from rft_fn.tools.other_libraries import lightrft, objectives
 from rft_fn.tools.other_libraries import rows as r
 
 __all__ = ["LIBRARY", "TABLE"]
@@ -53,8 +53,6 @@ TABLE: r.Table = {
             "advantage.grpo(reward, scale=False) in a copy of grpo.py",
             r.Flag("algorithm", "dr_grpo is grpo without the deviation"),
         ),
-        "algo.advantage.is_correction_enable": r.choice(true="--mismatch tis", false=""),
-        "algo.advantage.is_correction_type": r.choice(tis="--mismatch tis", icepop="--mismatch icepop"),
         "algo.kl.horizon": r.same("--kl-horizon", "of ppo.py"),
         "algo.dynamic_filtering_enable": r.choice(true="--rounds 4", false="", remark="above 1"),
         "reward.normalize_enable": r.flag("--normalize-reward"),
@@ -142,6 +140,11 @@ _OLDER = {
     "actor.eps_clip": "eps_clip",
     "actor.eps_clip_low_high": "eps_clip_low_high",
     "actor.policy_loss_type": "policy_loss_type",
+    "actor.loss_agg_mode": "loss_agg_mode",
+    "actor.dual_clip": "dual_clip",
+    "algo.advantage.no_std_norm": "no_advantage_std_norm",
+    "algo.kl.estimator": "kl_estimator",
+    "algo.kl.unbiased_gradient": "kl_unbiased_gradient",
     "actor.adam.betas": "adam_betas",
     "reward.clip_range": "reward_clip_range",
 }
@@ -170,9 +173,11 @@ def _older(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     """Return what LightRFT's trainer does with the older names."""
-    found = lightrft.combine(_older(options))
+    found = lightrft.combine(_older(options), objectives.openrlhf)
+    more = objectives.correction(options)
     dotted = {name for name, older in _OLDER.items() if older in found.used}
-    return r.Combined(found.arguments, found.used | dotted, found.notes)
+    used = found.used | dotted | more.used
+    return r.Combined([*found.arguments, *more.arguments], used, [*found.notes, *more.notes])
 
 
 def _columns(kind: str, given: Mapping[str, Any]) -> list[str]:

@@ -6,43 +6,19 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from rft_fn.tools.other_libraries import objectives
 from rft_fn.tools.other_libraries import rows as r
 from rft_fn.tools.other_libraries.trl import TABLE
 
 __all__ = ["LIBRARY"]
 
-_ALGORITHMS = {
-    "grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo", "sapo": "sapo",
-}  # fmt: skip
+_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 _PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "exo", "nca", "robust", "bco", "apo")
 _ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 _OF_THE_SERVER = (
     "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length",
     "vllm_enable_sleep_mode",
 )  # fmt: skip
-
-
-def _algorithm(options: Mapping[str, Any]) -> r.Combined:
-    """Return the row of the table for a loss, the level of its ratios and the scale of advantages."""
-    loss = str(options["loss_type"])
-    row = _ALGORITHMS.get(loss)
-    if options.get("importance_sampling_level") in ("sequence", "sequence_token"):
-        row = "gspo"
-    arguments, notes = [], []
-    if row is None:
-        notes.append(f"loss_type={loss}: no row of the table; write the loss into a copy of grpo.py")
-    else:
-        arguments.append(f"--algorithm {row}")
-
-    # Dr. GRPO leaves out both deviations: of rewards, and of lengths
-    scale = str(options.get("scale_rewards", "group")).lower()
-    if (scale in ("none", "false")) != (row == "dr_grpo"):
-        notes.append(
-            f"scale_rewards={scale} with {loss}: advantage.grpo(reward, scale=...) in a copy of grpo.py"
-        )
-    if scale == "batch":
-        arguments.append("--reward-norm batch")
-    return r.Combined(arguments, {"loss_type", "importance_sampling_level", "scale_rewards"}, notes)
 
 
 def _shared(options: Mapping[str, Any]) -> r.Combined:
@@ -96,7 +72,7 @@ def _engine(options: Mapping[str, Any]) -> r.Combined:
 
 def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     """Return the algorithm; prompts of a step and updates of a rollout, from batches that count responses."""
-    algorithm, engine, more = _algorithm(options), _engine(options), _shared(options)
+    algorithm, engine, more = objectives.trl(options), _engine(options), _shared(options)
     used = algorithm.used | engine.used | more.used
     used |= {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"}
     used |= {"generation_batch_size", "max_steps", "warmup_steps"}
@@ -121,10 +97,6 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
             arguments.append(f"{ours} {-(-int(options[name]) // updates)}")
     if updates > 1:
         notes.append(f"--steps, --warmup: they count updates, of which a rollout has {updates}")
-
-    # one limit of theirs is both of ours
-    if "epsilon" in options and not options.get("epsilon_high"):
-        arguments.append(f"--clip-high {options['epsilon']}")
     return r.Combined(arguments, used, notes)
 
 
@@ -165,13 +137,9 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
         used |= {"warmup_ratio"}
         arguments.append(f"--warmup {math.ceil(warmup * steps) if 0 < warmup < 1 else int(warmup)}")
 
-    # smoothed labels are a separate loss
-    smoothing = float(options.get("label_smoothing") or 0)
-    if kind == "dpo" and smoothing and options.get("loss_type") != "sigmoid":
-        used |= {"label_smoothing"}
-        notes.append("label_smoothing: only loss_type sigmoid has it")
-    if kind == "dpo" and smoothing and options.get("loss_type") == "sigmoid":
-        used |= {"loss_type"}
+    if kind == "dpo":
+        pair = objectives.trl_pairs(options)
+        arguments, used, notes = [*arguments, *pair.arguments], used | pair.used, [*notes, *pair.notes]
     return r.Combined(arguments, used, [*notes, _COLUMNS[kind]])
 
 
@@ -237,7 +205,7 @@ LIBRARY = r.Library(
             sections=_SECTIONS,
             programs=("grpo",),
             tells=(
-                *(f"loss_type={loss}" for loss in _ALGORITHMS),
+                *(f"loss_type={loss}" for loss in _LOSSES),
                 "importance_sampling_level",
                 "scale_rewards",
                 "steps_per_generation",

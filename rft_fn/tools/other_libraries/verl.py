@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rft_fn.tools.other_libraries import objectives
 from rft_fn.tools.other_libraries import rows as r
 
 __all__ = ["LIBRARY", "TABLE"]
@@ -224,47 +225,12 @@ TABLE: r.Table = {
 
 # ------------------------------------------------------------------------------ options that count together
 
-_ESTIMATORS = {
-    "gae": "ppo",
-    "grpo": "grpo",
-    "rloo": "rloo",
-    "opo": "opo",
-    "remax": "remax",
-    "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-}
-_MEANS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
-_LOSSES = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"}
-
 
 def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     """Return the algorithm, the size of an update, and coefficients that have a switch."""
-    estimator = str(options["algorithm.adv_estimator"]).lower()
-    loss = str(options.get(ACTOR + "policy_loss.loss_mode", "vanilla"))
-    mean = str(options.get(ACTOR + "loss_agg_mode", "token-mean"))
-    used = {"algorithm.adv_estimator", ACTOR + "policy_loss.loss_mode", ACTOR + "loss_agg_mode"}
-    used |= {"algorithm.norm_adv_by_std_in_grpo", ACTOR + "ppo_mini_batch_size"}
-    arguments, notes = [], []
-
-    # of GRPO we have a row for each way to average, others have one way
-    row = _LOSSES.get(loss, _ESTIMATORS.get(estimator))
-    if row == "grpo":
-        row = _MEANS.get(mean)
-    if row is None:
-        notes.append(
-            f"{estimator} with {mean}: no row of the table; rft_fn.advantage and weight have the parts"
-        )
-    else:
-        arguments.append(f"--algorithm {row}")
-    if loss not in {"vanilla", *_LOSSES}:
-        notes.append(f"loss_mode={loss}: no row of the table; rft_fn.weight and rft_fn.loss have the parts")
-
-    # Dr. GRPO leaves out both deviations: of rewards, and of lengths
-    scaled = str(options.get("algorithm.norm_adv_by_std_in_grpo", True)).lower() == "true"
-    if estimator == "grpo" and scaled == (row == "dr_grpo"):
-        notes.append(
-            f"norm_adv_by_std_in_grpo={scaled}: advantage.grpo(reward, scale=...) in a copy of grpo.py"
-        )
+    objective = objectives.verl(options)
+    arguments, notes = [*objective.arguments], [*objective.notes]
+    used = objective.used | {ACTOR + "ppo_mini_batch_size"}
 
     # an update is over prompts there, over responses here
     update, group = int(options[ACTOR + "ppo_mini_batch_size"]), int(options[ROLLOUT + "n"])
@@ -281,10 +247,6 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
         if str(options.get(on, False)).lower() == "true":
             used |= {on}
             arguments.append(f"{ours} {options.get(coefficient, 0.001)}")
-
-    # one limit of theirs is both of ours
-    if ACTOR + "clip_ratio" in options and ACTOR + "clip_ratio_high" not in options:
-        arguments.append(f"--clip-high {options[ACTOR + 'clip_ratio']}")
     return r.Combined(arguments, used, notes)
 
 
@@ -358,8 +320,6 @@ LIBRARY = r.Library(
                 ACTOR + "optim.lr_scheduler_type": "constant",
                 ACTOR + "optim.weight_decay": 0.01,
                 ACTOR + "ppo_mini_batch_size": 256,
-                ACTOR + "clip_ratio": 0.2,
-                ACTOR + "clip_ratio_c": 3.0,
                 "data.train_batch_size": 1024,
                 "data.max_response_length": 512,
                 ROLLOUT + "n": 1,
