@@ -1,4 +1,4 @@
-"""Names of TRL, verl, OpenRLHF and LightRFT, and ours: one table a library.
+"""Names of TRL, verl, OpenRLHF, LightRFT and prime-rl, and ours: one table a library.
 
 From the tables come the command line's hints (here), `python -m rft_fn.migrate` (`migrate`), the pages of
 docs/coming_from (`migrate.table`), and with `names` the answers to attributes that other libraries have.
@@ -7,7 +7,7 @@ docs/coming_from (`migrate.table`), and with `names` the answers to attributes t
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from rft_fn.tools.other_libraries import lightrft, openrlhf, trl, trl_trainers, verl
+from rft_fn.tools.other_libraries import lightrft, openrlhf, prime_rl, trl, trl_trainers, verl
 from rft_fn.tools.other_libraries.rows import Library, Row, hinted, named
 
 __all__ = ["LIBRARIES", "OPTIONS", "answer", "check"]
@@ -17,6 +17,7 @@ LIBRARIES: dict[str, Library] = {
     "verl": verl.LIBRARY,
     "openrlhf": openrlhf.LIBRARY,
     "lightrft": lightrft.LIBRARY,
+    "prime-rl": prime_rl.LIBRARY,
 }
 OPTIONS: dict[str, Mapping[str, Row]] = {
     "TRL": dict(named(trl.TABLE)),

@@ -16,20 +16,23 @@ __all__ = ["accepted"]
 _MOST = 40  # arguments that a script may refuse
 
 
-def accepted(script: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments that the script takes, each as "--NAME VALUE", and notes about the others."""
+def accepted(script: str, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments that the script takes, each as "--NAME VALUE", and the others with its reasons.
+
+    What it refuses without an argument to blame is under "".
+    """
     kept = list(arguments)
-    notes: list[str] = []
+    refused: dict[str, str] = {}
     for _ in range(_MOST):
         error = _refusal(script, kept)
         if not error:
-            return kept, notes
+            return kept, refused
         bad = _culprits(kept, error) or _first_refused(script, kept)
         if not bad:
-            return kept, [*notes, f"{script}.py refuses it: {error}"]
+            return kept, {**refused, "": error}
         kept = [argument for argument in kept if argument not in bad]
-        notes += [f"left out: {argument}: {script}.py says {error}" for argument in bad]
-    return kept, notes
+        refused |= dict.fromkeys(bad, error)
+    return kept, refused
 
 
 def _refusal(script: str, arguments: Sequence[str]) -> str:
@@ -74,8 +77,9 @@ def _check(module: ModuleType, cfg: Any) -> None:
 def _culprits(arguments: Sequence[str], error: str) -> list[str]:
     """Return the arguments that set an option which the line begins with: "a, b: expected X"."""
     head = error.partition(": expected")[0]
-    found = re.search(r"unrecognized options?: (--\S+)", error)
-    names = [found[1]] if found else re.split(r"[, ]+", head)
+    names = re.split(r"[, ]+", head)
+    if error.startswith("unrecognized"):
+        names = re.findall(r"--[\w.-]+", error.partition(";")[0])
     wanted = {re.sub(r"^no_", "", _name(x)) for x in names}
     return [argument for argument in arguments if _name(argument.split()[0]) in wanted]
 

@@ -52,6 +52,7 @@ def translate(
     whole = {name: x for name, x in {**trainer.defaults, **options}.items() if not _is_null(x)}
     arguments, used, more = trainer.combine(whole)
     notes = [*notes, *more]
+    theirs: dict[str, tuple[str, str]] = {}  # what an argument is of, and the note of its row
     without: dict[str, str] = {}
     unknown: list[str] = []
     for name, value in whole.items():
@@ -65,6 +66,7 @@ def translate(
                 without[f"{name}={value}"] = row.note or "ours have no such value"
             else:
                 arguments = [*arguments, found]
+                theirs[found] = f"{name}={value}", row.note
         elif section is not None:
             without[name] = section
         else:
@@ -77,16 +79,47 @@ def translate(
 
     # what the script refuses; then what nobody can do without, and what few configs name
     script = trainer.script(whole)
+    arguments, engine = _of_engine(arguments)
     arguments, refused = accepted.accepted(script, arguments)
+    notes += [*engine, *(_refused(script, x, why, *theirs.get(x, ("", ""))) for x, why in refused.items())]
     wanted = {"--data": "add a file or a hub name; without it the rows are those of a built-in task"}
     if script in ("grpo", "ppo"):
         wanted["--reward"] = "add FILE.py:FN, or one of docs/rewards.md"
     for name, what in wanted.items():
         if not any(text.startswith(f"{name} ") for text in arguments):
             notes = [*notes, f"{name}: {what}"]
-    return Translation(
-        [f"python train_scripts/{script}.py", *arguments], [*notes, *refused], without, unknown
-    )
+    return Translation([f"python train_scripts/{script}.py", *arguments], notes, without, unknown)
+
+
+_OF_VLLM = ("mem-util", "tp-size", "max-model-len", "dtype")
+
+
+def _of_engine(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Leave out options of vLLM where another engine samples, with a note; also a server without address."""
+    kept, notes = list(arguments), []
+    server = next((x for x in kept if x.startswith("--strategy.engine-type sglang")), None)
+    if server and not any(x.startswith("--strategy.engine-servers") for x in kept):
+        kept.remove(server)
+        notes.append(
+            "engine: sglang samples on servers here: --strategy.engine-type sglang --strategy.engine-servers "
+            "http://HOST:PORT, see docs/engines.md; without them transformers samples in the process"
+        )
+    if "--strategy.engine-type vllm" not in kept:
+        own = [x for x in kept if x.startswith(tuple(f"--strategy.engine-{name} " for name in _OF_VLLM))]
+        kept = [x for x in kept if x not in own]
+        if own:
+            notes.append(f"left out: {', '.join(own)}: of vLLM in the process, --strategy.engine-type vllm")
+    return kept, notes
+
+
+def _refused(script: str, argument: str, why: str, theirs: str, note: str) -> str:
+    """Return the note about an argument that a script refuses."""
+    if not argument:
+        return f"{script}.py refuses it: {why}"
+    if why.startswith("unrecognized"):
+        why = f"{script}.py has no such option" + (f"; {note}" if note else "")
+    origin = f", of {theirs}" if theirs else ""
+    return f"left out: {argument}{origin}: {why}"
 
 
 def _is_null(x: Any) -> bool:
@@ -247,8 +280,25 @@ def unresolved(config: Config, command: Sequence[str]) -> list[str]:
 def translated(config: Config, name: str = "", kind: str | None = None) -> Translation:
     """Return our command for what a file says of a run, with notes about what could not be read."""
     library = LIBRARIES[name or system(config)]
-    found = translate(library, config.options, config.programs, kind)
+    options = {**next((library.implied[x] for x in config.programs if x in library.implied), {})}
+    if config.processes > 1:
+        options["processes"] = config.processes
+    found = translate(library, {**options, **config.options}, config.programs, kind)
     return found._replace(notes=[*config.notes, *unresolved(config, found.command), *found.notes])
+
+
+def _all(configs: Sequence[Config], name: str, kind: str | None) -> list[Translation]:
+    """Translate each config that trains; ValueError of the last one where none does."""
+    found = []
+    error: ValueError | None = None
+    for config in configs:
+        try:
+            found.append(translated(config, name, kind))
+        except ValueError as problem:  # such as a command that prepares data
+            error = problem
+    if not found and error is not None:
+        raise error
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
@@ -275,8 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
     if len(args.words) != 1:
         parser().error("expected one FILE, or --table with --system")
     try:
-        configs = read(args.words[0])
-        found = [translated(config, args.system or "", args.trainer) for config in configs]
+        found = _all(read(args.words[0]), args.system or "", args.trainer)
     except ValueError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2

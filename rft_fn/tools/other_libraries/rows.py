@@ -74,6 +74,7 @@ class Library(NamedTuple):
     trainers: Mapping[str, Trainer]
     others: Mapping[str, str] = {}  # programs that train in a way that has no script -> what comes closest
     packages: tuple[str, ...] = ()  # whose modules are its programs
+    implied: Mapping[str, Mapping[str, Any]] = {}  # options that a program has by default, where it differs
 
 
 # ------------------------------------------------------------------------------ reading a table
