@@ -283,8 +283,14 @@ def translated(config: Config, name: str = "", kind: str | None = None) -> Trans
     options = {**next((library.implied[x] for x in config.programs if x in library.implied), {})}
     if config.processes > 1:
         options["processes"] = config.processes
-    found = translate(library, {**options, **config.options}, config.programs, kind)
-    return found._replace(notes=[*config.notes, *unresolved(config, found.command), *found.notes])
+    arguments = {
+        name: x for name, x in config.options.items() if isinstance(x, str) and re.search(r"\$\{?\d", x)
+    }
+    given = {name: x for name, x in config.options.items() if name not in arguments}
+    found = translate(library, {**options, **given}, config.programs, kind)
+    notes = [f"{name}={x}: an argument of the script, so it is left out" for name, x in arguments.items()]
+    notes = [*config.notes, *notes, *unresolved(config, found.command)]
+    return found._replace(notes=[*notes, *found.notes])
 
 
 def _all(configs: Sequence[Config], name: str, kind: str | None) -> list[Translation]:
@@ -304,8 +310,12 @@ def _all(configs: Sequence[Config], name: str, kind: str | None) -> list[Transla
 def parser() -> argparse.ArgumentParser:
     """Return the arguments of the command line."""
     made = argparse.ArgumentParser(prog="rft migrate", description=__doc__)
-    made.add_argument("words", nargs="*", metavar="FILE", help="a shell or Python script, .yaml, .toml, .json")
-    made.add_argument("--system", choices=sorted(LIBRARIES), help="whose it is; if left out, as the file tells")
+    made.add_argument(
+        "words", nargs="*", metavar="FILE", help="a shell or Python script, .yaml, .toml, .json"
+    )
+    made.add_argument(
+        "--system", choices=sorted(LIBRARIES), help="whose it is; if left out, as the file tells"
+    )
     kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
     made.add_argument("--trainer", choices=KINDS, help=f"{kinds}; if left out, as the file tells")
     made.add_argument("--table", action="store_true", help="print all options that are known of the system")

@@ -10,6 +10,7 @@ from rft_fn.tools.other_libraries import rows as r
 __all__ = ["LIBRARY", "TABLE"]
 
 _COLOCATED = "models always share the devices of the processes; --strategy.offload-models moves them by phase"
+_DEEPSPEED = "--strategy.zero-stage, --strategy.adam-offload and --strategy.bf16 are what DeepSpeed is told"
 _SCHEDULE = r.choice(
     cosine_with_min_lr="--schedule cosine", linear="--schedule linear", constant="--schedule constant"
 )
@@ -63,6 +64,20 @@ TABLE: r.Table = {
         "vllm.gpu_memory_utilization": r.same("--strategy.engine-mem-util"),
         "vllm.enable_sleep": r.switch("strategy.enable-engine-sleep"),
         "vllm.sync_backend": r.nothing("an engine in the process gets the tensors directly"),
+        "eval.temperature eval.n_samples_per_prompt": r.nothing(
+            "an evaluation has one greedy answer a question"
+        ),
+        "reward.overlong_penalty_factor": r.choice("the penalty rises to 1", **{"1": "", "1.0": ""}),
+        "ds.tensor_parallel_size": r.nothing("--strategy.sp-size shares the tokens of a pack"),
+        "dynamic_filtering": r.choice(true="--rounds 4", false="", hint=r.Flag("rounds", "above 1")),
+        "vllm_num_engines colocate_all_models": r.nothing(r.TOGETHER, r.TOGETHER),
+        "vllm_tensor_parallel_size": r.same("--strategy.engine-tp-size"),
+        "vllm_gpu_memory_utilization": r.same("--strategy.engine-mem-util"),
+        "vllm_enable_sleep": r.switch("strategy.enable-engine-sleep"),
+        "max_new_tokens": r.same("--max-new"),
+        "entropy_loss_coef": r.same("--entropy", "of ppo.py; in grpo.py add it to the loss"),
+        "ring_attn_size": r.same("--strategy.sp-size", "by all-to-all of heads, not by a ring"),
+        "dual_clip": r.same("--dual"),
     },
     "examples": {
         "model.model_name_or_path": r.same("--model"),
@@ -111,20 +126,11 @@ TABLE: r.Table = {
         "actor.eps_clip_low_high eps_clip_low_high": r.only(
             r.Flag("clip_low", "the upper limit is --clip-high")
         ),
-        "dual_clip": r.only(r.Flag("dual")),
         "actor.policy_loss_type policy_loss_type": r.only(r.ALGORITHM),
         "no_advantage_std_norm": r.only(r.Flag("algorithm", "dr_grpo is grpo without the deviation")),
         "reward.clip_range reward_clip_range": r.only(
             r.Flag("reward_clip", "one number: rewards are clipped to both sides of 0")
         ),
-        "ring_attn_size": r.only(r.Flag("sp_size")),
-        "vllm_num_engines colocate_all_models": r.only(r.TOGETHER),
-        "vllm_tensor_parallel_size": r.only(r.Flag("engine_tp_size")),
-        "vllm_gpu_memory_utilization": r.only(r.Flag("engine_mem_util")),
-        "vllm_enable_sleep": r.only(r.Flag("enable_engine_sleep")),
-        "dynamic_filtering": r.only(r.Flag("rounds", "above 1")),
-        "max_new_tokens": r.only(r.Flag("max_new")),
-        "entropy_loss_coef": r.only(r.Flag("entropy")),
         "actor_num_gpus_per_node": r.only(r.PROCESSES),
         "ema_beta": r.only(r.Flag("ema")),
     },
@@ -141,6 +147,10 @@ _OLDER = {
     "actor.eps_clip_low_high": "eps_clip_low_high",
     "actor.policy_loss_type": "policy_loss_type",
     "actor.loss_agg_mode": "loss_agg_mode",
+    "data.input_key": "input_key",
+    "data.apply_chat_template": "apply_chat_template",
+    "data.input_template": "input_template",
+    "reward.overlong_buffer_len": "overlong_buffer_len",
     "actor.dual_clip": "dual_clip",
     "algo.advantage.no_std_norm": "no_advantage_std_norm",
     "algo.kl.estimator": "kl_estimator",
@@ -177,7 +187,24 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     more = objectives.correction(options)
     dotted = {name for name, older in _OLDER.items() if older in found.used}
     used = found.used | dotted | more.used
-    return r.Combined([*found.arguments, *more.arguments], used, [*found.notes, *more.notes])
+    arguments, notes = [*found.arguments, *more.arguments], [*found.notes, *more.notes]
+
+    # groups whose mean reward is within a range, which is that they differ for rewards of 0 and 1
+    if lightrft.is_true(options.get("algo.dynamic_filtering_enable", options.get("dynamic_filtering"))):
+        bounds = options.get("algo.dynamic_filtering_range") or options.get("dynamic_filtering_reward_range")
+        notes.append(
+            f"--rounds: it keeps groups whose rewards differ; theirs is a mean within {bounds or [0, 1]}"
+        )
+    used |= {"algo.dynamic_filtering_range", "dynamic_filtering_reward_range"}
+    if options.get("train.agent_func_path"):
+        notes.append(
+            f"train.agent_func_path={options['train.agent_func_path']}: conversations over several turns; "
+            "multi_turn.py --environment FILE.py:NAME is that, see docs/environments.md"
+        )
+    if lightrft.is_true(options.get("train.async_enable")) and not options.get("train.async_queue_size"):
+        arguments.append("--ahead 1")
+    used |= {"train.async_enable"}
+    return r.Combined(["--strategy.engine-type vllm", *arguments], used, notes)
 
 
 def _columns(kind: str, given: Mapping[str, Any]) -> list[str]:
@@ -204,14 +231,14 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
     # a pack must hold an example, or both sides of a pair
     arguments = _columns(kind, given)
     if kind == "sft":
-        length = int(given["max_len"] or 2048)
+        length = r.integer(given, "max_len", default=2048)
         arguments += [f"--max-prompt {length}", f"--budget {length}"]
     else:
-        length = int(given["max_len"] or 512)
+        length = r.integer(given, "max_len", default=512)
         arguments += [f"--max-length {length}", f"--budget {max(2 * length, _BUDGETS[kind])}"]
 
     # adapters
-    if int(given["lora_rank"] or 0):
+    if r.integer(given, "lora_rank"):
         targets = given["target_modules"] or "all-linear"
         if not isinstance(targets, str):
             targets = ",".join(targets)
@@ -219,15 +246,17 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
         arguments.append(f"--lora-targets {targets}")
 
     # one loss of a pair
-    smoothing = float(given["label_smoothing"] or 0)
+    smoothing = r.number(given, "label_smoothing")
     if kind == "dpo" and str(given["ipo"]).lower() == "true":
         arguments.append("--loss ipo")
     elif kind == "dpo" and smoothing:
         arguments.append(f"--loss cdpo --label-smoothing {smoothing}")
     betas = lightrft.pair(given["adam_betas"])
     arguments += [f"{name} {x}" for name, x in zip(("--beta1", "--beta2"), betas)]
-    warmup = options.get("lr_warmup_ratio", 0.03)
-    return r.Combined(arguments, used, [f"--warmup: theirs is a share of the run, {warmup}"])
+    warmup = r.number(options, "lr_warmup_ratio", default=0.03)
+    arguments.append("--warmup 0")
+    notes = [f"--warmup: theirs is {warmup:g} of the run; it counts steps"] if warmup else []
+    return r.Combined(arguments, used | {"lr_warmup_ratio"}, notes)
 
 
 def _of_examples(kind: str, ours: str, lr: float, epochs: int) -> r.Trainer:
@@ -247,11 +276,17 @@ def _of_examples(kind: str, ours: str, lr: float, epochs: int) -> r.Trainer:
         script=lambda options: ours,
         sections={
             "muon.": "docs/examples/muon.py has that optimizer",
-            "ds.": "--strategy.zero-stage, --strategy.adam-offload and --strategy.bf16 are what DeepSpeed is "
-            "told",
+            "ds.": _DEEPSPEED,
             "ckpt.": "--save-every, --keep and --max-bytes",
+            "logger.": "wandb's own variables have it",
+            "data.": "docs/data.md has the forms of rows",
+            "model.": "the scripts choose how a model computes",
+            "train.": "the scripts choose how they compute",
+            "ref.": _COLOCATED,
+            **lightrft.UNUSED,
         },
         programs=(f"train_{kind}",),
+        numbers=lightrft.NUMBERS,
     )
 
 
@@ -269,7 +304,13 @@ LIBRARY = r.Library(
             },
             defaults={
                 "actor.adam.lr": 1e-6,
+                "critic.adam.lr": 9e-6,
+                "critic.value_clip": 0.5,
+                "algo.advantage.lambd": 1.0,
+                "actor.adam.betas": (0.9, 0.95),
                 "actor.eps_clip": 0.2,
+                "reward.clip_range": (-10, 10),
+                "train.num_episodes": 1,
                 "actor.lr_scheduler": "cosine_with_min_lr",
                 "rollout.batch_size": 1024,
                 "rollout.n_samples_per_prompt": 1,
@@ -283,10 +324,29 @@ LIBRARY = r.Library(
             sections={
                 "ref.": _COLOCATED,
                 "actor.num_": "torchrun --nnodes and --nproc-per-node",
-                "critic.num_": "torchrun --nnodes and --nproc-per-node",
+                "critic.": "the critic is trained as the actor is",
+                "vllm.": "vLLM is started with its own defaults",
+                "vllm_": "vLLM is started with its own defaults",
+                "ds.": _DEEPSPEED,
+                "deepspeed_": _DEEPSPEED,
+                "ref_": _COLOCATED,
+                "critic_num_": "torchrun --nnodes and --nproc-per-node",
+                "actor_num_": "torchrun --nnodes and --nproc-per-node",
+                "reward_num_": "torchrun --nnodes and --nproc-per-node",
+                "ckpt.": "a checkpoint always has everything that a run needs",
+                "logger.": "wandb's own variables have it",
+                "data.": "docs/data.md has the forms of rows",
+                "actor.": "the scripts choose how the actor computes",
+                "eval.": "an evaluation has one greedy answer a question",
+                "rollout.": "vLLM is started with its own defaults",
+                "train.": "rollouts are collected within the step",
+                "enforce_eager": "vLLM is started with its own defaults",
+                "enable_prefix": "vLLM is started with its own defaults",
+                **lightrft.UNUSED,
                 "reward.num_": "torchrun --nnodes and --nproc-per-node",
             },
             programs=("train_ppo_ray", "train_ppo"),
+            numbers=lightrft.NUMBERS,
             tells=(
                 *("actor.", "algo.", "critic.", "rollout.", "reward.", "vllm."),
                 *(f"{name}=" for name in _OLDER.values()),
@@ -297,5 +357,10 @@ LIBRARY = r.Library(
         "train_kd": "rft_fn.loss.reverse_kl and reverse_kl_top_k are losses of distillation",
         "train_kto": "python train_scripts/dpo.py --unpaired --loss kto is that algorithm",
         "train_prm": "train_rm.py --kind steps learns process rewards",
+        "serve_rm": "serve_reward.py serves rewards",
+        "batch_inference": "evaluate.py answers and scores prompts of a data set",
+        "interactive_chat": "transformers' own chat answers with the folder `model` of a run",
+        "lora_combiner": "a run saves its adapters merged",
     },
+    packages=("openrlhf",),
 )

@@ -11,7 +11,9 @@ _SERVERS = "its inference runs on processes of its own; vLLM runs in the trainer
 _RENDERER = r.nothing("the model's own chat template is always applied")
 _CUT = r.nothing("sampling and training cut alike: --temperature and --top-p")
 _SCHEDULE = r.choice(
-    constant="--schedule constant", linear="--schedule linear --lr-end 0", cosine="--schedule cosine --lr-end 0"
+    constant="--schedule constant",
+    linear="--schedule linear --lr-end 0",
+    cosine="--schedule cosine --lr-end 0",
 )
 
 TABLE: r.Table = {
@@ -34,7 +36,9 @@ TABLE: r.Table = {
         "orchestrator.max_off_policy_steps": r.nothing(
             "--ahead N samples N steps ahead, with an engine in a process of its own"
         ),
-        "orchestrator.train.sampling.temperature": r.same("--temperature", "divides the logits in training too"),
+        "orchestrator.train.sampling.temperature": r.same(
+            "--temperature", "divides the logits in training too"
+        ),
         "orchestrator.train.sampling.top_p": r.same("--top-p", "cut in training too"),
         "orchestrator.train.sampling.top_k orchestrator.train.sampling.min_p": _CUT,
         "orchestrator.eval.interval": r.same("--eval-every"),
@@ -109,16 +113,25 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     new = r.integer(options, *names) or length // 2
     if not any(name in options for name in names):
         notes.append(f"--max-new: theirs is what the prompt leaves of {length} tokens; here half of them")
-    arguments += [f"--max-new {new}", f"--max-prompt {max(length - new, 1)}", f"--budget {max(length, new + 1)}"]
+    arguments += [
+        f"--max-new {new}",
+        f"--max-prompt {max(length - new, 1)}",
+        f"--budget {max(length, new + 1)}",
+    ]
 
     # DPPO with binary TV, on rewards less their group's mean, a mean over tokens
     limits = [r.number(options, f"trainer.loss.dppo_mask_{x}", default=0.2) for x in ("low", "high")]
-    kind, algo = (str(options.get(x) or y) for x, y in (("trainer.loss.type", "default"), ("orchestrator.algo.type", "grpo")))
+    kind, algo = (
+        str(options.get(x) or y)
+        for x, y in (("trainer.loss.type", "default"), ("orchestrator.algo.type", "grpo"))
+    )
     arguments += ["--algorithm dppo_tv", "--advantage dr_grpo", f"--loss.limit {limits[0]:g}"]
     if limits[0] != limits[1]:
         notes.append(f"--loss.limit: theirs is {limits[0]:g} downwards and {limits[1]:g} upwards")
     tau = r.number(options, "trainer.loss.kl_tau", default=1e-3)
-    notes.append(f"objective: theirs adds {tau:g} times the squared log-ratio to the sampler, and caps no ratio")
+    notes.append(
+        f"objective: theirs adds {tau:g} times the squared log-ratio to the sampler, and caps no ratio"
+    )
     if kind != "default":
         notes.append(f"objective: trainer.loss.type={kind} is no loss of ours; dppo_tv stands in")
     if algo != "grpo":

@@ -6,6 +6,7 @@ assigned such a value; defaults of dataclasses and of argparse; names of functio
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +26,11 @@ _ADAPTERS = {
 _PARSED = ("parse_args_and_config", "parse_args_into_dataclasses", "parse_args")
 
 
+_COMMAND = re.compile(
+    r"^[ \t]*(?:accelerate|python3?|torchrun|trl|deepspeed|uv run|\w+=\S+) (?:.*\\\n)*.*$", re.M
+)
+
+
 class Module(NamedTuple):
     """What a Python file says."""
 
@@ -32,7 +38,7 @@ class Module(NamedTuple):
     programs: list[str]  # the kind of its trainer
     notes: list[str]
     started: str
-    docstring: str
+    commands: str  # a shell script of the commands in its texts
 
 
 class _Unknown(Exception):  # noqa: N818 - not an error of ours: a value that only a run knows
@@ -43,7 +49,9 @@ def read(text: str, path: str) -> Module:
     """Return the options of a script, of the first of each config; SyntaxError for a text that is none."""
     tree = ast.parse(text)
     names = dict(_assigned(tree))
-    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    functions = {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
     imported = dict(_imported(tree))
     options: dict[str, Any] = {}
     programs: list[str] = []
@@ -69,8 +77,23 @@ def read(text: str, path: str) -> Module:
             owner = ast.unparse(call.func)
             if first is not None and "Model" in owner and "Reward" not in owner:
                 _take(options, notes, {"model_name_or_path": first}, names)
-    started = "trl" if "trl" in set(imported.values()) | {m.partition(".")[0] for m in imported.values()} else ""
-    return Module(options, programs[:1], notes, started, ast.get_docstring(tree) or "")
+    for node in (x for x in ast.walk(tree) if isinstance(x, ast.Call)):
+        if (
+            isinstance(node.func, ast.Attribute)
+            and node.func.attr == "map"
+            and "data" in ast.unparse(node.func)
+        ):
+            notes.append(
+                f"line {node.lineno}: the script makes other rows of the data; --template and --messages read the "
+                "columns that the source has, docs/data.md"
+            )
+            break
+    started = "trl" if "trl" in {module.partition(".")[0] for module in imported.values()} else ""
+    texts = [
+        x.value.value for x in tree.body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)
+    ]
+    commands = _COMMAND.findall("\n".join(x for x in texts if isinstance(x, str)))
+    return Module(options, programs[:1], notes, started, "\n".join(commands))
 
 
 def _take(
@@ -120,7 +143,9 @@ def _of_trainer(
         elif name in imported:
             rewards.append(f"{imported[name]}:{text}")
         else:
-            notes.append(f"line {item.lineno}: reward {text[:60]}: expected a function of this file, or imported")
+            notes.append(
+                f"line {item.lineno}: reward {text[:60]}: expected a function of this file, or imported"
+            )
     if rewards:
         options["reward_funcs"] = rewards
 
@@ -128,7 +153,11 @@ def _of_trainer(
 def _of_data(call: ast.Call, given: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
     """Return the name, the config and the split of load_dataset's arguments."""
     found = dict(zip(("dataset_name", "dataset_config"), call.args))
-    for theirs, ours in (("path", "dataset_name"), ("name", "dataset_config"), ("split", "dataset_train_split")):
+    for theirs, ours in (
+        ("path", "dataset_name"),
+        ("name", "dataset_config"),
+        ("split", "dataset_train_split"),
+    ):
         if theirs in given:
             found[ours] = given[theirs]
     return found

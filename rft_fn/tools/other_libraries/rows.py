@@ -215,8 +215,8 @@ TRACKERS = several(
     hint=Flag("trackers"),
 )
 NF4 = choice(true="--quantize nf4", false="")
-SAVE_EVERY = Row("--save-every {x}", values={"-1": "--save-every 1000000"})
-EVAL_EVERY = Row("--eval-every {x}", values={"-1": "--eval-every 1000000"})
+SAVE_EVERY = Row("--save-every {x}", values=dict.fromkeys(("-1", "0", "false"), "--save-every 1000000"))
+EVAL_EVERY = Row("--eval-every {x}", values=dict.fromkeys(("-1", "0", "false"), "--eval-every 1000000"))
 
 # hints of the command line
 ROLLOUT_EPOCHS = Flag("epochs", "passes over a rollout", needs="group")

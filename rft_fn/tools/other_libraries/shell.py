@@ -30,6 +30,7 @@ _DECLARE = ("export", "readonly", "local", "declare", "typeset")
 _OF_THE_SHELL = {"HOME", "PWD", "USER", "HOSTNAME"}  # any shell has them
 _MOST = 20_000  # characters that a variable may grow to
 _DEPTH = 5  # of commands within texts
+_SPACE = "\ue000"  # a space within a text without a value, at which no word ends
 
 Value = str | list[str]  # an array is a list
 
@@ -199,12 +200,13 @@ class _Reader:
                 self.assign(name, more, value, line)
         else:
             self.status = None
-            nested = _nested(words)
+            nested = _nested([word.replace(_SPACE, " ") for word in words])
             if nested is not None:
                 self.inside(nested, line)
             elif first not in ("echo", "printf", "read", "cat", "export", ":"):
+                words = [word.replace(_SPACE, " ") for word in words]
                 shown = " ".join(words)
-                unknown = {x: n for x, n in self.lines.items() if x.startswith("$") and x in shown}
+                unknown = {x: n for x, n in self.lines.items() if x[0] in "$`" and x in shown}
                 self.found.append(Command(words, line, unknown))
 
     def assign(self, name: str, more: str, value: Value, line: int) -> None:
@@ -359,7 +361,7 @@ class _Reader:
         text = " ".join(text.split())
         if text.strip("${}") not in _OF_THE_SHELL:
             self.lines.setdefault(text, line)
-        return text
+        return text.replace(" ", _SPACE)
 
     def of(self, name: str, line: int, *, quoted: bool, index: str = "") -> list[str]:
         """Return the values of a variable; its name where it has none."""

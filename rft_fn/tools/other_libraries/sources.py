@@ -177,7 +177,9 @@ def _program(words: Sequence[str]) -> tuple[int, str]:
 
 def _files(options: dict[str, Any], words: Sequence[str]) -> list[str]:
     """Take the names of files with further options out of `options`."""
-    found = [str(options.pop(name)) for name in ("config",) if str(options.get(name)).endswith((".yaml", ".yml"))]
+    found = [
+        str(options.pop(name)) for name in ("config",) if str(options.get(name)).endswith((".yaml", ".yml"))
+    ]
     folder, name = str(options.pop("config_path", "")), str(options.pop("config_name", ""))
     if name and name.removesuffix(".yaml") not in _OF_HYDRA:
         found.append(f"{folder}/{name.removesuffix('.yaml')}.yaml".lstrip("/"))
@@ -220,7 +222,8 @@ def _value(text: str) -> Any:
     text = text.strip()
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         text = text[1:-1]
-    if text.startswith("[") and text.endswith("]") and "{" not in text and text.count("[") == 1:
+    plain = re.sub(r"\$\{[^}]*\}", "", text)
+    if plain.startswith("[") and plain.endswith("]") and "{" not in plain and plain.count("[") == 1:
         return [item.strip().strip("'\"") for item in text[1:-1].split(",") if item.strip()]
     return text
 
@@ -244,9 +247,9 @@ def _of_python(file: Path, text: str) -> list[Config]:
         raise ValueError(f"{file}: expected Python, which cannot be read: {error}") from None
     own = Config(module.options, module.programs, module.notes, {}, 1, module.started)
     commands: list[Config] = []
-    if module.docstring:
+    if module.commands:
         try:
-            commands = [x for x in _of_text(file, module.docstring) if x.started.endswith(".py")]
+            commands = [x for x in _of_text(file, module.commands) if x.started.endswith(".py") and x.options]
         except ValueError:
             commands = []
     if not commands:

@@ -68,13 +68,17 @@ TABLE: r.Table = {
         "eval_strategy": r.nothing("evaluations come by a number of steps, where the script has any"),
         "per_device_eval_batch_size": r.nothing(r.BUDGET),
         "logging_steps": r.LOGGED,
-        "report_to": r.choice(
-            none="",
-            wandb="--trackers wandb",
-            tensorboard="--trackers tensorboard",
-            trackio="--trackers trackio",
-        ),
+        "report_to": r.TRACKERS,
         "run_name": r.same("--run-name"),
+        "wandb_project": r.same("--project"),
+        "system_prompt": r.same("--system"),
+        "optim": r.by_kind(
+            all=r.choice(
+                "the optimizer is AdamW",
+                **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"), ""),
+            ),
+            hint="the optimizer is AdamW",
+        ),
         "resume_from_checkpoint": r.RESUMED,
         "dataset_num_proc": r.nothing("rows are read as they are drawn; --media-workers is for media"),
         "deepspeed": r.nothing(
@@ -127,6 +131,9 @@ TABLE: r.Table = {
         "top_k": r.nothing("Sampling(top_k=...) has it, in a copy of the script", _CUT),
         "min_p": r.nothing("sampling and training cut alike, and only by top_p and top_k", _CUT),
         "repetition_penalty": r.nothing("the penalised distribution is not the one that is trained"),
+        "cache_implementation use_transformers_paged use_transformers_continuous_batching": r.nothing(
+            "the engine chooses how it samples"
+        ),
         "generation_kwargs": r.nothing("Sampling has temperature, top_p, top_k, max_new and stop"),
         "use_vllm": r.choice(true="--strategy.engine-type vllm", false="--strategy.engine-type hf"),
         "vllm_mode": r.choice(
@@ -180,6 +187,7 @@ TABLE: r.Table = {
             token_mask="--mismatch mis",
         ),
         "vllm_importance_sampling_clip_max": r.same("--cap"),
+        "dataset_prompt_column": r.Row("--template '{{{x}}}'", "a column of texts", hint=r.COLUMN),
         "reward_funcs": r.same(
             "--reward",
             "FILE.py:FN, called as TRL calls it; a model as model:FOLDER",
@@ -277,7 +285,6 @@ TABLE: r.Table = {
         "dataset_test_split": r.only(r.Flag("eval_data", "a split is named behind the source: NAME@test")),
         "data_seed": r.only(r.Flag("seed")),
         "dataloader_num_workers": r.only("rows are read as they are drawn, there is no loader"),
-        "system_prompt": r.only(r.Flag("system")),
         "generation_batch_size": r.only(r.Flag("prompts", "counted in prompts per step, not in responses")),
         "num_generations_eval": r.only("an evaluation has one greedy answer a question"),
         "reward_model_name_or_path": r.only(r.REWARD_MODEL),
@@ -288,6 +295,5 @@ TABLE: r.Table = {
             r.Flag("algorithm", "grpo has ratios of tokens, gspo of sequences")
         ),
         "steps_per_generation": r.only(r.Flag("minibatches", "updates per pass over a rollout")),
-        "optim": r.only("the optimizer is AdamW"),
     },
 }

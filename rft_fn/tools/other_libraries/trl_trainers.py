@@ -22,86 +22,257 @@ _OF_THE_SERVER = (
 
 
 def _shared(options: Mapping[str, Any]) -> r.Combined:
-    """Return the data with its config and split, adapters of TRL's size, and steps in place of passes."""
+    """Return the data with its config and split, adapters of TRL's size, the schedule, and when it saves."""
     arguments: list[str] = []
-    used: set[str] = set()
+    notes: list[str] = []
+    used = {"dataset_name", "dataset_config", "dataset_train_split", "lr_scheduler_kwargs", "processes"}
     source, config = options.get("dataset_name"), options.get("dataset_config")
     split = options.get("dataset_train_split")
-    if source and (config or split):
-        used = {"dataset_name", "dataset_config", "dataset_train_split"}
-        if config:
-            source = f"{source}:{config}"
-        if split:
-            source = f"{source}@{split}"
+    if source:
+        source = f"{source}:{config}" if config else str(source)
+        source = f"{source}@{split}" if split and "[" not in str(split) else source
         arguments.append(f"--data {shlex.quote(source)}")
+        if "[" in str(split):
+            notes.append(f"--data: a part of a split, {split}, is a file of its own here; --steps bounds it")
+    mixture = options.get("dataset_mixture.datasets")
+    if isinstance(mixture, list):
+        used |= {name for name in options if name.startswith("dataset_mixture.")}
+        each = [x for x in mixture if isinstance(x, Mapping)]
+        named = [f"{x.get('id')}={x.get('weight', 1)}" for x in each]
+        arguments.append(f"--data {' '.join(map(shlex.quote, named))}")
+        notes.append("--data: theirs takes a share of each source, ours draws from each by its share")
 
     # adapters are on with use_peft; the rank is then TRL's own where none is given
-    if "use_peft" in options:
-        used |= {"use_peft"}
-        if str(options["use_peft"]).lower() == "true" and not options.get("lora_r"):
-            arguments += ["--lora-rank 16", f"--lora-alpha {options.get('lora_alpha') or 32}"]
+    used |= {"use_peft"}
+    on = str(options.get("use_peft", "lora_r" in options)).lower() == "true"
+    if on:
+        arguments += [f"--lora-rank {options.get('lora_r') or 16}"]
+        arguments += [f"--lora-alpha {options.get('lora_alpha') or 32}"]
+    else:
+        used |= {"lora_r", "lora_alpha", "lora_target_modules"}
 
-    # a number of steps counts more than one of passes
-    if float(options.get("max_steps") or -1) > 0:
-        used |= {"num_train_epochs"}
-    return r.Combined(arguments, used, [])
+    # a schedule with a floor
+    more = options.get("lr_scheduler_kwargs")
+    if str(options.get("lr_scheduler_type")) == "cosine_with_min_lr" and isinstance(more, Mapping):
+        used |= {"lr_scheduler_type"}
+        floor = r.number(more, "min_lr_rate")
+        if "min_lr" in more:
+            floor = r.number(more, "min_lr") / r.number(options, "learning_rate", default=1.0)
+        arguments.append(f"--schedule cosine --lr-end {floor:.6g}")
+
+    # a number of steps counts more than one of passes; fractions are of the run
+    steps = r.number(options, "max_steps", default=-1)
+    used |= {"max_steps"} | ({"num_train_epochs"} if steps > 0 else set())
+    for name, ours in (("save_steps", "--save-every"), ("eval_steps", "--eval-every")):
+        every = r.number(options, name)
+        if 0 < every < 1:
+            used |= {name}
+            if steps > 0:
+                arguments.append(f"{ours} {max(int(every * steps), 1)}")
+            else:
+                notes.append(f"{ours}: theirs is {every:g} of the run; it counts steps")
+    if options.get("save_strategy") in ("no", "epoch", "best"):
+        used |= {"save_strategy", "save_steps"}
+        if options["save_strategy"] == "no":
+            arguments.append("--save-every 1000000")
+        else:
+            notes.append(f"--save-every: theirs saves by save_strategy={options['save_strategy']}")
+    return r.Combined(arguments, used, notes)
+
+
+def _warmup(options: Mapping[str, Any], steps: float, updates: int = 1) -> r.Combined:
+    """Return the warm-up in steps of `updates` updates, which may be a share of the run."""
+    ratio = r.number(options, "warmup_ratio", "warmup_steps")
+    if ratio >= 1 or "warmup_ratio" not in options:
+        ratio = r.number(options, "warmup_steps") or ratio
+    notes, used = [], {"warmup_ratio", "warmup_steps"}
+    if 0 < ratio < 1 and steps <= 0:
+        notes.append(f"--warmup: theirs is {ratio:g} of the run; it counts steps, and is 0 here")
+        return r.Combined(["--warmup 0"], used, notes)
+    count = math.ceil(ratio * steps) if 0 < ratio < 1 else int(ratio)
+    if count:
+        notes.append("--warmup: theirs begins with a rate of 0, ours with lr / warmup: one update ahead")
+    return r.Combined([f"--warmup {-(-count // updates)}"], used, notes)
+
+
+_CORRECTIONS = "vllm_importance_sampling_"
 
 
 def _engine(options: Mapping[str, Any]) -> r.Combined:
-    """Return the options of vLLM, in the process or on a server."""
+    """Return the options of vLLM, in the process or on a server, and of the correction of its mismatch."""
+    on = str(options.get("use_vllm", False)).lower() == "true"
+    if not on:
+        return r.Combined([], {x for x in options if x.startswith("vllm_")}, [])
+    used = {"use_vllm", "vllm_mode", *_ADDRESS}
+    used |= {_CORRECTIONS + x for x in ("correction", "mode", "cap", "clip_max", "clip_min")}
+
+    # theirs drops a response whose whole ratio is above 3, unless another mode is named
+    arguments, notes = [], []
+    mode = str(options.get(_CORRECTIONS + "mode") or "sequence_mask")
+    cap = r.number(options, _CORRECTIONS + "clip_max", _CORRECTIONS + "cap", default=3.0)
+    if str(options.get(_CORRECTIONS + "correction", True)).lower() == "false":
+        arguments.append("--mismatch none")
+    elif mode in ("token_truncate", "token_mask"):
+        arguments += [f"--mismatch {'tis' if mode == 'token_truncate' else 'mis'}", f"--cap {cap:g}"]
+    elif mode == "sequence_mask":
+        notes.append(
+            f"--mismatch: theirs drops responses whose whole ratio of trainer to sampler is above {cap:g} "
+            f"(sequence_mask): rft_fn.weight.masked_is_seq(..., cap={cap:g}) in a copy of grpo.py"
+        )
+    else:
+        notes.append(f"--mismatch: {mode} is of whole responses; rft_fn.weight has functions of them")
+
     given = [options[name] for name in _ADDRESS if options.get(name)]
     mode = str(options.get("vllm_mode") or "")
-    on = str(options.get("use_vllm", False)).lower() == "true"
-    if not on or not (mode == "server" or (given and not mode)):
-        return r.Combined([], {"vllm_mode", *_ADDRESS}, [])
+    if not (mode == "server" or (given and not mode)):
+        return r.Combined(["--strategy.engine-type vllm", *arguments], used, notes)
 
     # a server of a given address, else TRL's own default
     host = str(options.get("vllm_server_host") or "localhost").replace("0.0.0.0", "localhost")
     url = options.get("vllm_server_base_url") or f"http://{host}:{options.get('vllm_server_port') or 8000}"
     own = [name for name in _OF_THE_SERVER if options.get(name) not in (None, "")]
-    notes = [
+    notes += [
         "--strategy.engine-servers: `trl vllm-serve` speaks another protocol; start `vllm serve` in its "
         "place, with the options of docs/engines.md, Starting vLLM",
         "--strategy.engine-weights: add a folder that this machine and the server's share, if they are two",
     ]
     if own:
         notes.append(f"{', '.join(own)}: options of the server's own command line")
-    arguments = ["--strategy.engine-type openai", f"--strategy.engine-servers {url}"]
-    return r.Combined(arguments, {"use_vllm", "vllm_mode", *_ADDRESS, *_OF_THE_SERVER}, notes)
+    arguments += ["--strategy.engine-type openai", f"--strategy.engine-servers {url}"]
+    return r.Combined(arguments, used | {*_OF_THE_SERVER}, notes)
+
+
+# names of open-r1's registry and of `trl grpo` -> functions of these packages
+_OPEN_R1 = {
+    "accuracy": "accuracy_reward", "format": "format_reward", "reasoning_steps": "reasoning_steps_reward",
+    "length": "len_reward", "code": "code_reward", "binary_code": "binary_code_reward",
+    "ioi_code": "ioi_code_reward", "cf_code": "cf_code_reward", "tag_count": "tag_count_reward",
+    "cosine": "get_cosine_scaled_reward()", "repetition_penalty": "get_repetition_penalty_reward",
+    "code_format": "get_code_format_reward", "soft_overlong_punishment": "get_soft_overlong_punishment",
+}  # fmt: skip
+_FACTORIES = {
+    "repetition_penalty": {"ngram_size": ("repetition_n_grams", 3), "max_penalty": ("repetition_max_penalty", -1.0)},
+    "code_format": {"language": ("code_language", "python")},
+    "soft_overlong_punishment": {
+        "max_completion_len": ("max_completion_len", 16384), "soft_punish_cache": ("soft_punish_cache", 4096),
+    },
+}  # fmt: skip
+_OF_TRL = (
+    "accuracy_reward",
+    "reasoning_accuracy_reward",
+    "think_format_reward",
+    "get_soft_overlong_punishment",
+)
+
+
+def _rewards(options: Mapping[str, Any]) -> r.Combined:
+    """Return each reward as a function of its package, with its weight."""
+    given = options.get("reward_funcs")
+    given = [] if given is None else [str(x) for x in ([given] if isinstance(given, str) else given)]
+    weights = options.get("reward_weights") or []
+    weights = [str(x) for x in ([weights] if isinstance(weights, str | int | float) else weights)]
+    used, notes, found = {"reward_funcs", "reward_weights", "reward_model_name_or_path"}, [], []
+    for k, name in enumerate(given):
+        spec = name
+        if name in _OPEN_R1:
+            parameters = _FACTORIES.get(name, {})
+            call = ", ".join(
+                f"{x}={options.get(theirs, usual)!r}" for x, (theirs, usual) in parameters.items()
+            )
+            spec = f"open_r1.rewards:{_OPEN_R1[name]}" + (f"({call})" if call else "")
+            used |= {theirs for theirs, _ in parameters.values()}
+        elif name in _OF_TRL:
+            call = "(max_completion_len=1280, soft_punish_cache=256)" if name.startswith("get_") else ""
+            spec = f"trl.rewards:{name}{call}"
+        elif "." in name and ":" not in name and "/" not in name:  # module.function
+            spec = f"{name.rpartition('.')[0]}:{name.rpartition('.')[2]}"
+        found.append(spec + (f"={weights[k]}" if k < len(weights) and len(weights) == len(given) else ""))
+    if options.get("reward_model_name_or_path"):
+        found.append(f"model:{options['reward_model_name_or_path']}")
+    packages = sorted({x.partition(".")[0] for x in found if x.startswith(("open_r1.", "trl."))})
+    if packages:
+        notes.append(
+            f"--reward: the functions are those of {' and '.join(packages)}, which must be installed, or a copy "
+            "of the file with them: --reward FILE.py:FUNCTION"
+        )
+    arguments = [f"--reward {' '.join(map(shlex.quote, found))}"] if found else []
+    return r.Combined(arguments, used, notes)
 
 
 def _rollouts(options: Mapping[str, Any]) -> r.Combined:
-    """Return the algorithm; prompts of a step and updates of a rollout, from batches that count responses."""
-    algorithm, engine, more = objectives.trl(options), _engine(options), _shared(options)
-    used = algorithm.used | engine.used | more.used
+    """Return the objective; prompts of a step and updates of a rollout, from batches that count responses."""
+    algorithm, engine, more, rewards = (
+        _objective(options),
+        _engine(options),
+        _shared(options),
+        _rewards(options),
+    )
+    used = algorithm.used | engine.used | more.used | rewards.used
     used |= {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"}
-    used |= {"generation_batch_size", "max_steps", "warmup_steps"}
-    update = int(options["per_device_train_batch_size"]) * int(options["gradient_accumulation_steps"])
-    group = int(options["num_generations"])
-    accumulated = options.get("steps_per_generation") or options["gradient_accumulation_steps"]
-    rollout = int(accumulated) * int(options["per_device_train_batch_size"])
-    rollout = int(options.get("generation_batch_size") or rollout)
+    used |= {"generation_batch_size", "max_completion_length", "max_prompt_length"}
+    processes = r.integer(options, "processes", default=1)
+    device = r.integer(options, "per_device_train_batch_size", default=8) * processes
+    accumulated = r.integer(options, "gradient_accumulation_steps", default=1)
+    group = r.integer(options, "num_generations", default=8)
+    update = device * accumulated
+    rollout = r.integer(options, "steps_per_generation", default=accumulated) * device
+    rollout = r.integer(options, "generation_batch_size", default=rollout)
 
     # theirs count responses, ours prompts
-    arguments = [*more.arguments, *algorithm.arguments, *engine.arguments]
+    arguments = [*rewards.arguments, *more.arguments, *algorithm.arguments, *engine.arguments]
     arguments.append(f"--prompts {max(rollout // group, 1)}")
-    notes = [*algorithm.notes, *engine.notes]
-    notes.append("--prompts: of one process of theirs; ours are of all processes")
+    of = "one process" if processes == 1 else f"the {processes} processes"
+    notes = [*algorithm.notes, *rewards.notes, *engine.notes, *more.notes]
+    notes.append(f"--prompts: of {of} of theirs; ours are of all processes")
     if rollout > update:
         arguments.append(f"--strategy.train-batch-size {update}")
 
     # theirs count updates, ours rollouts
-    updates = max(rollout // update, 1) * int(options.get("num_iterations") or 1)
-    for name, ours in (("max_steps", "--steps"), ("warmup_steps", "--warmup")):
-        if name in options and float(options[name]) >= 0:
-            arguments.append(f"{ours} {-(-int(options[name]) // updates)}")
+    updates = max(rollout // update, 1) * r.integer(options, "num_iterations", default=1)
+    steps = r.number(options, "max_steps", default=-1)
+    warmup = _warmup(options, steps, updates)
+    arguments += warmup.arguments
+    if steps > 0:
+        arguments.append(f"--steps {-(-int(steps) // updates)}")
     if updates > 1:
         notes.append(f"--steps, --warmup: they count updates, of which a rollout has {updates}")
-    return r.Combined(arguments, used, notes)
+
+    # a pack must hold a prompt and its response
+    new = r.integer(options, "max_completion_length", default=512)
+    longest = r.integer(options, "max_prompt_length", default=512)
+    arguments += [f"--max-prompt {longest}", f"--max-new {new}", f"--budget {max(longest + new, 1024)}"]
+    if not options.get("dataset_prompt_column"):
+        arguments.append("--messages prompt")
+        notes.append("--messages: where the column prompt holds texts, --template '{prompt}' in its place")
+    return r.Combined(arguments, used | warmup.used, [*notes, *warmup.notes])
+
+
+def _objective(options: Mapping[str, Any]) -> r.Combined:
+    """Return the objective of GRPO, or of the RLOO trainer."""
+    if options.get("loss_type") != "rloo":
+        return objectives.trl(options)
+    arguments = ["--algorithm rloo"]
+    if r.number(options, "beta"):
+        arguments.append(f"--kl-in-reward {options['beta']}")
+    notes = []
+    if r.number(options, "num_iterations", default=1) > 1 or r.number(options, "steps_per_generation") > 1:
+        notes.append("objective: with several updates a rollout theirs clips the ratios of whole responses")
+    if str(options.get("normalize_advantages")).lower() == "true":
+        notes.append("objective: theirs divides the advantages by their deviation over the batch")
+    bounds = options.get("reward_clip_range")
+    if (
+        isinstance(bounds, list)
+        and len(bounds) == 2
+        and r.number({"x": bounds[0]}, "x") == -r.number({"x": bounds[1]}, "x")
+    ):
+        arguments.append(f"--reward-clip {bounds[1]}")
+    return r.Combined(
+        arguments, {"loss_type", "beta", "epsilon", "normalize_advantages", "reward_clip_range"}, notes
+    )
 
 
 _COLUMNS = {
-    "sft": "--messages NAMES, or --template and --response: the columns of the data, see docs/data.md",
+    "sft": "--messages: the columns of the data; of a question and an answer: --template and --response",
     "dpo": "--messages prompt chosen rejected: where these columns hold messages, not texts",
     "rm": "--messages prompt chosen rejected: where these columns hold messages, not texts",
 }
@@ -112,31 +283,32 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
     """Return the batch, limits of tokens, the length of the run, its warm-up, and the loss of pairs."""
     more = _shared(options)
     used = more.used | {"per_device_train_batch_size", "gradient_accumulation_steps"}
-    used |= {"max_length", "max_seq_length", "warmup_steps"}
-    batch = int(options["per_device_train_batch_size"]) * int(options["gradient_accumulation_steps"])
+    used |= {"max_length", "max_seq_length"}
+    processes = r.integer(options, "processes", default=1)
+    batch = r.integer(options, "per_device_train_batch_size", default=8) * processes
+    batch *= r.integer(options, "gradient_accumulation_steps", default=1)
     arguments = [*more.arguments, f"--batch {batch}"]
-    notes = ["--batch: of one process of theirs; ours is of all processes"]
+    of = "one process" if processes == 1 else f"the {processes} processes"
+    notes = [f"--batch: of {of} of theirs; ours is of all processes", *more.notes]
     if str(options.get("packing", False)).lower() == "true":
         notes.append("--batch: it counts examples; theirs, with packing, counts packs")
 
     # a pack must hold an example, or both sides of a pair
-    length = int(options.get("max_seq_length") or options.get("max_length") or 0)
+    length = r.integer(options, "max_seq_length", "max_length")
     if length and kind == "sft":
         arguments += [f"--budget {length}", f"--max-prompt {length}"]
     elif length:
         arguments += [f"--max-length {length}", f"--budget {max(2 * length, _DEFAULT_BUDGETS[kind])}"]
 
     # their warm-up may be a share of the run
-    steps = int(float(options.get("max_steps") or -1))
-    if float(options.get("max_steps") or -1) <= 0:
-        used |= {"max_steps"}
-    warmup = float(options.get("warmup_ratio") or options.get("warmup_steps") or 0)
-    if 0 < warmup < 1 and steps < 0:
-        notes.append("--warmup: it counts steps, and how many the run has is known when it starts")
-    else:
-        used |= {"warmup_ratio"}
-        arguments.append(f"--warmup {math.ceil(warmup * steps) if 0 < warmup < 1 else int(warmup)}")
-
+    steps = r.number(options, "max_steps", default=-1)
+    if steps > 0:
+        arguments.append(f"--steps {int(steps)}")
+    warmup = _warmup(options, steps)
+    arguments, notes, used = [*arguments, *warmup.arguments], [*notes, *warmup.notes], used | warmup.used
+    if kind == "sft":
+        arguments.append("--messages messages")
+        used |= {"dataset_prompt_column"}
     if kind == "dpo":
         pair = objectives.trl_pairs(options)
         arguments, used, notes = [*arguments, *pair.arguments], used | pair.used, [*notes, *pair.notes]
@@ -145,10 +317,33 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
 
 # ------------------------------------------------------------------------------ trainers
 
+_HUB = "upload the folder `model` of the run"
+_LOADED = "rows are read as they are drawn, there is no loader"
 _SECTIONS = {
-    "push_to_hub": "upload the folder `model` of the run",
-    "hub_": "upload the folder `model` of the run",
-}
+    "push_to_hub": _HUB, "hub_": _HUB, "overwrite_hub": _HUB,
+    "logging_": r.LOGGED.note, "log_": r.LOGGED.note, "trackio_": r.LOGGED.note,
+    "wandb_log": r.LOGGED.note, "disable_tqdm": r.LOGGED.note,
+    "dataloader_": _LOADED, "dataset_streaming": _LOADED,
+    "eval_": "evaluations come by a number of steps, where the script has any",
+    "do_": "a run trains, and evaluates where the script has evaluations",
+    "overwrite_output_dir": "a run goes on where its folder has checkpoints; --out names another",
+    "model_revision": "a folder with that revision, as --model FOLDER",
+    "fsdp": "torchrun with several processes shards with FSDP2",
+    "ddp_": "torchrun with several processes shards with FSDP2",
+    "deepspeed": "--strategy.zero-stage 1, 2 or 3",
+    "torch_compile": "--strategy.compile-blocks", "bnb_": "--quantize nf4 has its own types",
+    "fp16": "--strategy.bf16", "tf32": "set by torch",
+    "benchmarks": "evaluate.py scores answers", "callbacks": "the loop is the script: a copy has what it needs",
+    "e2b_": "of the reward's own settings", "morph_": "of the reward's own settings",
+    "code_": "of the reward's own settings", "parallel_code": "of the reward's own settings",
+    "ioi_": "of the reward's own settings", "cosine_": "of the reward's own settings",
+    "lora_": "adapters are plain low-rank ones", "use_rslora": "adapters are plain low-rank ones",
+    "use_dora": "adapters are plain low-rank ones", "vllm_": "vLLM is started with its own defaults",
+    "vespo_": "no loss of ours reads it", "dataset_test_split": "--eval-data NAME@SPLIT",
+    "save_": "a checkpoint always has everything that a run needs", "metric_for": "--best keeps them by reward",
+    "load_best": "--best keeps checkpoints by reward", "greater_is": "--best keeps checkpoints by reward",
+    "use_cpu": "a GPU where there is one", "chat_template": "the model's own template; a folder with another one",
+}  # fmt: skip
 _DEFAULTS = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -158,6 +353,12 @@ _DEFAULTS = {
     "warmup_steps": 0,
 }
 
+_NUMBERS = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "num_train_epochs",
+    "max_steps", "warmup_ratio", "warmup_steps", "max_length", "max_seq_length", "max_prompt_length",
+    "steps_per_generation", "generation_batch_size", "num_iterations",
+)  # fmt: skip
+
 LIBRARY = r.Library(
     "TRL",
     {
@@ -165,24 +366,27 @@ LIBRARY = r.Library(
             rows=r.rows_of(TABLE, "sft"),
             defaults={**_DEFAULTS, "learning_rate": 2e-5},
             combine=partial(_examples, "sft"),
+            numbers=_NUMBERS,
             script=lambda options: "sft",
             sections=_SECTIONS,
-            programs=("sft", "sft_trainer"),
+            programs=("sft", "sft_trainer", "sft_vlm", "sft_gpt_oss"),
             tells=("loss_type=nll", "loss_type=chunked_nll", "loss_type=dft"),
         ),
         "dpo": r.Trainer(
             rows=r.rows_of(TABLE, "dpo"),
             defaults={**_DEFAULTS, "learning_rate": 1e-6, "beta": 0.1, "loss_type": "sigmoid"},
             combine=partial(_examples, "dpo"),
+            numbers=_NUMBERS,
             script=lambda options: "dpo",
             sections=_SECTIONS,
-            programs=("dpo", "dpo_trainer"),
+            programs=("dpo", "dpo_trainer", "dpo_vlm"),
             tells=tuple(f"loss_type={x}" for x in _PAIR_LOSSES),
         ),
         "rm": r.Trainer(
             rows=r.rows_of(TABLE, "rm"),
             defaults={**_DEFAULTS, "learning_rate": 1e-4},
             combine=partial(_examples, "rm"),
+            numbers=_NUMBERS,
             script=lambda options: "train_rm",
             sections=_SECTIONS,
             programs=("reward", "reward_modeling", "reward_trainer"),
@@ -191,6 +395,7 @@ LIBRARY = r.Library(
             rows=r.rows_of(TABLE, "rl"),
             defaults={
                 "epsilon": 0.2,
+                "num_train_epochs": 3,
                 "learning_rate": 1e-6,
                 "num_generations": 8,
                 "max_completion_length": 512,
@@ -203,7 +408,15 @@ LIBRARY = r.Library(
             combine=_rollouts,
             script=lambda options: "grpo",
             sections=_SECTIONS,
-            programs=("grpo",),
+            programs=("grpo", "rloo", "grpo_vlm", "gspo", "rloo_vlm"),
+            numbers=(
+                *_NUMBERS,
+                "num_generations",
+                "max_completion_length",
+                "beta",
+                "epsilon",
+                "epsilon_high",
+            ),
             tells=(
                 *(f"loss_type={loss}" for loss in _LOSSES),
                 "importance_sampling_level",
@@ -217,5 +430,25 @@ LIBRARY = r.Library(
         "kto": "python train_scripts/dpo.py --unpaired --loss kto is that algorithm",
         "rloo": "python train_scripts/grpo.py --algorithm rloo is that algorithm",
         "ppo": "python train_scripts/ppo.py has a critic",
+        "ppo_tldr": "python train_scripts/ppo.py has a critic",
+        "orpo": "python train_scripts/dpo.py --loss orpo is that algorithm",
+        "cpo": "python train_scripts/dpo.py --loss cpo is that algorithm",
+        "bco": "python train_scripts/dpo.py --unpaired --loss bco is that algorithm",
+        "tpo": "dpo.py learns from pairs, not from triples; the loss is `pair_loss` in it",
+        **dict.fromkeys(
+            ("online_dpo", "nash_md", "xpo"),
+            "dpo.py learns from pairs of a file; grpo.py from its own responses",
+        ),
+        **dict.fromkeys(
+            ("gkd", "gold", "distillation", "sdft", "sdpo", "ssd"),
+            "python train_scripts/distill.py learns from a teacher",
+        ),
+        "prm": "train_rm.py --kind steps learns process rewards",
+        "async_grpo": "grpo.py --ahead samples steps ahead",
+    },
+    packages=("trl", "open_r1"),
+    implied={
+        "rloo": {"loss_type": "rloo", "beta": 0.05, "num_generations": 2},
+        "rloo_vlm": {"loss_type": "rloo", "beta": 0.05, "num_generations": 2},
     },
 )

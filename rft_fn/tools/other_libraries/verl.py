@@ -153,7 +153,9 @@ TABLE: r.Table = {
         "log_prob_use_dynamic_bsz": _UNPADDED,
         "calculate_log_probs": r.nothing("the sampler's log-probs are always compared with the trainer's"),
         "multi_turn.enable": r.choice("multi_turn.py", false=""),
-        "dtype": r.choice(bfloat16="--strategy.engine-dtype bfloat16", float16="--strategy.engine-dtype float16"),
+        "dtype": r.choice(
+            bfloat16="--strategy.engine-dtype bfloat16", float16="--strategy.engine-dtype float16"
+        ),
         "mode": r.nothing("rollouts of a step are collected within it; --ahead samples before it"),
     },
     f"rl {ACTOR}": {
@@ -191,8 +193,8 @@ TABLE: r.Table = {
             low_var_kl="",
         ),
         "ulysses_sequence_parallel_size": r.same("--strategy.sp-size"),
-        "fsdp_config.param_offload": r.switch("strategy.fsdp-cpu-offload"),
-        "fsdp_config.optimizer_offload": r.switch("strategy.adam-offload"),
+        "fsdp_config.param_offload": r.flag("--strategy.fsdp-cpu-offload"),
+        "fsdp_config.optimizer_offload": r.flag("--strategy.adam-offload"),
         "fsdp_config.fsdp_size": r.Row("--strategy.shard-size {x}", values={"-1": ""}),
         "use_torch_compile": r.nothing("no counterpart in verl's sense: the fused head compiles by itself"),
         "freeze_vision_tower": r.choice(true="--freeze visual", false=""),
@@ -330,7 +332,9 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
         if gamma != 1 and "reinforce_plus_plus" in str(options["algorithm.adv_estimator"]):
             notes.append(f"algorithm.gamma={gamma:g}: advantage.reinforce_pp takes it, in a copy of grpo.py")
     if not r.integer(options, MODEL + "lora_rank", MODEL + "lora.rank"):
-        used |= {MODEL + name for name in ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha", "target_modules")}
+        used |= {
+            MODEL + name for name in ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha", "target_modules")
+        }
     if str(options.get(ACTOR + "optim.lr_scheduler_type")) != "constant":
         arguments.append(f"--lr-end {options.get(ACTOR + 'optim.min_lr_ratio', 0.0)}")
     used |= {ACTOR + "optim.min_lr_ratio"}
@@ -356,7 +360,7 @@ def _rewards(options: Mapping[str, Any]) -> r.Combined:
     path = options.get("custom_reward_function.path")
     on = str(options.get("reward_model.enable", False)).lower() == "true"
     if on and options.get("reward_model.model.path"):
-        arguments.append(f"--reward model:{shlex.quote(str(options['reward_model.model.path']))}")
+        arguments.append(f"--reward {_word('model:' + str(options['reward_model.model.path']))}")
         used |= {"reward_model.enable"}
     if path:
         head = "custom_reward_function.reward_kwargs."
