@@ -210,7 +210,7 @@ CASES = {
         "lora_targets": "q_proj,v_proj", "out": "runs/mine", "steps": None, "lr_end": 0.0,
     }),
     "trl dpo": ("a.yaml", TRL_DPO, "dpo", {
-        "loss": "cdpo", "label_smoothing": 0.1, "beta": 0.2, "max_length": 2048, "budget": 4096, "lr": 1e-6,
+        "loss": "dpo", "label_smoothing": 0.0, "beta": 0.2, "max_length": 2048, "budget": 4096, "lr": 1e-6,
         "steps": 200, "epochs": None, "warmup": 20, "nll": 1.0, "batch": 8,
     }),
     "trl rm": ("a.sh", TRL_RM, "train_rm", {

@@ -64,6 +64,11 @@ def _masked_mean(x: Tensor, mask: Tensor) -> float:
 # ---------- weights against it
 
 
+def _tis(w: Tensor, old_logp: Tensor, logp: Tensor, /, *, cap: float, floor: float = 0.0) -> Tensor:
+    """Apply `weight.truncated_is`, with ratios below `floor` raised to it."""
+    return torch.maximum(weight.truncated_is(w, old_logp, logp, cap=cap), floor * w)
+
+
 def _icepop(
     w: Tensor, old_logp: Tensor, logp: Tensor, /, *, cap: float, floor: float | None = None
 ) -> Tensor:
@@ -84,7 +89,7 @@ def _mis_seq(w: Tensor, old_logp: Tensor, logp: Tensor, /, *, cap: float) -> Ten
 
 # (w [B, S], the trainer's log-probs, the sampler's, cap=) -> w times a function of their ratio
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {
-    "tis": weight.truncated_is,
+    "tis": _tis,
     "mis": weight.masked_is,
     "icepop": _icepop,
     "tis_seq": _tis_seq,
@@ -109,25 +114,25 @@ def correction(
     and the share of tokens with a ratio that was capped or that were dropped; and of the ratios of whole
     responses the effective share and the chi-square divergence.
 
-    tis: min(ratio, cap), as V-trace truncates it (arXiv 1802.01561). mis: 0 where the ratio exceeds the cap
-    (compared in arXiv 2510.26788). icepop: 0 outside [floor, cap] (arXiv 2510.18855), `floor` is 1 / cap by
-    default, and of icepop only. These work per token, which leaves a bias that `weight.importance_seq` does
-    not have. tis_seq and mis_seq do the same with the ratio of the whole response, whose variance grows with
-    the length. none: 1.
+    tis: min(ratio, cap), as V-trace truncates it (arXiv 1802.01561), and no less than `floor`. mis: 0 where
+    the ratio exceeds the cap (compared in arXiv 2510.26788). icepop: 0 outside [floor, cap] (arXiv
+    2510.18855), by default [1 / cap, cap]. These work per token, which leaves a bias that
+    `weight.importance_seq` does not have. tis_seq and mis_seq do the same with the ratio of the whole
+    response, whose variance grows with the length. none: 1.
 
     In addition all tokens of a response get 0 unless the geometric mean of its ratios is in
     [geo_low, geo_high], a band that does not depend on the length (arXiv 2512.23075); the metrics then have
-    the share of responses outside. ValueError for another name.
+    the share of responses outside. ValueError for another name, and for a floor of one that has none.
     """
     if name != "none" and name not in CORRECTIONS:
         raise ValueError(f"mismatch: expected one of {', '.join(CORRECTIONS)}, got {name!r}")
-    if floor is not None and name != "icepop":
+    if floor is not None and name not in ("tis", "icepop"):
         raise ValueError(f"floor: expected None, {name} has none, got {floor}")
     mask = rollout.mask
     inside = mask.to(old_logp.dtype)
     factor = plain = inside
     if name != "none":
-        row = CORRECTIONS[name] if floor is None else partial(_icepop, floor=floor)
+        row = CORRECTIONS[name] if floor is None else partial(CORRECTIONS[name], floor=floor)
         factor = row(inside, old_logp, rollout.logp, cap=cap)
         plain = weight.importance(inside, old_logp, rollout.logp)
     if name.endswith("_seq"):

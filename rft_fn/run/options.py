@@ -153,14 +153,14 @@ class Rollouts(Sampling, subject="Rollouts"):
     cap: Above1 = 2.0  # ratio of trainer to sampler at which tis truncates, and mis and icepop drop a token
     geo_low: Share = 0.0  # drop responses with a lower geometric mean of their ratios, such as 0.99; 0 is off
     geo_high: Above1 | None = None  # drop responses with a higher one, such as 1.01; None is off
-    floor: PositiveShare | None = None  # ratio below which icepop drops a token; None is 1 / cap
+    floor: PositiveShare | None = None  # least ratio: icepop drops below (None: 1 / cap), tis raises to it
     canary: Free[bool] = True  # check the engine at the start by noise on the weights that it is sent
     rebuilds: Free[Whole] = 3  # how many times a run builds a new engine for one that died
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.floor is not None and self.mismatch != "icepop":
-            raise ValueError(f"floor: expected None without --mismatch icepop, got {self.floor}")
+        if self.floor is not None and self.mismatch not in ("tis", "icepop"):
+            raise ValueError(f"floor: expected None without --mismatch tis or icepop, got {self.floor}")
 
 
 @dataclass(frozen=True)

@@ -139,19 +139,21 @@ def test_an_unknown_correction_is_refused():
         ValueError, match="mismatch: expected one of tis, mis, icepop, tis_seq, mis_seq, got 'is'"
     ):
         collect.correction("is", trainer, r)
-    with pytest.raises(ValueError, match=r"^floor: expected None, tis has none, got 0.5"):
-        collect.correction("tis", trainer, r, floor=0.5)
-    with pytest.raises(ValueError, match=r"^floor: expected None without --mismatch icepop, got 0.5"):
+    with pytest.raises(ValueError, match=r"^floor: expected None, mis has none, got 0.5"):
+        collect.correction("mis", trainer, r, floor=0.5)
+    with pytest.raises(ValueError, match=r"^floor: expected None without --mismatch tis or icepop, got 0.5"):
         options.Rollouts(floor=0.5)
 
 
-def test_the_band_of_icepop_has_a_floor_of_its_own():
+def test_tis_and_icepop_take_a_least_ratio():
     r, trainer = random_rollout(0)
     low, high = ((trainer - r.logp)[r.mask].exp().quantile(q).item() for q in (0.2, 0.9))
     found = collect.correction("icepop", trainer, r, cap=high, floor=low)[0]
     w = r.mask.to(trainer.dtype)
     torch.testing.assert_close(found, weight.icepop(w, trainer, r.logp, low=low, high=high))
     assert not torch.equal(found, collect.correction("icepop", trainer, r, cap=high)[0])
+    raised = collect.correction("tis", trainer, r, cap=high, floor=low)[0]
+    torch.testing.assert_close(raised, (trainer - r.logp).exp().clamp(low, high) * w)
 
 
 def test_a_corrected_loss_starts_from_the_trainers_policy():

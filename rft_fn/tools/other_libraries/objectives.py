@@ -1,8 +1,8 @@
 """Translates objectives of other libraries: advantage, loss, mean and limits, as options of our scripts.
 
-What is here was compared with gradients of their own code (tests/golden/objectives.py): a command without a note
-from here has their gradient, to 1e-3. A note has the relative error of the gradient, |theirs - ours| / |theirs|,
-with log-ratios of the scales 0.05, 0.3 and 1.5.
+What is here was compared with gradients of their own code (tests/golden/objectives.py): a command without
+a note from here has their gradient, to 1e-3. A note has the relative error |theirs - ours| / |theirs|, with
+log-ratios of the scales 0.05, 0.3 and 1.5.
 """
 
 from collections.abc import Mapping
@@ -79,6 +79,11 @@ def number(x: Any) -> float | None:
         return None if isinstance(x, bool) else float(x)
     except (TypeError, ValueError):
         return None
+
+
+def _lambda(advantage: str, x: Any) -> list[str]:
+    """Return the lambda of GAE; nothing for an advantage that has none."""
+    return [f"--gae-lambda {x}"] if advantage == "gae" else []
 
 
 def is_true(x: Any) -> bool:
@@ -217,8 +222,9 @@ _VERL_WEIGHTS = {
     "seq-mean-token-sum": "seq_sum",
 }
 _VERL_LOSSES = {
-    "vanilla": "ppo_clip", "gspo": "gspo", "sapo": "sapo", "cispo": "cispo", "geo_mean": "gmpo", "gpg": "reinforce",
-    "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "clip_cov": "ppo_clip", "kl_cov": "ppo_clip",
+    "vanilla": "ppo_clip", "gspo": "gspo", "sapo": "sapo", "cispo": "cispo", "geo_mean": "gmpo",
+    "gpg": "reinforce", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "clip_cov": "ppo_clip",
+    "kl_cov": "ppo_clip",
 }  # fmt: skip
 
 
@@ -299,7 +305,9 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
         if estimate in ("low_var_kl", "k3"):
             used |= {_ACTOR + "kl_loss_type"}
             notes.append(differs("--kl has the gradient of KL(policy, initial), theirs of k3", "K3"))
-    return r.Combined(arguments(Objective(advantage, loss, weight, limits)), used, notes)
+    used |= {"algorithm.lam"}
+    found = arguments(Objective(advantage, loss, weight, limits))
+    return r.Combined([*found, *_lambda(advantage, options.get("algorithm.lam", 1.0))], used, notes)
 
 
 # ---------- OpenRLHF and LightRFT, by OpenRLHF's older names
@@ -322,14 +330,16 @@ def openrlhf(options: Mapping[str, Any]) -> r.Combined:
     """Return the objective of OpenRLHF's train_ppo_ray."""
     estimator = str(options.get("advantage_estimator") or "gae").lower()
     used = {"advantage_estimator", "policy_loss_type", "eps_clip", "eps_clip_low_high", "dual_clip"}
-    used |= {"loss_agg_mode", "no_advantage_std_norm"}
+    used |= {"loss_agg_mode", "no_advantage_std_norm", "kl_unbiased_gradient", "lambd"}
     notes = []
 
     # the advantage
-    advantage = _OPENRLHF_ADVANTAGES.get(estimator)
-    if advantage is None:
-        advantage = "reinforce_pp" if estimator == "flash_reinforce" else "grpo"
-        notes.append(f"objective: advantage_estimator={estimator}: no row has it; {advantage} stands in")
+    advantage, more = _OPENRLHF_ADVANTAGES.get(estimator, "grpo"), []
+    if estimator == "flash_reinforce":
+        advantage, more = "reinforce", ["--reward-norm batch"]
+        notes.append("--reward-norm: it divides by the deviation over the batch too, theirs does not")
+    elif estimator not in _OPENRLHF_ADVANTAGES:
+        notes.append(f"objective: advantage_estimator={estimator}: no row has it; grpo stands in")
     if is_true(options.get("no_advantage_std_norm")) and estimator in (
         "gae",
         "reinforce",
@@ -359,34 +369,49 @@ def openrlhf(options: Mapping[str, Any]) -> r.Combined:
             notes.append(
                 differs(f"--kl has the gradient of KL(policy, initial), theirs one {what}", estimate.upper())
             )
-    return r.Combined(arguments(Objective(advantage, loss, weight, limits)), used, notes)
+    found = [*arguments(Objective(advantage, loss, weight, limits)), *more]
+    return r.Combined([*found, *_lambda(advantage, options.get("lambd", 1.0))], used, notes)
+
+
+_CORRECTION = {
+    "on": ("algo.advantage.is_correction_enable", "enable_vllm_is_correction"),
+    "kind": ("algo.advantage.is_correction_type", "vllm_is_correction_type"),
+    "level": ("algo.advantage.is_correction_level",),
+    "mode": ("algo.advantage.is_correction_mode",),
+    "gating": ("algo.advantage.is_correction_gating",),
+    "threshold": ("algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold"),
+}
 
 
 def correction(options: Mapping[str, Any]) -> r.Combined:
-    """Return the weights against the mismatch of trainer and sampler of OpenRLHF's newer options."""
-    head = "algo.advantage.is_correction_"
-    names = ("level", "mode", "gating", "threshold")
-    level, mode, gating, threshold = (options.get(head + name) for name in names)
-    bounds = [threshold] if isinstance(threshold, int | float | str) else list(threshold or [0.5, 5.0])
+    """Return the weights against the mismatch of trainer and sampler of OpenRLHF."""
+    used = {name for names in _CORRECTION.values() for name in names}
+    given = {
+        part: next((options[name] for name in names if options.get(name) is not None), None)
+        for part, names in _CORRECTION.items()
+    }
+    bounds = (
+        given["threshold"]
+        if isinstance(given["threshold"], list | tuple)
+        else [given["threshold"] or "0.5 5"]
+    )
     bounds = [x for part in bounds for x in str(part).replace(",", " ").split()]
-    low, high = (0, bounds[0]) if len(bounds) == 1 else bounds[:2]
-    used, notes = {head + name for name in names}, []
-    if str(level or "off").lower() == "off":
-        return r.Combined(["--mismatch none"] if level else [], used, notes)
-    if str(level) == "seq" or str(gating or "ratio") != "ratio":
-        notes.append(
-            f"--mismatch: {level} {gating or 'ratio'} is weight.masked_is_seq or a filter in a copy of the script"
-        )
-        return r.Combined([], used, notes)
-    if mode == "clip":
-        found = [f"--mismatch tis --cap {high}"]
-        if number(low) != 0:
-            notes.append(f"--mismatch: theirs also raises ratios below {low} to it")
-    else:
-        found = [
-            f"--mismatch icepop --floor {low} --cap {high}" if number(low) else f"--mismatch mis --cap {high}"
-        ]
-    return r.Combined(found, used, notes)
+    low, high = ("0", bounds[0]) if len(bounds) == 1 else bounds[:2]
+
+    # a level and a mode, or before them a switch and a name for both
+    kind, level = str(given["kind"] or "tis"), str(given["level"] or "off").lower()
+    if level == "token" and str(given["gating"] or "ratio") == "ratio":
+        kind = "tis" if given["mode"] == "clip" else "icepop"
+    elif level != "off":
+        kind = "seq-mask-tis" if str(given["gating"] or "ratio") == "ratio" else "a trust region"
+    elif not is_true(given["on"]):
+        return r.Combined([], used, [])
+    if kind not in ("tis", "icepop"):
+        why = f"--mismatch: {kind}, of whole responses, is one of rft_fn.weight in a copy of the script"
+        return r.Combined([], used, [why])
+    if number(low) == 0:
+        return r.Combined([f"--mismatch {'mis' if kind == 'icepop' else 'tis'} --cap {high}"], used, [])
+    return r.Combined([f"--mismatch {kind} --floor {low} --cap {high}"], used, [])
 
 
 def lightrft(options: Mapping[str, Any]) -> r.Combined:

@@ -153,6 +153,7 @@ _OLDER = {
     "reward.overlong_buffer_len": "overlong_buffer_len",
     "actor.dual_clip": "dual_clip",
     "algo.advantage.no_std_norm": "no_advantage_std_norm",
+    "algo.advantage.lambd": "lambd",
     "algo.kl.estimator": "kl_estimator",
     "algo.kl.unbiased_gradient": "kl_unbiased_gradient",
     "actor.adam.betas": "adam_betas",
