@@ -81,6 +81,16 @@ class Doctor:
 
 
 @dataclass(frozen=True)
+class Migrate:
+    """Print our command for a config of TRL, verl, OpenRLHF, LightRFT or prime-rl, and what differs."""
+
+    file: tyro.conf.Positional[str] = ""  # a shell or Python script, .yaml, .toml or .json
+    system: Literal["", "trl", "verl", "openrlhf", "lightrft", "prime-rl"] = ""  # if empty, as the file tells
+    trainer: Literal["", "sft", "dpo", "rm", "rl"] = ""  # if empty, as the file tells
+    table: bool = False  # print all options that are known of the system
+
+
+@dataclass(frozen=True)
 class Completion:
     """Print the completion of rft for a shell: commands, scripts, and the options of each."""
 
@@ -165,6 +175,21 @@ def examine(options: Doctor) -> None:
         sys.exit(1)
 
 
+def migrate(options: Migrate) -> None:
+    """Print the translation; exit with 2 for a file that has none."""
+    from rft_fn.tools.other_libraries import migrate as translation
+
+    if not options.file and not options.table:
+        raise ValueError("file: expected a config or a script to translate, got none")
+    words = [options.file] if options.file else []
+    for name in ("system", "trainer"):
+        if getattr(options, name):
+            words += [f"--{name}", getattr(options, name)]
+    words += ["--table"] if options.table else []
+    if status := translation.main(words):
+        sys.exit(status)
+
+
 def complete(options: Completion) -> None:
     """Print the completion."""
     print(scripts.completion(options.shell, words()))
@@ -218,6 +243,7 @@ COMMANDS = {
     "export": Command(partial(_script, "export")),
     "evaluate": Command(partial(_script, "evaluate")),
     "doctor": Command(partial(_own, Doctor, examine), Doctor),
+    "migrate": Command(partial(_own, Migrate, migrate), Migrate),
     "completion": Command(partial(_own, Completion, complete), Completion),
 }
 """Every command by its name; the help is the docstring of its options, or of the script that it runs."""

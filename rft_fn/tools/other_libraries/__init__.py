@@ -7,16 +7,25 @@ docs/coming_from (`migrate.table`), and with `names` the answers to attributes t
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from rft_fn.tools.other_libraries import lightrft, openrlhf, prime_rl, trl, trl_trainers, verl
+from rft_fn.tools.other_libraries import (
+    lightrft,
+    lightrft_trainers,
+    openrlhf,
+    prime_rl,
+    trl,
+    trl_trainers,
+    verl,
+    verl_trainers,
+)
 from rft_fn.tools.other_libraries.rows import Library, Row, hinted, named
 
 __all__ = ["LIBRARIES", "OPTIONS", "answer", "check"]
 
 LIBRARIES: dict[str, Library] = {
     "trl": trl_trainers.LIBRARY,
-    "verl": verl.LIBRARY,
+    "verl": verl_trainers.LIBRARY,
     "openrlhf": openrlhf.LIBRARY,
-    "lightrft": lightrft.LIBRARY,
+    "lightrft": lightrft_trainers.LIBRARY,
     "prime-rl": prime_rl.LIBRARY,
 }
 OPTIONS: dict[str, Mapping[str, Row]] = {
@@ -25,6 +34,7 @@ OPTIONS: dict[str, Mapping[str, Row]] = {
     "OpenRLHF and LightRFT": {name: row for name, row in named(lightrft.SHARED) if "." not in name},
     "OpenRLHF": dict(named(openrlhf.TABLE)) | {n: row for n, row in named(lightrft.SHARED) if "." in n},
     "LightRFT": dict(named(lightrft.TABLE)),
+    "prime-rl": {name: row for name, row in named(prime_rl.TABLE) if "." in name},
 }
 """The options of each library, by name with underscores."""
 

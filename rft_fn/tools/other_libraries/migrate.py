@@ -283,14 +283,26 @@ def translated(config: Config, name: str = "", kind: str | None = None) -> Trans
     options = {**next((library.implied[x] for x in config.programs if x in library.implied), {})}
     if config.processes > 1:
         options["processes"] = config.processes
-    arguments = {
-        name: x for name, x in config.options.items() if isinstance(x, str) and re.search(r"\$\{?\d", x)
-    }
-    given = {name: x for name, x in config.options.items() if name not in arguments}
+    open_, given = _open(config.options)
     found = translate(library, {**options, **given}, config.programs, kind)
-    notes = [f"{name}={x}: an argument of the script, so it is left out" for name, x in arguments.items()]
-    notes = [*config.notes, *notes, *unresolved(config, found.command)]
+    notes = [*config.notes, *open_, *unresolved(config, found.command)]
     return found._replace(notes=[*notes, *found.notes])
+
+
+# what a shell would not have, or would run: $1, $(cat x), ${LIST[@]}; a date is harmless
+_NEVER = re.compile(r"\$\{?\d|\$\((?!date\b)|`|\$\{[^}]*[^\w}]")
+
+
+def _open(options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Return a note for each option whose value only a run of the file knows, and the other options."""
+    notes, given = [], {}
+    for name, x in options.items():
+        if isinstance(x, str) and _NEVER.search(x):
+            what = "an argument of the script" if re.search(r"\$\{?\d", x) else "what a command prints"
+            notes.append(f"{name}={x}: {what}, so it is left out")
+        else:
+            given[name] = x
+    return notes, given
 
 
 def _all(configs: Sequence[Config], name: str, kind: str | None) -> list[Translation]:

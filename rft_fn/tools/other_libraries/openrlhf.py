@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from rft_fn.tools.other_libraries import lightrft, objectives
+from rft_fn.tools.other_libraries import lightrft, lightrft_trainers, objectives
 from rft_fn.tools.other_libraries import rows as r
 
 __all__ = ["LIBRARY", "TABLE"]
@@ -184,14 +184,14 @@ def _older(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     """Return what LightRFT's trainer does with the older names."""
-    found = lightrft.combine(_older(options), objectives.openrlhf)
+    found = lightrft_trainers.combine(_older(options), objectives.openrlhf)
     more = objectives.correction(options)
     dotted = {name for name, older in _OLDER.items() if older in found.used}
     used = found.used | dotted | more.used
     arguments, notes = [*found.arguments, *more.arguments], [*found.notes, *more.notes]
 
     # groups whose mean reward is within a range, which is that they differ for rewards of 0 and 1
-    if lightrft.is_true(options.get("algo.dynamic_filtering_enable", options.get("dynamic_filtering"))):
+    if objectives.is_true(options.get("algo.dynamic_filtering_enable", options.get("dynamic_filtering"))):
         bounds = options.get("algo.dynamic_filtering_range") or options.get("dynamic_filtering_reward_range")
         notes.append(
             f"--rounds: it keeps groups whose rewards differ; theirs is a mean within {bounds or [0, 1]}"
@@ -202,7 +202,7 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
             f"train.agent_func_path={options['train.agent_func_path']}: conversations over several turns; "
             "multi_turn.py --environment FILE.py:NAME is that, see docs/environments.md"
         )
-    if lightrft.is_true(options.get("train.async_enable")) and not options.get("train.async_queue_size"):
+    if objectives.is_true(options.get("train.async_enable")) and not options.get("train.async_queue_size"):
         arguments.append("--ahead 1")
     used |= {"train.async_enable"}
     return r.Combined(["--strategy.engine-type vllm", *arguments], used, notes)
@@ -252,7 +252,7 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
         arguments.append("--loss ipo")
     elif kind == "dpo" and smoothing:
         arguments.append(f"--loss cdpo --label-smoothing {smoothing}")
-    betas = lightrft.pair(given["adam_betas"])
+    betas = lightrft_trainers.pair(given["adam_betas"])
     arguments += [f"{name} {x}" for name, x in zip(("--beta1", "--beta2"), betas)]
     warmup = r.number(options, "lr_warmup_ratio", default=0.03)
     arguments.append("--warmup 0")
@@ -284,10 +284,10 @@ def _of_examples(kind: str, ours: str, lr: float, epochs: int) -> r.Trainer:
             "model.": "the scripts choose how a model computes",
             "train.": "the scripts choose how they compute",
             "ref.": _COLOCATED,
-            **lightrft.UNUSED,
+            **lightrft_trainers.UNUSED,
         },
         programs=(f"train_{kind}",),
-        numbers=lightrft.NUMBERS,
+        numbers=lightrft_trainers.NUMBERS,
     )
 
 
@@ -321,7 +321,7 @@ LIBRARY = r.Library(
                 "algo.advantage.estimator": "gae",
             },
             combine=_rollouts,
-            script=lambda options: lightrft.script(_older(options)),
+            script=lambda options: lightrft_trainers.script(_older(options)),
             sections={
                 "ref.": _COLOCATED,
                 "actor.num_": "torchrun --nnodes and --nproc-per-node",
@@ -343,11 +343,11 @@ LIBRARY = r.Library(
                 "train.": "rollouts are collected within the step",
                 "enforce_eager": "vLLM is started with its own defaults",
                 "enable_prefix": "vLLM is started with its own defaults",
-                **lightrft.UNUSED,
+                **lightrft_trainers.UNUSED,
                 "reward.num_": "torchrun --nnodes and --nproc-per-node",
             },
             programs=("train_ppo_ray", "train_ppo"),
-            numbers=lightrft.NUMBERS,
+            numbers=lightrft_trainers.NUMBERS,
             tells=(
                 *("actor.", "algo.", "critic.", "rollout.", "reward.", "vllm."),
                 *(f"{name}=" for name in _OLDER.values()),

@@ -141,8 +141,8 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     source = options.get("orchestrator.train.source") or options.get("orchestrator.train.env") or []
     named = [str(x.get("name") or x.get("id")) for x in source if isinstance(x, Mapping)]
     notes.append(
-        f"--data, --reward: theirs are in the environment {', '.join(named) or 'of the file'}; its rubric is a "
-        "reward as --reward verifiers:MODULE:FUNCTION, one of several turns is for multi_turn.py"
+        f"--data, --reward: of the environment {', '.join(named) or 'of the file'}; its rubric is a reward "
+        "as --reward verifiers:MODULE:FUNCTION, one of several turns is for multi_turn.py"
     )
     on = "trainer.scheduler.type" in options and options["trainer.scheduler.type"] != "constant"
     arguments.append("--strategy.engine-type vllm")

@@ -41,7 +41,7 @@ class Module(NamedTuple):
     commands: str  # a shell script of the commands in its texts
 
 
-class _Unknown(Exception):  # noqa: N818 - not an error of ours: a value that only a run knows
+class _Unknown(Exception):
     """A value that is no constant."""
 
 
@@ -84,7 +84,7 @@ def read(text: str, path: str) -> Module:
             and "data" in ast.unparse(node.func)
         ):
             notes.append(
-                f"line {node.lineno}: the script makes other rows of the data; --template and --messages read the "
+                f"line {node.lineno}: the script makes other rows; --template and --messages read the "
                 "columns that the source has, docs/data.md"
             )
             break

@@ -5,12 +5,13 @@ continued lines, here-documents, conditions that only compare texts or numbers, 
 `bash -c` and `eval`. A pipe, a redirection and `&` end a command. What has no value stays as it is written.
 """
 
-import ast
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from rft_fn.tools.other_libraries.shell_values import changed, closed, nested, number
 
 __all__ = ["Command", "commands"]
 
@@ -139,7 +140,7 @@ class _Reader:
             self.i += 1
         quoted = self.text[self.i : self.i + 1] in ("'", '"', "\\")
         target = "".join(self.word()) if self.at_word() else ""
-        if "<<" in mark and mark[-1] != "<" or mark.endswith("<<") and not mark.endswith("<<<"):
+        if mark.rstrip("-").endswith("<<") and not mark.endswith("<<<"):
             name = words[-1] if words[:1] == ["read"] else ""
             self.documents.append((target, not quoted, name))
 
@@ -200,9 +201,9 @@ class _Reader:
                 self.assign(name, more, value, line)
         else:
             self.status = None
-            nested = _nested([word.replace(_SPACE, " ") for word in words])
-            if nested is not None:
-                self.inside(nested, line)
+            inner = nested([word.replace(_SPACE, " ") for word in words])
+            if inner is not None:
+                self.inside(inner, line)
             elif first not in ("echo", "printf", "read", "cat", "export", ":"):
                 words = [word.replace(_SPACE, " ") for word in words]
                 shown = " ".join(words)
@@ -329,20 +330,20 @@ class _Reader:
         start, line = self.i, self.line()
         rest = self.text[start:]
         if rest.startswith("$(("):
-            end = _closed(self.text, start + 1, "(", ")")
+            end = closed(self.text, start + 1, "(", ")")
             self.i = end
             inner = self.expanded(self.text[start + 3 : end - 2], line)
-            number = _number(inner, self.variables)
-            return [self.kept(self.text[start:end], line) if number is None else str(number)]
+            found = number(inner, self.variables)
+            return [self.kept(self.text[start:end], line) if found is None else str(found)]
         if rest.startswith("$("):
-            self.i = end = _closed(self.text, start + 1, "(", ")")
+            self.i = end = closed(self.text, start + 1, "(", ")")
             return [self.output(self.text[start + 2 : end - 1], self.text[start:end], line)]
         if rest[0] == "`":
             end = self.text.find("`", start + 1)
             self.i = end + 1 if end > 0 else len(self.text)
             return [self.output(self.text[start + 1 : self.i - 1], self.text[start : self.i], line)]
         if rest.startswith("${"):
-            self.i = end = _closed(self.text, start + 1, "{", "}")
+            self.i = end = closed(self.text, start + 1, "{", "}")
             return self.braced(self.text[start + 2 : end - 1], line, quoted=quoted)
         if match := _NAME.match(rest, 1):
             self.i += match.end()
@@ -404,7 +405,7 @@ class _Reader:
             return [other]
         if not known:
             return [self.kept(whole, line)]
-        made = [_changed(x, rest, partial_of=lambda text: self.expanded(text, line)) for x in values]
+        made = [changed(x, rest, partial_of=lambda text: self.expanded(text, line)) for x in values]
         return [self.kept(whole, line) if x is None else x for x in made]
 
     def expanded_word(self, text: str, line: int) -> str:
@@ -431,84 +432,3 @@ class _Reader:
                 ending = words[2].strip("'\"") if len(words) == 3 else ""
                 return tail.removesuffix(ending) if words[0] == "basename" else head or "."
         return self.kept(whole, line)
-
-
-def _nested(words: Sequence[str]) -> str | None:
-    """Return the text of commands that a command runs: eval TEXT, bash -c TEXT, srun ... bash -c TEXT."""
-    if words[0] == "eval":
-        return " ".join(words[1:])
-    for k, word in enumerate(words[:-2]):
-        if word in ("bash", "sh", "/bin/bash") and re.fullmatch(r"-\w*c", words[k + 1]):
-            return words[k + 2]
-    return None
-
-
-def _closed(text: str, start: int, opening: str, closing: str) -> int:
-    """Return the place behind the bracket that closes the one at `start`."""
-    depth = 0
-    quote = ""
-    for k in range(start, len(text)):
-        c = text[k]
-        if quote:
-            quote = "" if c == quote and text[k - 1] != "\\" else quote
-        elif c in "'\"" and text[k - 1] != "\\":
-            quote = c
-        elif c == opening:
-            depth += 1
-        elif c == closing:
-            depth -= 1
-            if not depth:
-                return k + 1
-    raise ValueError(f"line {text.count(chr(10), 0, start) + 1}: {opening} without its {closing}")
-
-
-def _changed(x: str, rest: str, *, partial_of: Callable[[str], str]) -> str | None:
-    """Return a value as the end of ${NAME...} changes it: cut, replaced, in other letters; None if unknown."""
-    if match := re.fullmatch(r":(\d+)(?::(\d+))?", rest):
-        start = int(match[1])
-        return x[start : start + int(match[2])] if match[2] else x[start:]
-    if rest in (",,", "^^"):
-        return x.lower() if rest == ",," else x.upper()
-    if match := re.fullmatch(r"(//?)((?:\\.|[^/])+)/?(.*)", rest, re.S):
-        old, new = (partial_of(part).replace("\\", "") for part in (match[2], match[3]))
-        return x.replace(old, new) if match[1] == "//" else x.replace(old, new, 1)
-    if match := re.fullmatch(r"(##?|%%?)(.+)", rest, re.S):
-        mark, pattern = match[1], partial_of(match[2])
-        ends = range(len(x) + 1)
-        if mark in ("##", "%"):
-            ends = range(len(x), -1, -1)
-        for k in ends:
-            if fnmatchcase(x[:k] if "#" in mark else x[k:], pattern):
-                return x[k:] if "#" in mark else x[:k]
-        return x
-    return None
-
-
-_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
-    ast.FloorDiv: operator.floordiv,
-}  # fmt: skip
-
-
-def _number(text: str, variables: dict[str, Value]) -> int | None:
-    """Return the whole number of an arithmetic expression; None where it is none that is known."""
-
-    def of(node: Any, depth: int = 0) -> int:
-        if depth > 50:
-            raise ValueError("too deep")
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return node.value
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -of(node.operand, depth + 1)
-        if isinstance(node, ast.Name) and isinstance(variables.get(node.id), str):
-            return int(str(variables[node.id]))
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            found = _OPERATORS[type(node.op)](of(node.left, depth + 1), of(node.right, depth + 1))
-            if abs(found) < 1 << 63:
-                return found
-        raise ValueError("no number")
-
-    try:
-        return of(ast.parse(text.strip().replace("/", "//"), mode="eval").body)
-    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
-        return None

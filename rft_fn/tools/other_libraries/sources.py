@@ -1,10 +1,11 @@
-"""The options in a file of another library: a shell script, Python, YAML, TOML or JSON, told by its content."""
+"""The options in a file of another library: a shell script, Python, YAML, TOML or JSON."""
 
 import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rft_fn.tools.other_libraries import python_source, shell
@@ -24,8 +25,8 @@ class Config(NamedTuple):
 
     options: dict[str, Any]  # by name; the names of nested options have dots
     programs: list[str]  # files and modules that are started, without folders, packages and .py
-    notes: list[str] = []  # what of the file could not be read, with its line
-    unknown: Mapping[str, int] = {}  # texts of values that no line gives a value -> their line
+    notes: Sequence[str] = ()  # what of the file could not be read, with its line
+    unknown: Mapping[str, int] = MappingProxyType({})  # texts that no line gives a value -> their line
     processes: int = 1  # that the launcher starts, as far as it says
     started: str = ""  # the program as it is written, with its packages; "" where the file starts none
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from rft_fn.tools.other_libraries import objectives
+from rft_fn.tools.other_libraries import objectives, rewards
 from rft_fn.tools.other_libraries import rows as r
 from rft_fn.tools.other_libraries.trl import TABLE
 
@@ -142,72 +142,15 @@ def _engine(options: Mapping[str, Any]) -> r.Combined:
     return r.Combined(arguments, used | {*_OF_THE_SERVER}, notes)
 
 
-# names of open-r1's registry and of `trl grpo` -> functions of these packages
-_OPEN_R1 = {
-    "accuracy": "accuracy_reward", "format": "format_reward", "reasoning_steps": "reasoning_steps_reward",
-    "length": "len_reward", "code": "code_reward", "binary_code": "binary_code_reward",
-    "ioi_code": "ioi_code_reward", "cf_code": "cf_code_reward", "tag_count": "tag_count_reward",
-    "cosine": "get_cosine_scaled_reward()", "repetition_penalty": "get_repetition_penalty_reward",
-    "code_format": "get_code_format_reward", "soft_overlong_punishment": "get_soft_overlong_punishment",
-}  # fmt: skip
-_FACTORIES = {
-    "repetition_penalty": {"ngram_size": ("repetition_n_grams", 3), "max_penalty": ("repetition_max_penalty", -1.0)},
-    "code_format": {"language": ("code_language", "python")},
-    "soft_overlong_punishment": {
-        "max_completion_len": ("max_completion_len", 16384), "soft_punish_cache": ("soft_punish_cache", 4096),
-    },
-}  # fmt: skip
-_OF_TRL = (
-    "accuracy_reward",
-    "reasoning_accuracy_reward",
-    "think_format_reward",
-    "get_soft_overlong_punishment",
-)
-
-
-def _rewards(options: Mapping[str, Any]) -> r.Combined:
-    """Return each reward as a function of its package, with its weight."""
-    given = options.get("reward_funcs")
-    given = [] if given is None else [str(x) for x in ([given] if isinstance(given, str) else given)]
-    weights = options.get("reward_weights") or []
-    weights = [str(x) for x in ([weights] if isinstance(weights, str | int | float) else weights)]
-    used, notes, found = {"reward_funcs", "reward_weights", "reward_model_name_or_path"}, [], []
-    for k, name in enumerate(given):
-        spec = name
-        if name in _OPEN_R1:
-            parameters = _FACTORIES.get(name, {})
-            call = ", ".join(
-                f"{x}={options.get(theirs, usual)!r}" for x, (theirs, usual) in parameters.items()
-            )
-            spec = f"open_r1.rewards:{_OPEN_R1[name]}" + (f"({call})" if call else "")
-            used |= {theirs for theirs, _ in parameters.values()}
-        elif name in _OF_TRL:
-            call = "(max_completion_len=1280, soft_punish_cache=256)" if name.startswith("get_") else ""
-            spec = f"trl.rewards:{name}{call}"
-        elif "." in name and ":" not in name and "/" not in name:  # module.function
-            spec = f"{name.rpartition('.')[0]}:{name.rpartition('.')[2]}"
-        found.append(spec + (f"={weights[k]}" if k < len(weights) and len(weights) == len(given) else ""))
-    if options.get("reward_model_name_or_path"):
-        found.append(f"model:{options['reward_model_name_or_path']}")
-    packages = sorted({x.partition(".")[0] for x in found if x.startswith(("open_r1.", "trl."))})
-    if packages:
-        notes.append(
-            f"--reward: the functions are those of {' and '.join(packages)}, which must be installed, or a copy "
-            "of the file with them: --reward FILE.py:FUNCTION"
-        )
-    arguments = [f"--reward {' '.join(map(shlex.quote, found))}"] if found else []
-    return r.Combined(arguments, used, notes)
-
-
 def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     """Return the objective; prompts of a step and updates of a rollout, from batches that count responses."""
-    algorithm, engine, more, rewards = (
+    algorithm, engine, more, judged = (
         _objective(options),
         _engine(options),
         _shared(options),
-        _rewards(options),
+        rewards.trl(options),
     )
-    used = algorithm.used | engine.used | more.used | rewards.used
+    used = algorithm.used | engine.used | more.used | judged.used
     used |= {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"}
     used |= {"generation_batch_size", "max_completion_length", "max_prompt_length"}
     processes = r.integer(options, "processes", default=1)
@@ -219,10 +162,10 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     rollout = r.integer(options, "generation_batch_size", default=rollout)
 
     # theirs count responses, ours prompts
-    arguments = [*rewards.arguments, *more.arguments, *algorithm.arguments, *engine.arguments]
+    arguments = [*judged.arguments, *more.arguments, *algorithm.arguments, *engine.arguments]
     arguments.append(f"--prompts {max(rollout // group, 1)}")
     of = "one process" if processes == 1 else f"the {processes} processes"
-    notes = [*algorithm.notes, *rewards.notes, *engine.notes, *more.notes]
+    notes = [*algorithm.notes, *judged.notes, *engine.notes, *more.notes]
     notes.append(f"--prompts: of {of} of theirs; ours are of all processes")
     if rollout > update:
         arguments.append(f"--strategy.train-batch-size {update}")
@@ -333,16 +276,16 @@ _SECTIONS = {
     "deepspeed": "--strategy.zero-stage 1, 2 or 3",
     "torch_compile": "--strategy.compile-blocks", "bnb_": "--quantize nf4 has its own types",
     "fp16": "--strategy.bf16", "tf32": "set by torch",
-    "benchmarks": "evaluate.py scores answers", "callbacks": "the loop is the script: a copy has what it needs",
+    "benchmarks": "evaluate.py scores answers", "callbacks": "a copy of the script has them",
     "e2b_": "of the reward's own settings", "morph_": "of the reward's own settings",
     "code_": "of the reward's own settings", "parallel_code": "of the reward's own settings",
     "ioi_": "of the reward's own settings", "cosine_": "of the reward's own settings",
     "lora_": "adapters are plain low-rank ones", "use_rslora": "adapters are plain low-rank ones",
     "use_dora": "adapters are plain low-rank ones", "vllm_": "vLLM is started with its own defaults",
     "vespo_": "no loss of ours reads it", "dataset_test_split": "--eval-data NAME@SPLIT",
-    "save_": "a checkpoint always has everything that a run needs", "metric_for": "--best keeps them by reward",
+    "save_": "a checkpoint always has everything that a run needs", "metric_for": "--best does",
     "load_best": "--best keeps checkpoints by reward", "greater_is": "--best keeps checkpoints by reward",
-    "use_cpu": "a GPU where there is one", "chat_template": "the model's own template; a folder with another one",
+    "use_cpu": "a GPU where there is one", "chat_template": "the model's own template",
 }  # fmt: skip
 _DEFAULTS = {
     "per_device_train_batch_size": 8,

@@ -1,0 +1,255 @@
+"""Trainers of LightRFT: options that only count together, defaults; OpenRLHF's rollouts are the same."""
+
+import shlex
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from rft_fn.tools.other_libraries import objectives, rewards
+from rft_fn.tools.other_libraries import rows as r
+from rft_fn.tools.other_libraries.lightrft import SHARED, TABLE
+
+__all__ = ["LIBRARY", "NUMBERS", "UNUSED", "combine", "pair", "script"]
+
+# ------------------------------------------------------------------------------ options that count together
+
+
+def combine(
+    options: Mapping[str, Any], objective: Callable[[Mapping[str, Any]], r.Combined] = objectives.lightrft
+) -> r.Combined:
+    """Return the objective, where the KL belongs, columns, sizes and pairs of numbers, by the older names."""
+    found, critic = objective(options), script(options) == "ppo"
+    used = found.used | {"init_kl_coef", "use_kl_loss", "kl_estimator", "adam_betas", "reward_clip_range"}
+    arguments, notes = [*found.arguments], [*found.notes]
+
+    # one coefficient there, in the loss or in the reward; ppo.py has it in the reward
+    in_loss = critic or objectives.is_true(options.get("use_kl_loss"))
+    arguments.append(f"{'--kl' if in_loss else '--kl-in-reward'} {options['init_kl_coef']}")
+    if critic and objectives.is_true(options.get("use_kl_loss")):
+        notes.append("use_kl_loss: ppo.py has the KL in the reward of each token, not in the loss")
+
+    # FSDP wins over a stage of ZeRO
+    if objectives.is_true(options.get("fsdp")):
+        used |= {"zero_stage", "fsdp"}
+        arguments.append("--strategy.fsdp")
+
+    # the prompt: messages where a chat template is applied, else a text
+    key = options.get("input_key") or "input"
+    used |= {"input_key", "apply_chat_template", "input_template"}
+    template = options.get("input_template")
+    if template:
+        text = str(template).replace("{}", f"{{{key}}}")
+        arguments.append(f"--template {shlex.quote(text)}")
+    elif objectives.is_true(options.get("apply_chat_template")):
+        arguments.append(f"--messages {key}")
+        notes.append(f"--messages: where the column {key} holds texts, --template '{{{key}}}' in its place")
+    else:
+        arguments.append(f"--template '{{{key}}}'")
+        notes.append("--template: theirs is the whole prompt; here the model's chat template goes around it")
+
+    # a pack must hold a prompt and its response
+    longest = r.integer(options, "max_len", "data.max_len")
+    new = r.integer(options, "generate_max_len", "rollout.max_new_tokens", "max_new_tokens", default=1024)
+    if longest and "prompt_max_len" not in options:
+        used |= {"data.max_len", "max_len"}
+        new = min(new, max(longest // 2, 1))
+    prompt = r.integer(options, "prompt_max_len", default=longest - new if longest else 1024)
+    budget = max(prompt + new, r.integer(options, "train.max_tokens_per_gpu"))
+    arguments += [f"--max-prompt {prompt}", f"--max-new {new}", f"--budget {budget}"]
+    used |= {"prompt_max_len", "generate_max_len", "rollout.max_new_tokens", "max_new_tokens"}
+    used |= {"train.max_tokens_per_gpu"}
+
+    # a text model has nothing with the prefix
+    used |= {"freeze_prefix"}
+    if objectives.is_true(options.get("freeze_prefix")):
+        media = any(x in options for x in ("images_key", "mixed_mm_data", "limit_mm_image_per_prompt"))
+        if media and not objectives.is_true(options.get("text_only")):
+            arguments.append("--freeze visual")
+        else:
+            notes.append(
+                "freeze_prefix: --freeze visual, for a model that sees; a text model has no such part"
+            )
+
+    # a share of a run whose length is not told
+    names = ("lr_warmup_ratio", "actor.lr_warmup_ratio")
+    ratio = r.number(options, *names, default=0.03)
+    used |= {*names}
+    arguments.append("--warmup 0")
+    if ratio:
+        counts = "updates" if critic else "rollouts"
+        notes.append(f"--warmup: theirs is {ratio:g} of the run; it counts {counts}")
+
+    # without a critic nothing of one is read
+    if not critic:
+        used |= {x for x in options if x.startswith(("critic", "lambd", "kl_target"))} | _OF_A_CRITIC
+        if r.number(options, "gamma", "algo.advantage.gamma", default=1.0) != 1:
+            notes.append(
+                "gamma: advantage.reinforce_pp takes it, in a copy of grpo.py; others do not read it"
+            )
+    if not r.integer(options, "lora_rank", "ds.lora.rank"):
+        used |= {f"{head}{x}" for head in ("lora_", "ds.lora.") for x in ("rank", "alpha", "dropout")}
+        used |= {"target_modules", "ds.lora.target_modules"}
+
+    # pairs of numbers, and the penalty of DAPO where it is on
+    arguments += [f"{name} {x}" for name, x in zip(("--beta1", "--beta2"), pair(options.get("adam_betas")))]
+    bounds = pair(options.get("reward_clip_range"))
+    if len(bounds) == 2 and float(bounds[0]) == -float(bounds[1]):
+        arguments.append(f"--reward-clip {bounds[1]}")
+    elif bounds:
+        notes.append(f"reward_clip_range={bounds}: --reward-clip is the same on both sides")
+    if "overlong_buffer" in options or "overlong_buffer_len" in options:
+        used |= {"overlong_buffer", "overlong_buffer_len"}
+        if objectives.is_true(options.get("overlong_buffer", True)):
+            arguments.append(f"--overlong {options.get('overlong_buffer_len', 1024)}")
+    judged = rewards.openrlhf(options)
+    return r.Combined([*arguments, *judged.arguments], used | judged.used, [*notes, *judged.notes])
+
+
+_OF_A_CRITIC = {
+    "algo.advantage.lambd", "algo.advantage.gamma", "gamma", "algo.kl.target", "algo.kl.horizon",
+    "value_clip", "freezing_actor_steps", "save_value_network", "advantages_norm",
+}  # fmt: skip
+
+
+def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
+    """Return the columns, the sizes and the loss of a reward model, scalar or generative."""
+    length = r.integer(options, "prompt_max_len", default=1024)
+    length += r.integer(options, "generate_max_len") if kind == "sft" else 0
+    used = {"prompt_max_len", "generate_max_len", "adam_betas", "lr_warmup_ratio", "task_instruction", "fsdp"}
+    arguments = [f"--budget {2 * length if kind == 'rm' else length}", "--warmup 0"]
+    arguments.append(f"--max-length {length}" if kind == "rm" else f"--max-prompt {length}")
+    arguments += [f"{name} {x}" for name, x in zip(("--beta1", "--beta2"), pair(options.get("adam_betas")))]
+    ratio = r.number(options, "lr_warmup_ratio", default=0.03)
+    notes = [f"--warmup: theirs is {ratio:g} of the run; it counts steps"] if ratio else []
+    if objectives.is_true(options.get("fsdp")):
+        used |= {"zero_stage"}
+        arguments.append("--strategy.fsdp")
+    if not r.integer(options, "lora_rank"):
+        used |= {"lora_rank", "lora_alpha", "lora_dropout", "target_modules"}
+    columns = "messages" if kind == "sft" else "prompt chosen rejected"
+    arguments.append(f"--messages {columns}")
+    notes.append(
+        f"--data, --messages: theirs are files of a data handler; here rows with the columns {columns}"
+    )
+    if options.get("task_instruction"):
+        notes.append("task_instruction: a part of each prompt of the rows")
+    if kind == "sft":
+        return r.Combined(arguments, used, notes)
+
+    # the loss of a pair
+    used |= {"loss_type", "margin", "heads_types", "scale_for_train", "pooling_method"}
+    loss = str(options.get("loss_type") or "hps")
+    if loss != "sigmoid":
+        notes.append(f"objective: theirs is {loss}; train_rm.py has Bradley-Terry, a copy of it another one")
+    heads = pair(options.get("heads_types"))
+    if heads and heads != ["preference"]:
+        arguments.append(f"--heads {' '.join(map(str, heads))}")
+    arguments.append(f"--pool {'last' if options.get('pooling_method') == 'last' else 'attention'}")
+    if objectives.is_true(options.get("scale_for_train")):
+        notes.append("scale_for_train: scores are calibrated after the run, not scaled in it")
+    return r.Combined(arguments, used, notes)
+
+
+def pair(value: Any) -> list[Any]:
+    """Return the two numbers of a list, or of a text; none of None."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return value.replace(",", " ").split()
+    return list(value)
+
+
+def script(options: Mapping[str, Any]) -> str:
+    """Return ppo where there is a critic, else grpo."""
+    return "ppo" if str(options["advantage_estimator"]).lower() == "gae" else "grpo"
+
+
+NUMBERS = (
+    "rollout_batch_size", "train_batch_size", "n_samples_per_prompt", "prompt_max_len", "generate_max_len",
+    "max_len", "init_kl_coef", "actor_learning_rate", "critic_learning_rate", "num_episodes", "max_epochs",
+    "eps_clip", "eps_clip_low_high", "lr_warmup_ratio", "lora_rank", "lora_alpha", "overlong_buffer_len",
+    "adam_betas", "train.batch_size", "rollout.batch_size", "rollout.n_samples_per_prompt", "data.max_len",
+    "rollout.max_new_tokens", "algo.kl.init_coef", "actor.adam.lr", "critic.adam.lr", "actor.eps_clip",
+    "actor.eps_clip_low_high", "train.num_episodes", "train.max_epochs", "reward.clip_range", "ds.lora.rank",
+    "learning_rate", "adam.lr", "actor.adam.betas", "adam.betas", "reward_clip_range",
+)  # fmt: skip
+UNUSED = {
+    "grad_accum_dtype": "gradients are summed in float32", "overlap_comm": "of DeepSpeed's own settings",
+    "zpg": "of DeepSpeed's own settings", "gradient_checkpointing_use": "without use_reentrant",
+    "disable_": "of that library's own files", "local_rank": "torchrun sets it",
+    "actor_init": "a sharded model is always made on the meta device",
+    "save_hf": "a run's folder `model` is one that transformers loads",
+    "use_ms": "sources are files, folders and names of the hub", "wandb_": "wandb's own variables have it",
+    "value_head_prefix": "the head has one name", "pretrain_split": "part of the source: NAME@SPLIT",
+    "eval_split": "part of the source: --eval-data NAME@SPLIT",
+    "fps": "the frames of a video are chosen before", "probing_layer": "scores are of the last layer",
+    "processes": "torchrun --nnodes and --nproc-per-node",
+}  # fmt: skip
+_EXAMPLES: r.Table = {
+    "examples": {
+        "train_data": r.same("--data"),
+        "actor_learning_rate": r.same("--lr"),
+        "max_pixels": r.same("--max-pixels"),
+        "engine_type engine_tp_size engine_mem_util": r.nothing("nothing is sampled"),
+    },
+    "rm": {"eval_data": r.same("--eval-data")},
+    "sft": {"eval_data": r.UNEVALUATED},
+}
+
+
+def _of_examples(kind: str, ours: str, program: str) -> r.Trainer:
+    """Return the trainer of a kind of reward model."""
+    rows = {name: row for name, row in r.rows_of(SHARED, kind).items() if "." not in name}
+    return r.Trainer(
+        rows={**rows, **r.rows_of(_EXAMPLES, kind)},
+        defaults={
+            "actor_learning_rate": 1e-6, "train_batch_size": 128, "max_epochs": 1, "adam_betas": (0.9, 0.95),
+            "zero_stage": 2,
+        },
+        combine=partial(_examples, kind),
+        script=lambda options: ours,
+        sections=UNUSED,
+        programs=tuple(f"{program}_{x}" for x in ("vl", "al", "text")),
+        tells=("heads_types", "pooling_method") if kind == "rm" else (),
+        numbers=NUMBERS,
+    )  # fmt: skip
+
+
+LIBRARY = r.Library(
+    "LightRFT",
+    {
+        "rm": _of_examples("rm", "train_rm", "train_srm"),
+        "sft": _of_examples("sft", "sft", "train_grm"),
+        "rl": r.Trainer(
+            rows={
+                **{name: row for name, row in r.rows_of(SHARED, "rl").items() if "." not in name},
+                **r.rows_of(TABLE, "rl"),
+            },
+            defaults={
+                "actor_learning_rate": 1e-6,
+                "critic_learning_rate": 9e-6,
+                "eps_clip": 0.2,
+                "value_clip": 0.2,
+                "lambd": 0.95,
+                "rollout_batch_size": 512,
+                "train_batch_size": 128,
+                "generate_max_len": 1024,
+                "prompt_max_len": 1024,
+                "n_samples_per_prompt": 1,
+                "num_episodes": 1,
+                "init_kl_coef": 0.01,
+                "zero_stage": 2,
+                "adam_betas": (0.9, 0.95),
+                "engine_type": "vllm",
+                "advantage_estimator": "gae",
+            },
+            combine=combine,
+            script=script,
+            sections=UNUSED,
+            programs=("train_colocate",),
+            tells=("advantage_estimator", "n_samples_per_prompt", "rollout_batch_size"),
+            numbers=NUMBERS,
+        ),
+    },
+    packages=("lightrft",),
+)
