@@ -1,8 +1,8 @@
 """Configs of other libraries that name an objective, and ours that `rft migrate` makes of them.
 
-Each config is one that a user may have; `objectives_record.py` has put the gradients that their own code makes of
-it into objectives.json: from rewards to log-probs, at three scales of log-ratios, with tool tokens in the middle
-of responses and one response without a token. `gradient` is what our command makes of the same batch.
+Each config is one that a user may have; `objectives_record.py` has put the gradients that their own code makes
+of it into objectives.json: from rewards to log-probs, at three scales of log-ratios, with tool tokens in the
+middle of responses and one response without a token. `gradient` is what our command makes of that batch.
 """
 
 import json
@@ -16,7 +16,7 @@ from test_house import load_script
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn import collect, loss, parsing, weight
+from rft_fn import collect, loss, parsing
 from rft_fn.tools.other_libraries import LIBRARIES
 from rft_fn.tools.other_libraries.migrate import translate
 from rft_fn.types import Packed, Rollout, TokenOut

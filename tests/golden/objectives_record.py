@@ -13,6 +13,7 @@ import importlib
 import json
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -169,7 +170,7 @@ def lightrft_config(config: Config):
     for name in ("lightrft", "lightrft.models", "lightrft.trainer"):
         stub(name).__path__ = [f"{root}/{name.replace('.', '/')}"]
     stub("lightrft.models.utils", masked_mean=None)
-    source = open(f"{root}/lightrft/models/utils.py").read()
+    source = Path(f"{root}/lightrft/models/utils.py").read_text()
     start = source.index("def masked_mean")
     scope = {"torch": torch, "Optional": object, "Union": types.SimpleNamespace}
     exec("from typing import *\n" + source[start : source.index("\ndef ", start + 1)], scope)

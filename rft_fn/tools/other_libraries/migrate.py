@@ -123,7 +123,7 @@ def _refused(script: str, argument: str, why: str, theirs: str, note: str) -> st
 
 
 def _is_null(x: Any) -> bool:
-    return x is None or (isinstance(x, str) and x.lower() in ("null", "none", "~"))
+    return x is None or (isinstance(x, str) and x in ("null", "None", "~"))  # "none" is a scale
 
 
 def _numbers(trainer: Trainer, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -6,99 +6,28 @@ log-ratios of the scales 0.05, 0.3 and 1.5.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from rft_fn.tools.other_libraries import rows as r
+from rft_fn.tools.other_libraries.objective_rows import (
+    ERRORS,
+    Objective,
+    arguments,
+    constant,
+    differs,
+    is_true,
+    number,
+)
 
-__all__ = ["ROWS", "Objective", "arguments", "lightrft", "openrlhf", "trl", "trl_pairs", "verl"]
+__all__ = ["correction", "lightrft", "openrlhf", "trl", "trl_pairs", "verl"]
 
-
-class Objective(NamedTuple):
-    """What a run maximises, in our words."""
-
-    advantage: str  # a row of rft_fn.algorithm.TABLE that has it
-    loss: str  # a function of rft_fn.loss
-    weight: str  # as --weight takes it
-    limits: Mapping[str, Any] = {}  # of the loss, by their names here; None is left out
-
-
-# the rows of rft_fn.algorithm.TABLE as objectives
-ROWS: dict[str, Objective] = {
-    "grpo": Objective("grpo", "ppo_clip", "seq_mean"),
-    "dr_grpo": Objective("dr_grpo", "ppo_clip", "constant:1024"),
-    "dapo": Objective("grpo", "ppo_clip", "token_mean"),
-    "gspo": Objective("grpo", "gspo", "seq_mean"),
-    "cispo": Objective("grpo", "cispo", "token_mean"),
-    "sapo": Objective("grpo", "sapo", "seq_mean"),
-    "gmpo": Objective("grpo", "gmpo", "seq_mean"),
-    "cpgd": Objective("cpgd", "cpgd", "token_mean"),
-    "dppo_tv": Objective("grpo", "dppo_tv", "token_mean"),
-    "dppo_kl": Objective("grpo", "dppo_kl", "token_mean"),
-    "reinforce": Objective("reinforce", "reinforce", "seq_sum"),
-    "rloo": Objective("rloo", "reinforce", "seq_sum"),
-    "opo": Objective("opo", "reinforce", "seq_sum"),
-    "remax": Objective("remax", "reinforce", "seq_sum"),
-    "reinforce_pp": Objective("reinforce_pp", "ppo_clip", "token_mean"),
-    "reinforce_pp_baseline": Objective("reinforce_pp_baseline", "ppo_clip", "token_mean"),
-    "ppo": Objective("gae", "ppo_clip", "token_mean"),
-}
-_OLDER = {"low": "--clip-low", "high": "--clip-high", "dual": "--dual"}
-
-
-def arguments(wanted: Objective) -> list[str]:
-    """Return the options of an objective: the nearest row, and what differs from it."""
-
-    # among the rows with this loss, the one that differs in the fewest parts
-    like = {name: row for name, row in ROWS.items() if row.loss == wanted.loss}
-    if wanted.advantage == "gae":
-        like = {"ppo": ROWS["ppo"]}
-    else:
-        like.pop("ppo", None)
-    name = min(
-        like, key=lambda x: (like[x].advantage != wanted.advantage) + (like[x].weight != wanted.weight)
-    )
-    row = like[name]
-    found = [f"--algorithm {name}"]
-    if row.advantage != wanted.advantage:
-        found.append(f"--advantage {wanted.advantage}")
-    if row.weight != wanted.weight:
-        found.append(f"--weight {wanted.weight}")
-
-    # the older options take no negative limit
-    limits = {limit: x for limit, x in wanted.limits.items() if x is not None}
-    negative = any((number(x) or 0) < 0 for x in limits.values())
-    for limit, x in limits.items():
-        flag = f"--loss.{limit.replace('_', '-')}" if negative or limit not in _OLDER else _OLDER[limit]
-        found.append(f"{flag} {x}")
-    return found
-
-
-def number(x: Any) -> float | None:
-    """Return the number in a value of a config; None for a variable of the shell and other texts."""
-    try:
-        return None if isinstance(x, bool) else float(x)
-    except (TypeError, ValueError):
-        return None
+_WHITE = "--advantage: their deviation is over n tokens, ours over n - 1: ours is 1 / (2 n) smaller"
+_KL = "with a coefficient of 0.05 --kl has the gradient of KL(policy, initial), theirs"
 
 
 def _lambda(advantage: str, x: Any) -> list[str]:
     """Return the lambda of GAE; nothing for an advantage that has none."""
     return [f"--gae-lambda {x}"] if advantage == "gae" else []
-
-
-def is_true(x: Any) -> bool:
-    return str(x).lower() == "true"
-
-
-def differs(what: str, errors: str) -> str:
-    """Return the note of an objective that we have not: what differs, and the error of the gradient."""
-    return f"objective: {what}; relative error of the gradient at log-ratios of 0.05, 0.3, 1.5: {errors}"
-
-
-def constant(length: Any) -> str:
-    """Return the weight that divides by a length."""
-    whole = number(length)
-    return f"constant:{length if whole is None else int(whole)}"
 
 
 # ---------- TRL
@@ -140,18 +69,20 @@ def trl(options: Mapping[str, Any]) -> r.Combined:
     elif level != "token":
         loss, limits = "gspo", {"low": low, "high": high}
     if kind == "vespo":
-        notes.append(differs("VESPO's weights of whole responses are no loss of ours", "VESPO"))
+        notes.append(differs("VESPO's weights of whole responses are no loss of ours", "trl/vespo"))
     elif kind not in (*_TRL_WEIGHTS, "dr_grpo"):
         notes.append(f"objective: loss_type={kind}: no loss of ours; write it into a copy of grpo.py")
     if level != "token" and kind in ("cispo", "sapo"):
-        notes.append(differs(f"{kind} with ratios of whole sequences is no loss of ours", f"SEQUENCE {kind}"))
+        notes.append(
+            differs(f"{kind} with ratios of whole sequences is no loss of ours", f"trl/{kind}, sequence")
+        )
     if delta is not None and loss == "gspo":
-        notes.append(differs("delta bounds ratios of sequences too", "DELTA"))
+        notes.append(differs("delta bounds ratios of sequences too", "trl/sequence, delta"))
     least = (number(high) or 0) + 1
     if loss == "ppo_clip" and delta is not None and (number(delta) or least) < least:
-        limits["dual"] = None
+        limits["dual"] = f"{least:.10g}"
         notes.append(
-            differs("a delta below 1 + epsilon_high clips good responses, and bad ones above", "LOW")
+            differs("a delta below 1 + epsilon_high clips good tokens at delta", "trl/dapo, delta 1.1")
         )
 
     # the scale of the advantages
@@ -172,9 +103,9 @@ def trl(options: Mapping[str, Any]) -> r.Combined:
     if (number(options.get("beta")) or 0) > 0:
         used |= {"use_bias_correction_kl"}
         if str(options.get("use_bias_correction_kl", True)).lower() == "false":
-            notes.append(differs("--kl has the gradient of KL(policy, initial), theirs of k3", "K3"))
+            notes.append(differs(f"{_KL} that of k3", "trl/kl, uncorrected"))
         elif (number(options.get("num_iterations")) or 1) > 1:
-            notes.append(differs("--kl has no ratio in front; the first update is the same", "RATIO"))
+            notes.append(differs(f"{_KL} has the ratio in front, after the first update", "trl/kl"))
     return r.Combined([*arguments(Objective(advantage, loss, weight, limits)), *more], used, notes)
 
 
@@ -182,7 +113,6 @@ def trl(options: Mapping[str, Any]) -> r.Combined:
 _PAIRS = {
     "sigmoid": ["--loss dpo"], "ipo": ["--loss ipo", "--average"], "sigmoid_norm": ["--loss dpo", "--average"]
 }  # fmt: skip
-PAIR_ERRORS: dict[str, str] = {}
 
 
 def trl_pairs(options: Mapping[str, Any]) -> r.Combined:
@@ -192,16 +122,19 @@ def trl_pairs(options: Mapping[str, Any]) -> r.Combined:
     notes, used = [], {"loss_type", "label_smoothing"}
     kind = kinds[0]
     found = _PAIRS.get(kind, ["--loss dpo"])
-    if kind not in _PAIRS:
+    if f"trl dpo/{kind}" in ERRORS:
         notes.append(
-            differs(
-                f"loss_type={kind} is no --loss of dpo.py: see pair_loss in it", PAIR_ERRORS.get(kind, "")
-            )
+            differs(f"loss_type={kind} is a line in pair_loss of a copy of dpo.py", f"trl dpo/{kind}")
         )
-    if len(kinds) > 1:
-        weights = options.get("loss_weights") or [1.0] * len(kinds)
-        used |= {"loss_weights"}
-        notes.append(f"--loss: theirs is a sum of {', '.join(kinds)} with the weights {weights}")
+    elif kind not in _PAIRS:
+        notes.append(f"objective: loss_type={kind}: no loss of ours; write it into a copy of dpo.py")
+    weights = options.get("loss_weights") or [1.0] * len(kinds)
+    used |= {"loss_weights"}
+    if kinds[1:] == ["sft"] and number(weights[0]) == 1:
+        found = [*found, f"--nll {weights[1]}"]
+        notes.append("--nll: a mean over the tokens of each response; theirs is over those of the batch")
+    elif len(kinds) > 1:
+        notes.append(f"objective: theirs is the sum of {', '.join(kinds)} with the weights {weights}")
     if number(options.get("label_smoothing")) and kind in _PAIRS:
         notes.append(f"label_smoothing: {kind} does not read it; --loss cdpo --label-smoothing does")
     return r.Combined([*found], used, notes)
@@ -248,12 +181,12 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
         advantage = "dr_grpo"
     if estimator not in _VERL_ADVANTAGES:
         notes.append(f"objective: adv_estimator={estimator}: no row has it; --algorithm grpo stands in")
-    elif estimator in ("gpg", "grpo_passk"):
-        what = {
-            "gpg": "gpg scales by responses / responses with a reward",
-            "grpo_passk": "pass@k is another advantage",
-        }
-        notes.append(differs(what[estimator], f"VERL {estimator}"))
+    elif estimator == "gpg":
+        notes.append(
+            "objective: gpg multiplies by responses / responses with a reward other than 0, ours does not"
+        )
+    elif estimator == "grpo_passk":
+        notes.append(differs("only the best response learns there, by its lead", "verl/grpo_passk"))
 
     # the mean
     weight = _VERL_WEIGHTS.get(mean, "token_mean")
@@ -282,15 +215,18 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
     if kind == "geo_mean":
         notes.append(_COUNTS)
     elif kind == "clip_cov":
-        notes.append(differs("Clip-Cov's drops are weight.clip_cov in a copy of the script", "VERL clip_cov"))
+        notes.append(
+            "objective: Clip-Cov's drops are weight.clip_cov in a copy of the script; 0.0002 of the tokens"
+        )
     elif kind == "kl_cov":
         limits = {"low": 1, "high": 1000000}  # it has no clip
-        notes.append(differs("KL-Cov's penalty is loss.kl_cov in a copy of the script", "VERL kl_cov"))
+        notes.append(differs("KL-Cov's penalty is loss.kl_cov in a copy of the script", "verl/kl_cov"))
     elif kind not in _VERL_LOSSES:
         notes.append(f"objective: loss_mode={kind}: no loss of ours; vanilla stands in")
     if advantage == "gae" and loss != "ppo_clip":
         loss, limits = "ppo_clip", {"low": low, "high": high, "dual": cap}
-        notes.append(f"objective: ppo.py has the clipped loss, not {kind}: put it into a copy of the script")
+        what = f"ppo.py has the clipped loss, not {kind}"
+        notes.append(differs(what, "verl/gae, gspo") if kind == "gspo" else f"objective: {what}")
     given = options.get(_ACTOR + "clip_ratio")
     if (number(given) or 0.2) != 0.2 and not {_ACTOR + "clip_ratio_low", _ACTOR + "clip_ratio_high"} & set(
         options
@@ -304,7 +240,7 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
         estimate = str(options.get(_ACTOR + "kl_loss_type") or "low_var_kl")
         if estimate in ("low_var_kl", "k3"):
             used |= {_ACTOR + "kl_loss_type"}
-            notes.append(differs("--kl has the gradient of KL(policy, initial), theirs of k3", "K3"))
+            notes.append(differs(f"{_KL} that of k3", "verl/grpo, kl"))
     used |= {"algorithm.lam"}
     found = arguments(Objective(advantage, loss, weight, limits))
     return r.Combined([*found, *_lambda(advantage, options.get("algorithm.lam", 1.0))], used, notes)
@@ -317,6 +253,9 @@ _OPENRLHF_ADVANTAGES = {
     "gae": "gae", "reinforce": "reinforce_pp", "reinforce++": "reinforce_pp", "rloo": "rloo",
     "reinforce_baseline": "reinforce_pp_baseline", "group_norm": "grpo", "dr_grpo": "dr_grpo",
 }  # fmt: skip
+
+
+_WHITENED = ("gae", "reinforce", "reinforce++", "reinforce_baseline")  # over the tokens of the batch
 
 
 def _clips(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -337,15 +276,20 @@ def openrlhf(options: Mapping[str, Any]) -> r.Combined:
     advantage, more = _OPENRLHF_ADVANTAGES.get(estimator, "grpo"), []
     if estimator == "flash_reinforce":
         advantage, more = "reinforce", ["--reward-norm batch"]
-        notes.append("--reward-norm: it divides by the deviation over the batch too, theirs does not")
+        what = "--reward-norm batch divides by the deviation too, only the norm differs"
+        notes.append(differs(what, "openrlhf/flash_reinforce"))
     elif estimator not in _OPENRLHF_ADVANTAGES:
         notes.append(f"objective: advantage_estimator={estimator}: no row has it; grpo stands in")
-    if is_true(options.get("no_advantage_std_norm")) and estimator in (
-        "gae",
-        "reinforce",
-        "reinforce_baseline",
-    ):
-        notes.append("--advantage: theirs is not divided by the deviation over the batch")
+    if estimator in _WHITENED and is_true(options.get("no_advantage_std_norm")):
+        notes.append("objective: their advantage is not divided by the deviation over the batch, ours is")
+    elif estimator in _WHITENED:
+        notes.append(_WHITE)
+    if estimator == "gae" and number(options.get("lambd")) not in (None, 1.0):
+        notes.append(
+            differs("theirs decays over the tokens of tools, ours skips them", "openrlhf/gae, lambda 0.95")
+        )
+    if estimator == "reinforce" and number(options.get("gamma")) not in (None, 1.0):
+        notes.append("objective: advantage.reinforce_pp takes gamma in a copy of grpo.py; here it is 1")
 
     # GSPO is always a mean over responses
     limits = _clips(options)
@@ -359,16 +303,15 @@ def openrlhf(options: Mapping[str, Any]) -> r.Combined:
         limits["dual"] = options.get("dual_clip")
     if advantage == "gae" and loss != "ppo_clip":
         loss = "ppo_clip"
-        notes.append("objective: ppo.py has the clipped loss, not gspo: put it into a copy of the script")
+        notes.append(differs("ppo.py has the clipped loss, not gspo", "openrlhf/gae, gspo"))
 
     # the KL in the loss
     if is_true(options.get("use_kl_loss")) and number(options.get("init_kl_coef")) != 0:
         estimate = str(options.get("kl_estimator") or "k1")
-        if not is_true(options.get("kl_unbiased_gradient")) and estimate != "k2":
-            what = {"k1": "whose expectation is 0", "k3": "of k3"}.get(estimate, "")
-            notes.append(
-                differs(f"--kl has the gradient of KL(policy, initial), theirs one {what}", estimate.upper())
-            )
+        used |= {"kl_estimator"}
+        if estimate in ("k1", "k3") and not is_true(options.get("kl_unbiased_gradient")):
+            what = {"k1": "one of expectation 0", "k3": "that of k3"}[estimate]
+            notes.append(differs(f"{_KL} {what}", f"openrlhf/group_norm, kl {estimate}"))
     found = [*arguments(Objective(advantage, loss, weight, limits)), *more]
     return r.Combined([*found, *_lambda(advantage, options.get("lambd", 1.0))], used, notes)
 
@@ -407,11 +350,13 @@ def correction(options: Mapping[str, Any]) -> r.Combined:
     elif not is_true(given["on"]):
         return r.Combined([], used, [])
     if kind not in ("tis", "icepop"):
-        why = f"--mismatch: {kind}, of whole responses, is one of rft_fn.weight in a copy of the script"
-        return r.Combined([], used, [why])
+        what = f"{kind}, of whole responses, is one of rft_fn.weight in a copy of the script"
+        if kind == "seq-mask-tis":
+            return r.Combined([], used, [differs(what, "openrlhf/group_norm, seq mask")])
+        return r.Combined([], used, [f"objective: {what}"])
     if number(low) == 0:
-        return r.Combined([f"--mismatch {'mis' if kind == 'icepop' else 'tis'} --cap {high}"], used, [])
-    return r.Combined([f"--mismatch {kind} --floor {low} --cap {high}"], used, [])
+        return r.Combined([f"--mismatch {'mis' if kind == 'icepop' else 'tis'}", f"--cap {high}"], used, [])
+    return r.Combined([f"--mismatch {kind}", f"--floor {low}", f"--cap {high}"], used, [])
 
 
 def lightrft(options: Mapping[str, Any]) -> r.Combined:
@@ -421,18 +366,18 @@ def lightrft(options: Mapping[str, Any]) -> r.Combined:
     notes = []
     advantage = _OPENRLHF_ADVANTAGES.get(estimator, "grpo")
     if estimator == "cpgd":
-        notes.append(differs("its advantages of cpgd are all 0, ours are not", "the gradient is 0 there"))
+        notes.append("objective: its advantages of cpgd are all 0, and so is its gradient; ours are not")
         advantage = "cpgd"
     elif estimator not in _OPENRLHF_ADVANTAGES:
         notes.append(f"objective: advantage_estimator={estimator}: no row has it; grpo stands in")
+    elif estimator in _WHITENED:
+        notes.append(_WHITE)
     limits = _clips(options)
     loss = "ppo_clip"
     if is_true(options.get("use_cpg_loss")) and advantage != "gae":
         loss, limits = "cpgd", {**limits, "drift": 0}
     elif is_true(options.get("use_cpg_loss")):
-        notes.append(
-            "objective: ppo.py has the clipped loss, not that of cpgd: put it into a copy of the script"
-        )
+        notes.append("objective: ppo.py has the clipped loss, not that of cpgd")
     if is_true(options.get("use_gspo")):
         notes.append("use_gspo: no code of LightRFT reads it; --algorithm gspo is that algorithm")
     if options.get("loss_agg_mode") not in (None, "seq-mean-token-mean"):

@@ -154,6 +154,7 @@ _OLDER = {
     "actor.dual_clip": "dual_clip",
     "algo.advantage.no_std_norm": "no_advantage_std_norm",
     "algo.advantage.lambd": "lambd",
+    "algo.advantage.gamma": "gamma",
     "algo.kl.estimator": "kl_estimator",
     "algo.kl.unbiased_gradient": "kl_unbiased_gradient",
     "actor.adam.betas": "adam_betas",

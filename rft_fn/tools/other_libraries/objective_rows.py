@@ -1,0 +1,126 @@
+"""What an objective is in options of our scripts, and how far objectives of others are from ours.
+
+The errors were measured on gradients of their own code: tests/golden/objectives.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["ERRORS", "ROWS", "Objective", "arguments", "constant", "differs", "is_true", "number"]
+
+
+class Objective(NamedTuple):
+    """What a run maximises, in our words."""
+
+    advantage: str  # a row of rft_fn.algorithm.TABLE that has it
+    loss: str  # a function of rft_fn.loss
+    weight: str  # as --weight takes it
+    limits: Mapping[str, Any] = {}  # of the loss, by their names here; None is left out
+
+
+# the rows of rft_fn.algorithm.TABLE as objectives
+ROWS: dict[str, Objective] = {
+    "grpo": Objective("grpo", "ppo_clip", "seq_mean"),
+    "dr_grpo": Objective("dr_grpo", "ppo_clip", "constant:1024"),
+    "dapo": Objective("grpo", "ppo_clip", "token_mean"),
+    "gspo": Objective("grpo", "gspo", "seq_mean"),
+    "cispo": Objective("grpo", "cispo", "token_mean"),
+    "sapo": Objective("grpo", "sapo", "seq_mean"),
+    "gmpo": Objective("grpo", "gmpo", "seq_mean"),
+    "cpgd": Objective("cpgd", "cpgd", "token_mean"),
+    "dppo_tv": Objective("grpo", "dppo_tv", "token_mean"),
+    "dppo_kl": Objective("grpo", "dppo_kl", "token_mean"),
+    "reinforce": Objective("reinforce", "reinforce", "seq_sum"),
+    "rloo": Objective("rloo", "reinforce", "seq_sum"),
+    "opo": Objective("opo", "reinforce", "seq_sum"),
+    "remax": Objective("remax", "reinforce", "seq_sum"),
+    "reinforce_pp": Objective("reinforce_pp", "ppo_clip", "token_mean"),
+    "reinforce_pp_baseline": Objective("reinforce_pp_baseline", "ppo_clip", "token_mean"),
+    "ppo": Objective("gae", "ppo_clip", "token_mean"),
+}
+_OLDER = {"low": "--clip-low", "high": "--clip-high", "dual": "--dual"}
+
+
+def arguments(wanted: Objective) -> list[str]:
+    """Return the options of an objective: the nearest row, and what differs from it."""
+
+    # among the rows with this loss, the one that differs in the fewest parts
+    like = {name: row for name, row in ROWS.items() if row.loss == wanted.loss}
+    if wanted.advantage == "gae":
+        like = {"ppo": ROWS["ppo"]}
+    else:
+        like.pop("ppo", None)
+    name = min(
+        like, key=lambda x: (like[x].advantage != wanted.advantage) + (like[x].weight != wanted.weight)
+    )
+    row = like[name]
+    found = [f"--algorithm {name}"]
+    if row.advantage != wanted.advantage:
+        found.append(f"--advantage {wanted.advantage}")
+    if row.weight != wanted.weight:
+        found.append(f"--weight {wanted.weight}")
+
+    # the older options take no negative limit
+    limits = {limit: x for limit, x in wanted.limits.items() if x is not None}
+    negative = any((number(x) or 0) < 0 for x in limits.values())
+    for limit, x in limits.items():
+        flag = f"--loss.{limit.replace('_', '-')}" if negative or limit not in _OLDER else _OLDER[limit]
+        found.append(f"{flag} {x}")
+    return found
+
+
+def number(x: Any) -> float | None:
+    """Return the number in a value of a config; None for a variable of the shell and other texts."""
+    try:
+        return None if isinstance(x, bool) else float(x)
+    except (TypeError, ValueError):
+        return None
+
+
+def is_true(x: Any) -> bool:
+    return str(x).lower() == "true"
+
+
+# |theirs - ours| / |theirs| at log-ratios of 0.05, 0.3 and 1.5, by config of tests/golden/objectives.py
+ERRORS = {
+    "trl/dapo, delta 1.1": "0.22, 0.58, 0.45",
+    "trl/cispo, sequence": "0.046, 0.18, 0.3",
+    "trl/sapo, sequence": "0.04, 0.22, 0.5",
+    "trl/vespo": "0.16, 0.53, 8.3",
+    "trl/sequence, delta": "0.00015, 0.00014, 4.2",
+    "trl/kl": "0.0019, 0.0089, 0.06",
+    "trl/kl, uncorrected": "0.0085, 0.012, 0.0051",
+    "trl dpo/hinge": "0.51, 0.51, 0.49",
+    "trl dpo/nca_pair": "0.86, 0.87, 0.89",
+    "trl dpo/bco_pair": "0.035, 0.05, 0.04",
+    "trl dpo/sppo_hard": "1, 1, 1",
+    "trl dpo/aot": "0.096, 0.067, 0.024",
+    "trl dpo/aot_unpaired": "0.037, 0.073, 0.045",
+    "trl dpo/apo_zero": "0.87, 0.88, 0.92",
+    "trl dpo/apo_down": "1.5, 1.6, 1.6",
+    "trl dpo/discopop": "1.4, 1.5, 1.4",
+    "trl dpo/sft": "0.9, 0.89, 0.89",
+    "trl dpo/robust": "0.2, 0.2, 0.2",
+    "trl dpo/exo_pair": "0.087, 0.083, 0.084",
+    "verl/grpo_passk": "0.73, 1.5, 1",
+    "verl/kl_cov": "0.014, 0.013, 0.0037",
+    "verl/gae, gspo": "0.32, 0.55, 0.91",
+    "verl/grpo, kl": "0.0087, 0.014, 0.015",
+    "openrlhf/flash_reinforce": "0.39, 0.39, 0.39",
+    "openrlhf/gae, lambda 0.95": "0.035, 0.031, 0.021",
+    "openrlhf/gae, gspo": "0.48, 0.78, 1.1",
+    "openrlhf/group_norm, seq mask": "0.65, 0.66, 0.64",
+    "openrlhf/group_norm, kl k1": "0.063, 0.081, 0.03",
+    "openrlhf/group_norm, kl k3": "0.0087, 0.014, 0.005",
+}
+
+
+def differs(what: str, key: str) -> str:
+    """Return the note of an objective that we have not: what differs, and the error of the gradient."""
+    return f"objective: {what}; error of the gradient at log-ratios of 0.05, 0.3, 1.5: {ERRORS[key]}"
+
+
+def constant(length: Any) -> str:
+    """Return the weight that divides by a length."""
+    whole = number(length)
+    return f"constant:{length if whole is None else int(whole)}"
