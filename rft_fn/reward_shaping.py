@@ -110,6 +110,16 @@ def gated(reward: Tensor, gate: Tensor) -> Tensor:
     return torch.where(gate, reward, 0)
 
 
+def best_and_worst(reward: Tensor) -> Tensor:
+    """Mark the best and the worst responses of each group with 1, the others with 0, [N, G].
+
+    All of a group in which rewards are equal. `rollout.draw_rows` draws by them: PF-PPO, arXiv 2409.06957.
+    """
+    check.shapes(reward=(reward, "N G"))
+    best, worst = reward.amax(-1, keepdim=True), reward.amin(-1, keepdim=True)
+    return ((reward == best) | (reward == worst)).to(reward.dtype)
+
+
 def varied(reward: Tensor) -> Tensor:
     """Return whether rewards differ within each group, [N] bool.
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rft_fn import check, tree
+from rft_fn import check, rng, tree
 from rft_fn.types import Media, Rollout, Sampling
 
-__all__ = ["concat", "extend", "prefixes", "split", "take", "with_prompts"]
+__all__ = ["concat", "draw_rows", "extend", "prefixes", "split", "take", "with_prompts"]
 
 
 def take(rollout: Rollout, index: Sequence[int] | Tensor) -> Rollout:
@@ -42,6 +42,28 @@ def _row_numbers(rollout: Rollout, index: Sequence[int] | Tensor) -> list[int]:
         if not 0 <= i < size:
             raise IndexError(f"index: expected rows in [0, {size}), got {i}")
     return rows
+
+
+def draw_rows(weight: Tensor, key: int, *, count: int | None = None) -> Tensor:
+    """Draw rows with replacement, each with a probability in proportion to its weight, [B] -> [count] i64.
+
+    `count` is B by default; `key` names the draw, and the rows are sorted, for `take`. PF-PPO (arXiv
+    2409.06957) learns from responses whose rewards it trusts more, with advantages from before the draw:
+
+        rows = draw_rows(reward.abs().flatten() ** 2, key)                       # verl's "pow"
+        rows = draw_rows(reward_shaping.best_and_worst(reward).flatten(), key)   # the paper's best-worst
+
+    ValueError for a weight below 0 or not finite, and if all are 0.
+    """
+    check.shapes(weight=(weight, "B"))
+    chance = weight.double()
+    if not bool(((chance >= 0) & chance.isfinite()).all()) or not bool(chance.sum() > 0):
+        raise ValueError(f"weight: expected numbers >= 0 with a sum above 0, got {weight.tolist()[:8]}")
+    size = len(chance) if count is None else count
+    drawn = torch.rand(size, generator=rng.generator(key), dtype=torch.float64)
+    total = chance.cpu().cumsum(0)
+    found = torch.searchsorted(total, drawn * total[-1], right=True)
+    return found.clamp(max=len(chance) - 1).sort().values
 
 
 def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) -> Rollout:

@@ -29,9 +29,11 @@ from rft_fn.logprob import log_ratio
 from rft_fn.loss.policy import MAX_LOG_RATIO, ratio
 
 __all__ = [
-    "clip_cov", "constant", "covariance", "get_weight", "high_entropy", "icepop", "importance",
-    "importance_seq", "masked_is", "masked_is_seq", "off_policy_mask", "pair_mean", "seq_mean", "seq_sum",
-    "token_mean", "top_share", "truncated_is", "truncated_is_seq", "unit_mean", "unit_sum",
+    "clip_cov", "constant", "covariance", "geometric_mask", "get_weight", "high_entropy", "icepop",
+    "importance", "importance_seq", "masked_is", "masked_is_seq", "off_policy_mask", "pair_mean",
+    "row_max", "row_mean", "row_sum", "second_moment_mask", "self_normalized", "seq_mean", "seq_sum",
+    "token_mean", "top_share", "truncated_is", "truncated_is_seq", "trust_region_mask", "unit_mean",
+    "unit_sum", "within",
 ]  # fmt: skip
 
 _MOST = 1e6  # nats, beyond every log-ratio of tokens that both policies can draw
@@ -225,6 +227,94 @@ def masked_is_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *, ca
     """
     rho = _seq_ratio(w, old_logp, logp, mask)
     return torch.where(rho <= cap, w * rho, 0)
+
+
+def self_normalized(w: Tensor, before: Tensor) -> Tensor:
+    """Scale corrected weights so that their sum is what it was `before` the correction, [B, S].
+
+        w sum(before) / sum(w)
+
+    The mean ratio, or what is left of it after a mask, is then 1: the size of a step does not hang on how far
+    the sampler is away. verl's batch normalisation. All 0 stays so. Biased, and it needs the whole batch.
+    """
+    check.shapes(w=(w, "B S"), before=(before, "B S"))
+    total = w.sum()
+    return w * (before.sum() / torch.where(total != 0, total, 1))
+
+
+def within(w: Tensor, x: Tensor, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
+    """Drop what has a number outside [low, high], [B, S].
+
+    `x` [B, S] is of tokens, or [B, 1] of whole responses (`row_mean`, `row_sum`, `row_max`). Chained, each
+    mask narrows the one before it; k1, k2 and k3 of the sampler to the trainer are `loss.kl_k1(logp,
+    old_logp)` and so on:
+
+        w = within(w, row_mean(loss.kl_k3(logp, old_logp), mask), high=0.01)    # whole responses
+        w = within(w, loss.kl_k2(logp, old_logp), high=2.0)                     # and single tokens
+    """
+    check.shapes(w=(w, "B S"), x=(x.expand(w.shape), "B S"))
+    return torch.where((x >= low) & (x <= high), w, 0)
+
+
+def row_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum over the tokens in mask of each row, [B, S] -> [B, 1]."""
+    check.shapes(x=(x, "B S"), mask=(mask, "B S"))
+    return torch.where(mask, x, 0).sum(-1, keepdim=True)
+
+
+def row_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean over the tokens in mask of each row, [B, S] -> [B, 1]; 0 without any."""
+    return row_sum(x, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def row_max(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the largest over the tokens in mask of each row, [B, S] -> [B, 1]; 0 without any."""
+    check.shapes(x=(x, "B S"), mask=(mask, "B S"))
+    top = torch.where(mask, x, -torch.inf).amax(-1, keepdim=True)
+    return torch.where(mask.any(-1, keepdim=True), top, 0)
+
+
+def geometric_mask(
+    w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *, low: float = 0.99, high: float = 1.01
+) -> Tensor:
+    """Drop responses by the geometric mean of their ratios, [B, S].
+
+    w is set to 0 unless (pi_old(y) / pi_sampler(y))^(1 / |y|) is in [low, high]; it is not multiplied. A long
+    response is judged as a short one, where the product of `masked_is_seq` drops nearly all of them. The
+    limits are SkyRL's.
+    """
+    mean = row_mean(log_ratio(old_logp, logp).nan_to_num(0.0, _MOST, -_MOST), mask)
+    return within(w, mean, low=math.log(low) if low > 0 else -math.inf, high=math.log(high))
+
+
+def trust_region_mask(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *, limit: float) -> Tensor:
+    """Drop responses with any token far from the sampler, [B, S].
+
+    w is set to 0 on a response unless log(pi_old / pi_sampler)^2 / 2, which estimates the KL of a token, is
+    at most `limit` on all of its tokens: one token outside voids the bound of the whole. Trust region
+    masking, arXiv 2512.23075, whose divergence is exact where the sampler's distributions are at hand.
+    """
+    gap = log_ratio(old_logp, logp).nan_to_num(0.0, _MOST, -_MOST)
+    return within(w, row_max(0.5 * gap.square(), mask), high=limit)
+
+
+def second_moment_mask(
+    w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *, limit: float = 0.04
+) -> Tensor:
+    """Drop the tokens with the largest log-ratios until their mean square is at most a limit, [B, S].
+
+    Over the whole batch: the tokens in mask are sorted by log(pi_old / pi_sampler)^2, and the most are kept
+    whose mean is at most `limit`. M2PO, arXiv 2510.01161, with its 0.04; its loss on what is left is the
+    unclipped ratio: `ppo_clip(low=1, high=inf)`. The authors' code caps ratios instead, AReaL's drops.
+    """
+    gap = log_ratio(old_logp, logp).nan_to_num(0.0, _MOST, -_MOST)
+    check.shapes(w=(w, "B S"), mask=(mask, "B S"), old_logp=(gap, "B S"))
+    size = torch.where(mask, gap.double().square(), torch.inf).flatten()
+    ranked, order = size.sort(stable=True)
+    mean = ranked.cumsum(0) / torch.arange(1, len(ranked) + 1, device=w.device)
+    kept = torch.zeros_like(size, dtype=torch.bool)
+    kept[order] = mean <= limit
+    return torch.where(kept.view_as(mask), w, 0)
 
 
 def off_policy_mask(

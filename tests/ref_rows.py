@@ -18,6 +18,7 @@ class Responses:
 
     logp: list[list[Tensor]]
     old_logp: list[list[float]]
+    ref_logp: list[list[float]]
     reward: list[list[float]]  # one list a prompt
     greedy: list[float]  # the reward of each prompt's greedy answer
     token_reward: list[list[float]]
@@ -28,7 +29,7 @@ class Responses:
 def responses(data: dict, logits: Tensor, value: Tensor) -> Responses:
     """The sampled tokens of data["mask"] [B, S]; logits [B, S, V] score data["tokens"] [B, S]."""
     kept = [[t for t, sampled in enumerate(row) if sampled] for row in data["mask"].tolist()]
-    numbers = {k: data[k].tolist() for k in ("tokens", "old_logp", "token_reward", "old_value")}
+    numbers = {k: data[k].tolist() for k in ("tokens", "old_logp", "ref_logp", "token_reward", "old_value")}
 
     def cut(name: str) -> list[list[float]]:
         return [[numbers[name][b][t] for t in own] for b, own in enumerate(kept)]
@@ -39,6 +40,7 @@ def responses(data: dict, logits: Tensor, value: Tensor) -> Responses:
     return Responses(
         logp=[[logp(b, t) for t in own] for b, own in enumerate(kept)],
         old_logp=cut("old_logp"),
+        ref_logp=cut("ref_logp"),
         reward=data["reward"].tolist(),
         greedy=data["greedy"].tolist(),
         token_reward=cut("token_reward"),
@@ -62,6 +64,48 @@ def standardised(x: Responses) -> list[float]:
         std = math.sqrt(sum((r - mean) ** 2 for r in group) / (len(group) - 1))
         equal = max(group) == min(group)
         out += [0.0 if equal else (r - mean) / (std + 1e-6) for r in group]
+    return out
+
+
+def over_the_mean(x: Responses) -> list[float]:
+    """MaxRL: (r - mean) / mean of the group; 1e-6 is ours."""
+    out = []
+    for group in x.reward:
+        mean = sum(group) / len(group)
+        equal = max(group) == min(group)
+        out += [0.0 if equal else (r - mean) / (mean + 1e-6) for r in group]
+    return out
+
+
+def over_the_batch(x: Responses) -> list[float]:
+    """Lite PPO: r less the group's mean, by the deviation of all rewards of the batch; 1e-6 is ours."""
+    every = [r for group in x.reward for r in group]
+    mean = sum(every) / len(every)
+    std = math.sqrt(sum((r - mean) ** 2 for r in every) / (len(every) - 1))
+    return [a / (std + 1e-6) for a in centred(x)]
+
+
+def made_up(x: Responses) -> list[float]:
+    """GPG: alpha (r - mean), alpha all groups by those with a gradient."""
+    varied = sum(max(group) > min(group) for group in x.reward)
+    return [len(x.reward) / varied * a for a in centred(x)]
+
+
+def best_only(x: Responses) -> list[float]:
+    """The gap of the best response to the second best, and 0."""
+    out = []
+    for group in x.reward:
+        first, second = sorted(group, reverse=True)[:2]
+        out += [first - second if i == group.index(first) else 0.0 for i in range(len(group))]
+    return out
+
+
+def optimal(x: Responses) -> list[float]:
+    """A*-PO: r - V*, V* = beta log of the mean of e^(r / beta), beta 0.5."""
+    out = []
+    for group in x.reward:
+        value = 0.5 * math.log(sum(math.exp(r / 0.5) for r in group) / len(group))
+        out += [r - value for r in group]
     return out
 
 
@@ -159,6 +203,11 @@ def cpgd_term(logp, old, a):
     return gain - 0.1 * (drift + slope * (logp - logp.detach()))
 
 
+def dro_term(logp, old, a):
+    """A log pi - beta / 2 (log rho)^2; beta = 0.1 is ours."""
+    return a * logp - 0.1 / 2 * (logp - old) ** 2
+
+
 def binary_tv(p, q):
     return (abs(p - q) + abs((1 - p) - (1 - q))) / 2
 
@@ -191,6 +240,19 @@ def gspo_token_sequence(logp, old, a):
     """One response: the mean over tokens of the clipped s pi[t] / sg(pi[t]), s with its gradient stopped."""
     s = math.exp((sum(p.item() for p in logp) - sum(old)) / len(logp))
     return sum(clipped(s * p.exp() / p.exp().item(), a, 3e-4, 4e-4) for p in logp) / len(logp)
+
+
+def luspo_sequence(logp, old, a):
+    """One response: its length times GSPO's term, with limits 2e-3 and 2.5e-3."""
+    s = ((sum(logp) - sum(old)) / len(logp)).exp()
+    return len(logp) * clipped(s, a, 2e-3, 2.5e-3)
+
+
+def vespo_sequence(logp, old, a):
+    """One response: sg(W^k e^(lambda (1 - W))) A log pi(y); (k, lambda) = (2, 3) where A >= 0, else (3, 2)."""
+    ratio = math.exp(sum(p.item() for p in logp) - sum(old))
+    k, lambda_ = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+    return ratio**k * math.exp(lambda_ * (1 - ratio)) * a * sum(logp)
 
 
 def gmpo_sequence(logp, old, a):
@@ -263,6 +325,12 @@ def remax(x: Responses):
     return -seq_sum(terms(x, each_token(x, adv), score))
 
 
+def a_star_po(x: Responses):
+    """The mean over responses of (beta log(pi(y) / ref(y)) - A)^2, beta 1e-3."""
+    rows = [row for row in zip(x.logp, x.ref_logp, optimal(x)) if row[0]]
+    return sum((1e-3 * (sum(logp) - sum(ref)) - a) ** 2 for logp, ref, a in rows) / len(rows)
+
+
 def raw(x: Responses) -> list[float]:
     return [r for group in x.reward for r in group]
 
@@ -281,6 +349,14 @@ LOSS = {
     "cpgd": per_token(standardised, cpgd_term, token_mean),
     "dppo_tv": per_token(standardised, dppo_term(binary_tv, 0.15), token_mean),
     "dppo_kl": per_token(standardised, dppo_term(binary_kl, 0.05), token_mean),
+    "maxrl": per_token(over_the_mean, ppo_clip, token_mean),
+    "lite_ppo": per_token(over_the_batch, ppo_clip, token_mean),
+    "luspo": per_sequence(luspo_sequence),
+    "vespo": per_sequence(vespo_sequence),
+    "dro": per_token(centred, dro_term, token_mean),
+    "gpg": per_token(made_up, score, token_mean),
+    "best_minus_second": per_token(best_only, score, seq_sum),
+    "a_star_po": a_star_po,
     "rloo": per_token(leave_one_out, score, seq_sum),
     "opo": per_token(length_weighted, score, seq_sum),
     "remax": remax,

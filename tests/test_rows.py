@@ -68,6 +68,8 @@ def data(scale, seed=1):
     old_value = normal(seed, "old_value", B, S)
     found = {"tokens": tokens, "mask": mask, "length": length, "reward": rewards(seed)}
     found["old_logp"] = torch.where(mask, old_logp, 0)
+    ref_logp = (logp + scale * normal(seed, "ref_logp", B, S)).clamp(max=-1e-3)
+    found["ref_logp"] = torch.where(mask, ref_logp, 0)
     found["greedy"] = normal(seed, "greedy", N)
     found["old_value"] = torch.where(mask, old_value, 7.0)  # nobody may read a value where a tool spoke
     found["token_reward"] = torch.where(mask, 0.3 * normal(seed, "token_reward", B, S), 0)
@@ -101,7 +103,8 @@ def batch_of(name, x):
         adv, ret = row.advantage(x["token_reward"], x["old_value"], rollout.mask)
         return experience(rollout, adv=adv, w=w, ret=ret, old_value=x["old_value"])
     more = {"greedy_reward": x["greedy"]} if row.greedy else {}
-    return experience(rollout, adv=row.advantage(x["reward"], rollout, **more), w=w)
+    adv = row.advantage(x["reward"], rollout, **more)
+    return experience(rollout, adv=adv, w=w, ref_logp=x["ref_logp"] if row.reference else None)
 
 
 def total(loss_fn, apply, packs):

@@ -67,7 +67,7 @@ def policy_loss(cfg: Config, algo, out: rft.TokenOut, b: rft.Packed) -> tuple[Te
 
 def main(cfg: Config) -> None:
     algo = rft.run.objective(cfg)
-    anchor = cfg.kl > 0 or cfg.kl_in_reward > 0
+    anchor = cfg.kl > 0 or cfg.kl_in_reward > 0 or algo.reference
     env = rft.run.setup(cfg, usual=140, optimizer=optimizer, anchor=anchor, greedy=algo.greedy)
     cfg, st, apply = env.cfg, env.st, env.apply
     collector = env.collector()

@@ -13,14 +13,21 @@ from rft_fn.advantage.by_group import (
     opo_by,
     pass_at_k_by,
     quantile_by,
+    rae,
     reinforce_pp_baseline_by,
     remax_by,
     rloo_by,
 )
 from rft_fn.advantage.groups import (
+    a_star,
+    best_minus_second,
     cpgd,
     gdpo,
+    gpg,
     grpo,
+    lite_ppo,
+    max_at_k,
+    maxrl,
     opo,
     pass_at_k,
     quantile,
@@ -33,13 +40,15 @@ from rft_fn.advantage.of_tokens import (
     discounted_return,
     gae,
     length_adaptive_lambda,
+    optimal_token_baseline,
     reinforce_pp,
     whiten,
 )
 
 __all__ = [
-    "cpgd", "cpgd_by", "decoupled_gae", "discounted_return", "gae", "gdpo", "gdpo_by", "grpo", "grpo_by",
-    "length_adaptive_lambda", "opo", "opo_by", "pass_at_k", "pass_at_k_by", "quantile", "quantile_by",
+    "a_star", "best_minus_second", "cpgd", "cpgd_by", "decoupled_gae", "discounted_return", "gae", "gdpo",
+    "gdpo_by", "gpg", "grpo", "grpo_by", "length_adaptive_lambda", "lite_ppo", "max_at_k", "maxrl", "opo",
+    "opo_by", "optimal_token_baseline", "pass_at_k", "pass_at_k_by", "quantile", "quantile_by", "rae",
     "reinforce_pp", "reinforce_pp_baseline", "reinforce_pp_baseline_by", "remax", "remax_by", "rloo",
     "rloo_by", "whiten",
 ]  # fmt: skip

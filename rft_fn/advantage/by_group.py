@@ -10,8 +10,8 @@ from rft_fn import check, segment
 from rft_fn.advantage.groups import advantage_of_subsets, place_of_quantile
 
 __all__ = [
-    "cpgd_by", "gdpo_by", "grpo_by", "opo_by", "pass_at_k_by", "quantile_by", "reinforce_pp_baseline_by",
-    "remax_by", "rloo_by",
+    "cpgd_by", "gdpo_by", "grpo_by", "opo_by", "pass_at_k_by", "quantile_by", "rae",
+    "reinforce_pp_baseline_by", "remax_by", "rloo_by",
 ]  # fmt: skip
 
 
@@ -159,3 +159,26 @@ def pass_at_k_by(correct: Tensor, group: Tensor, *, k: int) -> Tensor:
     wrong = (~correct).double()
     size = _size(index, wrong)
     return advantage_of_subsets(correct, _within(segment.sum, wrong, index), size, k)
+
+
+# ---------- baselines that a run carries along
+
+
+def rae(reward: Tensor, role: Tensor, baseline: Tensor, *, decay: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Return role-conditioned advantages [B] of rewards [B], and the next baseline of each role [R].
+
+        A = r - b,    b' = decay b + (1 - decay) mean of the rewards of that role
+
+    `role` [B] i64 are rows of `baseline` [R], such as the two players of a game: each has its own value in
+    self-play, which a common mean would mix. The baseline does not depend on the batch, so the gradient is
+    unbiased; that of a role without a row stays. SPIRAL, arXiv 2506.24119, which moves b by each episode in
+    turn and before it is subtracted. ValueError unless 0 <= decay < 1.
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(f"decay: expected 0 <= decay < 1, got {decay}")
+    check.shapes(reward=(reward, "B"), role=(role, "B"), baseline=(baseline, "R"))
+    every = torch.ones_like(role, dtype=torch.bool)
+    mean = segment.mean(reward, every, role, len(baseline))
+    seen = torch.bincount(role, minlength=len(baseline)) > 0
+    moved = torch.where(seen, decay * baseline + (1 - decay) * mean, baseline)
+    return reward - segment.spread(baseline, role), moved

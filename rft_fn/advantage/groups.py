@@ -1,5 +1,7 @@
 """Advantages of responses from the rewards [N, G] of groups of equal size."""
 
+import math
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -7,8 +9,9 @@ from torch import Tensor
 from rft_fn import check
 
 __all__ = [
-    "advantage_of_subsets", "cpgd", "gdpo", "grpo", "opo", "pass_at_k", "place_of_quantile", "quantile",
-    "reinforce_pp_baseline", "remax", "rloo",
+    "a_star", "advantage_of_subsets", "best_minus_second", "cpgd", "gdpo", "gpg", "grpo", "lite_ppo",
+    "max_at_k", "maxrl", "opo", "pass_at_k", "place_of_quantile", "quantile", "reinforce_pp_baseline",
+    "remax", "rloo",
 ]  # fmt: skip
 
 
@@ -170,3 +173,111 @@ def advantage_of_subsets(correct: Tensor, wrong: Tensor, size: Tensor, k: int) -
     sigma = (none * (1 - none)).sqrt()
     adv = torch.where(correct, none, -with_wrong * (1 - wrong / size)) / torch.where(sigma > 0, sigma, 1)
     return adv.to(torch.get_default_dtype())
+
+
+# ---------- success rates, batches, and the best of a group
+
+
+def maxrl(reward: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Return MaxRL's advantages [N, G] of rewards of at least 0, divided by the mean of the group.
+
+        (r - mean) / (mean + eps)
+
+    With rewards 0 or 1 the expected gradient is that of the log-likelihood of success, cut off at G terms of
+    its series in the failure rate: hard prompts weigh more than under `grpo`. arXiv 2602.02710. ValueError
+    for groups of one.
+    """
+    return _centre(reward) / (reward.mean(-1, keepdim=True) + eps)
+
+
+def gpg(reward: Tensor) -> Tensor:
+    """Return GPG's advantages, [N, G].
+
+        alpha (r - mean),    alpha = groups / groups whose rewards differ
+
+    alpha makes up for the groups without a gradient. arXiv 2504.02546. verl's alpha counts rewards other than
+    0 in their place. 0 if no group has rewards that differ. ValueError for groups of one.
+    """
+    centred = _centre(reward)
+    varied = (reward.amax(-1) > reward.amin(-1)).sum()
+    return centred * (len(reward) / varied.clamp(min=1))
+
+
+def lite_ppo(reward: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Return Lite PPO's advantages [N, G]: less the group's mean, divided by the deviation of the batch.
+
+        (r - mean) / (std of all N G rewards + eps)
+
+    So groups in which rewards hardly differ are not blown up as in `grpo`. arXiv 2508.08221. ValueError for
+    groups of one.
+    """
+    return _centre(reward) / (reward.std() + eps)
+
+
+def best_minus_second(reward: Tensor, *, scale: bool = False, eps: float = 1e-6) -> Tensor:
+    """Return advantages [N, G] of the best response of each group only: the gap to the second best.
+
+        r_max - r_second on the best response, 0 on the others
+
+    Unbiased for the expected best of G, as the baseline of the best response does not depend on it: it is
+    `max_at_k` with k = G, divided by G. The first of equally good ones is the best, with an advantage of 0.
+    `scale` divides by the group's deviation, which is verl's default and not the paper's. arXiv 2503.19595.
+    ValueError for groups of one.
+    """
+    _size_of_groups(reward)
+    top = reward.topk(2, -1).values
+    best = torch.zeros_like(reward).scatter(-1, reward.argmax(-1, keepdim=True), top[:, :1] - top[:, 1:])
+    return best / (reward.std(-1, keepdim=True) + eps) if scale else best
+
+
+def max_at_k(reward: Tensor, *, k: int) -> Tensor:
+    """Return max@k advantages of responses, [N, G].
+
+        k times the mean, over the subsets S of k responses with this one, of max(S) - max(S without it)
+
+    With `weight.seq_sum` the gradient is an unbiased one of the expected best reward of k responses, of any
+    rewards: the baseline does not depend on the response. The k - 1 worst of a group get 0. From sorted
+    rewards, with ratios of binomials in float64. arXiv 2505.15201 (its leave-one-out-minus-one form),
+    2510.23393. `pass_at_k` is another estimator, of rewards 0 or 1. ValueError unless 2 <= k <= G.
+    """
+    size = _size_of_groups(reward)
+    if not 2 <= k <= size:
+        raise ValueError(f"k: expected between 2 and the {size} responses of each prompt, got {k}")
+    ranked, order = reward.double().sort(-1)
+
+    # P[j, i]: that of k - 1 others of the response at place i, drawn at random, j is the best
+    below = torch.arange(size)
+    chance = torch.zeros(size, size, dtype=torch.float64)
+    for i in range(size):
+        others = below - (below > i).long()  # how many others are below each place
+        tail = _binomial_ratio(others, size - 1, k - 1)
+        chance[:, i] = torch.where(below == i, 0, tail)
+    gain = (ranked[:, None, :] - ranked[:, :, None]).clamp(min=0)
+    adv = k * (gain * chance.to(reward.device)).sum(1)
+    return torch.zeros_like(adv).scatter(-1, order, adv).to(reward.dtype)
+
+
+def _binomial_ratio(below: Tensor, size: int, k: int) -> Tensor:
+    """Return C(below, k - 1) / C(size, k), float64: the chance that one of `size` is the best of k."""
+    below = below.double()
+    i = torch.arange(1, k, dtype=torch.float64)
+    ratios = (below[:, None] - i + 1).clamp(min=0) / (size - i)
+    return ratios.prod(-1) * k / size
+
+
+def a_star(reward: Tensor, reference_reward: Tensor | None = None, *, beta: float = 0.5) -> Tensor:
+    """Return the optimal advantages of A*-PO, [N, G].
+
+        r - V*,    V* = beta log mean exp(r' / beta)
+
+    r' are rewards [N, M] of responses of the reference policy, sampled once; without them those of the group,
+    which are responses of the reference before the first update. V* is the value of the best policy with a KL
+    of weight beta to the reference, between the mean (large beta) and the largest reward. `loss.a_star`
+    learns from it. arXiv 2505.20686. ValueError unless beta > 0.
+    """
+    if not beta > 0:
+        raise ValueError(f"beta: expected > 0, got {beta}")
+    given = reward if reference_reward is None else reference_reward
+    check.shapes(reward=(reward, "N G"), reference_reward=(given[:, :1], "N 1"))
+    value = beta * ((given / beta).logsumexp(-1, keepdim=True) - math.log(given.shape[1]))
+    return reward - value

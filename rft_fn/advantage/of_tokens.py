@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from rft_fn import check
+from rft_fn import check, segment
 from rft_fn.scan import linear_scan, step
 
 __all__ = [
-    "decoupled_gae", "discounted_return", "gae", "length_adaptive_lambda", "reinforce_pp", "whiten",
+    "decoupled_gae", "discounted_return", "gae", "length_adaptive_lambda", "optimal_token_baseline",
+    "reinforce_pp", "whiten",
 ]  # fmt: skip
 
 
@@ -120,3 +121,38 @@ def whiten(adv: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     centred = torch.where(mask, adv - mean, 0)
     var = centred.square().sum() / (count - 1).clamp(min=1)
     return centred * torch.rsqrt(var + eps)
+
+
+def optimal_token_baseline(
+    ret: Tensor, logp: Tensor, sum_p2: Tensor, mask: Tensor, group: Tensor, *, ratio: Tensor | None = None
+) -> Tensor:
+    """Return advantages [B, S] with the optimal baseline of each token of a group (OTB).
+
+        A[b, t] = R[b, t] - sum over b' of W[b', t] R[b', t] / sum of W[b', t]
+        W[b, t] = sum over j <= t of rho^2 (1 - 2 p + sum of p^2)
+
+    over the responses b' of the group that have a t-th token in mask; t counts these. `ret` [B, S] or [B, 1]
+    are the returns R, `logp` the log-probs of the sampled tokens, `sum_p2` the sum of the squared
+    probabilities of all words there (`TokenOut.sum_p2`): 1 - 2 p + sum of p^2 is the squared norm of the
+    gradient of log p by the logits. `ratio` are importance weights rho, 1 without them. A token that only one
+    response of the group reaches has a baseline of 0, as in verl. Biased, because a sample is in its own
+    baseline. arXiv 2602.07078. For one turn and for several, tool tokens are passed over.
+    """
+    check.shapes(logp=(logp, "B S"), sum_p2=(sum_p2, "B S"), mask=(mask, "B S"), group=(group, "B"))
+    energy = 1 - 2 * logp.exp() + sum_p2
+    if ratio is not None:
+        energy = energy * ratio.square()
+    size = torch.where(mask, energy, 0).cumsum(-1)
+
+    # the tokens in mask of each row, by their number; each number of each group is a cell
+    place = (mask.cumsum(-1) - 1).clamp(min=0)
+    index = torch.unique(group, return_inverse=True)[1]
+    width = mask.shape[1]
+    cell = (index[:, None] * width + place).flatten()
+    cells, flat = len(mask) * width, mask.flatten()
+    weight, value = size.flatten(), ret.expand(mask.shape).flatten()
+    total = segment.sum(weight, flat, cell, cells)
+    count = segment.sum(torch.ones_like(weight), flat, cell, cells)
+    mean = segment.sum(weight * value, flat, cell, cells) / torch.where(total > 0, total, 1)
+    baseline = torch.where(count > 1, mean, 0)[cell].view(mask.shape)
+    return torch.where(mask, ret - baseline, 0)

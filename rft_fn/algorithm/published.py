@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rft_fn import advantage, loss, weight
 from rft_fn.algorithm.with_metrics import (
+    a_star,
     beyond_clip,
     beyond_log_clip,
     outside_clip,
@@ -125,6 +126,7 @@ class Algorithm(NamedTuple):
     paper: str  # arXiv id
     group: int = 1  # fewest responses per prompt for which the advantage is defined
     greedy: bool = False  # whether `advantage` also takes greedy_reward [N]
+    reference: bool = False  # whether `loss` reads the initial model's log-probs, b.ref_logp
 
 
 class ActorCritic(NamedTuple):
@@ -144,6 +146,7 @@ _grpo = per_group(advantage.grpo)
 _dr_grpo = per_group(partial(advantage.grpo, scale=False))
 _rloo = per_group(advantage.rloo)
 _cpgd = per_group(advantage.cpgd)
+_best = per_group(advantage.best_minus_second)
 _centred = reinforce_pp_baseline
 
 _clip = per_token(loss.ppo_clip, beyond_clip)
@@ -156,6 +159,10 @@ _sapo = per_token(loss.sapo, outside_default_clip)
 _cpgd_loss = per_token(loss.cpgd, beyond_clip)
 _dppo_tv = per_token(loss.dppo_tv, outside_trust_region)
 _dppo_kl = per_token(loss.dppo_kl, outside_trust_region)
+
+_luspo = partial(_gspo, low=2e-3, high=2.5e-3)
+_vespo = per_sequence(loss.vespo, outside_default_clip)
+_dro = per_token(loss.dro, outside_default_clip)
 
 _constant = partial(weight.constant, length=1024)  # any fixed length: it only scales the loss
 
@@ -171,6 +178,16 @@ TABLE: dict[str, Algorithm | ActorCritic] = {
     "cpgd": Algorithm(_cpgd, _cpgd_loss, weight.token_mean, "2505.12504", 2),
     "dppo_tv": Algorithm(_grpo, _dppo_tv, weight.token_mean, "2602.04879", 2),
     "dppo_kl": Algorithm(_grpo, _dppo_kl, weight.token_mean, "2602.04879", 2),
+    "maxrl": Algorithm(per_group(advantage.maxrl), _clip, weight.token_mean, "2602.02710", 2),
+    "lite_ppo": Algorithm(per_group(advantage.lite_ppo), _clip, weight.token_mean, "2508.08221", 2),
+    "luspo": Algorithm(_grpo, _luspo, weight.seq_sum, "2602.05261", 2),
+    "vespo": Algorithm(_grpo, _vespo, weight.seq_sum, "2602.10693", 2),
+    "dro": Algorithm(_dr_grpo, _dro, weight.token_mean, "2405.19107", 2),
+    "gpg": Algorithm(per_group(advantage.gpg), reinforce, weight.token_mean, "2504.02546", 2),
+    "best_minus_second": Algorithm(_best, reinforce, weight.seq_sum, "2503.19595", 2),
+    "a_star_po": Algorithm(
+        per_group(advantage.a_star), a_star, weight.seq_mean, "2505.20686", 2, reference=True
+    ),
     "rloo": Algorithm(_rloo, reinforce, weight.seq_sum, "2402.14740", 2),
     "opo": Algorithm(opo, reinforce, weight.seq_sum, "2505.23585", 2),
     "remax": Algorithm(remax, reinforce, weight.seq_sum, "2310.10505", greedy=True),

@@ -12,7 +12,7 @@ from rft_fn.metric import Metric
 from rft_fn.types import Packed, TokenOut
 
 __all__ = [
-    "Evaluated", "beyond_clip", "beyond_log_clip", "outside_clip", "outside_default_clip",
+    "Evaluated", "a_star", "beyond_clip", "beyond_log_clip", "outside_clip", "outside_default_clip",
     "outside_trust_region", "per_sequence", "per_token", "reinforce", "token_ratio", "value_clip",
     "with_options_of",
 ]  # fmt: skip
@@ -135,6 +135,13 @@ def per_sequence(
 def reinforce(out: TokenOut, b: Packed, /) -> tuple[Tensor, dict[str, Metric]]:
     """Return REINFORCE's loss, which has no ratio."""
     return loss.reinforce(out.logp, b.adv), {}
+
+
+@with_options_of(loss.a_star)
+def a_star(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
+    """Return A*-PO's regression on the advantage, by the reference's log-probs."""
+    (ref_logp,) = check.given(ref_logp=b.ref_logp)
+    return loss.a_star(out.logp, ref_logp, b.adv, b.mask, b.seq, b.num_seqs, **options), {}
 
 
 @with_options_of(loss.value_clip)

@@ -15,8 +15,9 @@ from rft_fn import check, segment
 from rft_fn.logprob import log_ratio
 
 __all__ = [
-    "MAX_LOG_RATIO", "cispo", "cpgd", "dppo_kl", "dppo_tv", "gmpo", "gspo", "gspo_token", "kl_cov",
-    "ppo_clip", "ratio", "reinforce", "sapo", "seq_ratio",
+    "MAX_LOG_RATIO", "a_star", "cispo", "cpgd", "dppo_kl", "dppo_tv", "dro", "gmpo", "gspo", "gspo_token",
+    "kl_cov", "ppo_clip", "proximal_logp", "ratio", "reinforce", "sapo", "seq_ratio", "vespo",
+    "with_observed",
 ]  # fmt: skip
 
 Scalar = float | Tensor  # a tensor [] for sweeps
@@ -328,3 +329,98 @@ def kl_cov(logp: Tensor, old_logp: Tensor, adv: Tensor, chosen: Tensor, *, coef:
     """
     check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."), adv=(adv, "..."), chosen=(chosen, "..."))
     return coef * chosen * _drift(logp, old_logp) - ratio(logp, old_logp) * adv
+
+
+def vespo(
+    logp: Tensor,
+    old_logp: Tensor,
+    adv: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    num_seqs: int,
+    *,
+    k_pos: Scalar = 2.0,
+    lambda_pos: Scalar = 3.0,
+    k_neg: Scalar = 3.0,
+    lambda_neg: Scalar = 2.0,
+) -> Tensor:
+    """Return VESPO's loss [T], with soft weights of whole responses.
+
+        -sg(W^k e^(lambda (1 - W))) A logp,    W = pi(y) / pi_old(y), without a root by the length
+
+    k and lambda are k_pos and lambda_pos where A >= 0, else k_neg and lambda_neg. The weight is 1 at W = 1
+    and falls to 0 on both sides, sooner for large ratios; log W is bounded to +-20. The paper sums over
+    tokens (`weight.seq_sum`), TRL divides by the tokens of the batch. arXiv 2602.10693.
+    """
+    check.shapes(logp=(logp, "T"), old_logp=(old_logp, "T"), adv=(adv, "T"), mask=(mask, "T"), seq=(seq, "T"))
+    total = segment.sum(log_ratio(logp.detach(), old_logp, limit=MAX_LOG_RATIO), mask, seq, num_seqs)
+    d = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[seq]
+
+    def weight(k: Scalar, lambda_: Scalar) -> Tensor:
+        return (k * d + lambda_ * (1 - d.exp())).exp()
+
+    kept = torch.where(adv >= 0, weight(k_pos, lambda_pos), weight(k_neg, lambda_neg))
+    return -kept * adv * _possible(logp, old_logp)
+
+
+def dro(logp: Tensor, old_logp: Tensor, adv: Tensor, *, beta: Scalar = 0.1) -> Tensor:
+    """Return the DRO loss, [*].
+
+        -(A logp - beta / 2 log(rho)^2)
+
+    The policy gradient without a ratio, and a quadratic hold on the old policy. This is the form of tokens
+    that verl and tinker have; the paper's is of whole responses, (r - V - beta log rho(y))^2 / 2 with a value
+    that is learned (`a_star` is of that form). The number for beta is ours. arXiv 2405.19107.
+    """
+    check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."), adv=(adv, "..."))
+    d = log_ratio(logp, old_logp, limit=MAX_LOG_RATIO)
+    return 0.5 * beta * d.square() - adv * _possible(logp, old_logp)
+
+
+def a_star(
+    logp: Tensor,
+    ref_logp: Tensor,
+    adv: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    num_seqs: int,
+    *,
+    beta: Scalar = 1e-3,
+) -> Tensor:
+    """Return A*-PO's loss of whole responses on their tokens, [T].
+
+        (beta log(pi(y) / ref(y)) - A)^2,    A = r - V*: `advantage.a_star`
+
+    A regression: no ratio, no clip. It is the paper's objective under `weight.seq_mean`, with one advantage
+    per response. arXiv 2505.20686. ValueError without ref_logp.
+    """
+    check.given(ref_logp=ref_logp)
+    check.shapes(logp=(logp, "T"), ref_logp=(ref_logp, "T"), adv=(adv, "T"), mask=(mask, "T"), seq=(seq, "T"))
+    gap = segment.sum(log_ratio(logp, ref_logp, limit=MAX_LOG_RATIO), mask, seq, num_seqs)
+    return (beta * gap[seq] - adv).square()
+
+
+def proximal_logp(logp: Tensor, old_logp: Tensor, share: float | Tensor) -> Tensor:
+    """Return log-probs of a policy between two others, without gradient, [*] nats.
+
+        old + share (logp - old)
+
+    `share` is a number or broadcasts against [*]: (v_prox - v_old) / (v - v_old) by the versions of the
+    weights, where `old_logp` are the sampler's. It takes the place of a forward of the proximal policy in
+    decoupled PPO: `weight.importance(w, prox, old_logp)` and `ppo_clip(logp, prox, adv)`. A-3PO, arXiv
+    2512.06547; AReaL's `loglinear`.
+    """
+    check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."))
+    share = torch.as_tensor(share, dtype=logp.dtype, device=logp.device).clamp(0, 1)
+    return old_logp + share * log_ratio(logp.detach(), old_logp)
+
+
+def with_observed(loss: Tensor, logp: Tensor, observed: Tensor) -> Tensor:
+    """Return a loss of actions, with -logp on the tokens that an environment wrote, [*].
+
+    ECHO: the policy also learns to predict what it observes. `observed` (0 or 1) comes from
+    `experience(..., extra={"observed": ...})` of a rollout with `mask | observed` as mask, and the weight of
+    each kind has its own count: `weight.token_mean(acted) + alpha * weight.token_mean(observed)`.
+    """
+    check.shapes(loss=(loss, "..."), logp=(logp, "..."), observed=(observed, "..."))
+    return torch.where(observed > 0, -logp, loss)

@@ -69,7 +69,7 @@ def draw(found, path):
             sum(part) / len(part)
             for part in (x["reward"][max(j - 4, 0) : j + 1] for j in range(len(x["reward"])))
         ]
-        style = {"color": f"C{i % 10}", "linestyle": ("-", "--")[i // 10]}
+        style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10]}
         ax.plot([j / (len(y) - 1) for j in range(len(y))], y, label=name, **style)
     ax.set(xlabel="share of the run (140 steps of grpo.py, 60 of ppo.py)", ylabel="reward, mean of 5 steps")
     ax.set_ylim(0, 1)
