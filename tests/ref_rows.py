@@ -249,7 +249,7 @@ def luspo_sequence(logp, old, a):
 
 
 def vespo_sequence(logp, old, a):
-    """One response: sg(W^k e^(lambda (1 - W))) A log pi(y); (k, lambda) = (2, 3) where A >= 0, else (3, 2)."""
+    """One response: sg(W^k e^(lambda (1 - W))) A log pi(y); k, lambda are 2, 3 where A >= 0, else 3, 2."""
     ratio = math.exp(sum(p.item() for p in logp) - sum(old))
     k, lambda_ = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
     return ratio**k * math.exp(lambda_ * (1 - ratio)) * a * sum(logp)

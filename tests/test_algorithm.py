@@ -84,7 +84,7 @@ def test_rewards_one_and_zero_in_turn_teach_something(name):
 GROUPS = [n for n, row in algorithm.TABLE.items() if getattr(row, "group", 1) > 1]
 
 
-# CPGD, DRO and A*-PO pull back to another policy without an advantage too; whitening takes the batch's mean off
+# CPGD, DRO and A*-PO pull back to a policy without an advantage too; whitening takes the batch's mean off
 @each("name", [n for n in GROUPS if n not in ("cpgd", "dro", "a_star_po", "reinforce_pp_baseline")])
 def test_groups_without_variance_give_no_gradient_and_do_not_disturb_the_others(name):
     """A fault of other systems: only groups that are all 0 or all 1 are noticed; 0.1
