@@ -44,6 +44,7 @@ class FakeServer:
         self.load_problem = None  # the answer to a load
         self.forgets = False  # says that it has loaded, and has not
         self.deterministic = True
+        self.most_words = 20  # of each token of a prompt
         self.key = ""  # that requests have to have
         self.refusal = '{"error": "Unauthorized"}'  # of those that have another
         for name, value in options.items():
@@ -113,11 +114,19 @@ class FakeServer:
                     break
         return tokens, logp
 
-    @torch.no_grad()
     def prompt_logp(self, ids):
+        return self.prompt_words(ids, 0)[0]
+
+    @torch.no_grad()
+    def prompt_words(self, ids, count):
+        """(log-probs of the tokens after the first, (log-prob, token) of the likeliest words there)."""
         with self.lock:
             z = self.lm(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
-        return z.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        best = z.topk(count, -1)
+        own = z.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        return own, [
+            list(zip(*pair, strict=True)) for pair in zip(best.values.tolist(), best.indices.tolist())
+        ]
 
     @torch.no_grad()
     def load(self, folder):
@@ -174,8 +183,11 @@ class FakeServer:
 
     def vllm_generate(self, body):
         given = body["sampling_params"]
+        if given.get("prompt_logprobs", 0) > self.most_words:
+            return 400, {"error": f"more than {self.most_words} of sample logprobs"}
         if "prompt_logprobs" in given:
-            return 200, {"prompt_logprobs": self.rows(body["token_ids"]), "choices": [{}]}
+            rows = self.rows(body["token_ids"], given["prompt_logprobs"])
+            return 200, {"prompt_logprobs": rows, "choices": [{}]}
         tokens, logp = self.vllm_sample(body["token_ids"], given)
         content = [{"token_id": t, "logprob": p, "rank": 1} for t, p in zip(tokens, logp, strict=False)]
         spans = [{"version": self.label, "start": 0, "end": len(tokens)}]
@@ -184,16 +196,25 @@ class FakeServer:
 
     def vllm_completions(self, body):
         if "prompt_logprobs" in body:
-            return 200, {"choices": [{"prompt_logprobs": self.rows(body["prompt"])}]}
+            rows = self.rows(body["prompt"], body["prompt_logprobs"])
+            return 200, {"choices": [{"prompt_logprobs": rows}]}
         tokens, logp = self.vllm_sample(body["prompt"], body)
         choice = {"index": 0, "text": "", "logprobs": {"token_logprobs": logp}}
         if body.get("return_token_ids") and "return_token_ids" not in self.ignores:
             choice["token_ids"] = tokens
         return 200, {"choices": [choice][: len(tokens)]}
 
-    def rows(self, ids):
-        logp = self.prompt_logp(ids)
-        return [None, *({str(t): {"logprob": p, "rank": 1}} for t, p in zip(ids[1:], logp, strict=True))]
+    def rows(self, ids, count):
+        """The token's own log-prob comes with the likeliest words, whether it is one or not."""
+        own, best = self.prompt_words(ids, count)
+        found = [None]
+        for t, p, words in zip(ids[1:], own, best, strict=True):
+            entries = {t: p} | {word: x for x, word in words}
+            found.append({str(t): {"logprob": p, "decoded_token": self.text(t)} for t, p in entries.items()})
+        return found
+
+    def text(self, token):
+        return self.tokenizer.decode([token])
 
     def vllm_dev(self, path, body):
         if path == "/collective_rpc" and body["method"] == "rft_describe":
@@ -241,8 +262,11 @@ class FakeServer:
         ids, given = body["input_ids"], body["sampling_params"]
         if body.get("logprob_start_len") == 0:
             entries = [[None, ids[0], None]]
-            entries += [[p, t, None] for t, p in zip(ids[1:], self.prompt_logp(ids), strict=True)]
+            own, best = self.prompt_words(ids, body.get("top_logprobs_num", 0))
+            shown = self.text if body.get("return_text_in_logprobs") else lambda token: None
+            entries += [[p, t, shown(t)] for t, p in zip(ids[1:], own, strict=True)]
             about = {"input_token_logprobs": entries, "output_token_logprobs": [[-1.0, 3, None]]}
+            about["input_top_logprobs"] = [None, *([[p, t, None] for p, t in words] for words in best)]
             finish = {"type": "length", "length": 1}
             return 200, {"output_ids": [3], "meta_info": about | {"finish_reason": finish}}
         names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}

@@ -27,11 +27,12 @@ from rft_fn.engine.server_protocol import (
     floats,
     integers,
     limit,
+    ranked,
 )
 from rft_fn.engine.servers import serve
 from rft_fn.types import Engine
 
-__all__ = ["build"]
+__all__ = ["build", "protocol"]
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
@@ -42,6 +43,11 @@ def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engin
     """Build the engine on `config.servers`."""
     client = Client(config.key_env)
     return serve(config, _VLLM(client, config.timeout), client, model, tokenizer)
+
+
+def protocol(client: Client, seconds: float) -> "_VLLM":
+    """Return the protocol, for requests of at most so many seconds."""
+    return _VLLM(client, seconds)
 
 
 class _VLLM:
@@ -123,18 +129,41 @@ class _VLLM:
 
     def score(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
         """Return the log-probs of a prompt; one token is sampled with them."""
+        rows = self.prompt_rows(server, known, tokens, 0)
+        with expected("prompt_logprobs", rows):
+            return floats([row[str(token)]["logprob"] for row, token in zip(rows, tokens[1:], strict=True)])
+
+    def likeliest(
+        self, server: str, known: Described, tokens: Sequence[int], top_k: int
+    ) -> tuple[list[float], list[list[int]], list[list[float]]]:
+        """Return the log-probs of a prompt, and the likeliest words at each of its places."""
+        rows = self.prompt_rows(server, known, tokens, top_k)
+        with expected("prompt_logprobs", rows):
+            logp = floats([row[str(token)]["logprob"] for row, token in zip(rows, tokens[1:], strict=True)])
+            best = [ranked([(int(t), x["logprob"]) for t, x in row.items()], top_k) for row in rows]
+            return logp, [ids for ids, _ in best], [numbers for _, numbers in best]
+
+    def texts(self, server: str, known: Described, tokens: Sequence[int]) -> list[str]:
+        """Return the texts of a prompt's tokens."""
+        rows = self.prompt_rows(server, known, tokens, 0)
+        with expected("prompt_logprobs with decoded_token", rows):
+            pairs = zip(rows, tokens[1:], strict=True)
+            return [str(row[str(token)]["decoded_token"]) for row, token in pairs]
+
+    def prompt_rows(self, server: str, known: Described, tokens: Sequence[int], top_k: int) -> list[Any]:
+        """Return {token: its log-prob and text} of each place of a prompt but the first."""
+        size = len(tokens) * (top_k + 1)
         if known.route == GENERATE:
-            body = {"token_ids": tokens, "sampling_params": _plain(1) | {"prompt_logprobs": 0}}
-            answer = self.post(server, GENERATE, body | {"model": known.model}, len(tokens))
+            body = {"token_ids": tokens, "sampling_params": _plain(1) | {"prompt_logprobs": top_k}}
+            answer = self.post(server, GENERATE, body | {"model": known.model}, size)
             choice = answer
         else:
-            body = {"prompt": tokens, "model": known.model, "prompt_logprobs": 0} | _plain(1)
-            answer = self.post(server, COMPLETIONS, body, len(tokens))
+            body = {"prompt": tokens, "model": known.model, "prompt_logprobs": top_k} | _plain(1)
+            answer = self.post(server, COMPLETIONS, body, size)
             with expected("choices", answer):
                 choice = answer["choices"][0]
         with expected("prompt_logprobs", answer):
-            rows = choice["prompt_logprobs"][1:]
-            return floats([row[str(token)]["logprob"] for row, token in zip(rows, tokens[1:], strict=True)])
+            return list(choice["prompt_logprobs"][1:])
 
     def load(self, server: str, folder: str, label: str, names: int) -> None:
         """Load by the worker extension, in every worker; then empty the cache and set the version."""

@@ -217,6 +217,16 @@ class ServerProtocol(Protocol):
         """Return the log-prob of each token but the first, at `Sampling()`."""
         ...
 
+    def likeliest(
+        self, server: str, known: Described, tokens: Sequence[int], top_k: int
+    ) -> tuple[list[float], list[list[int]], list[list[float]]]:
+        """Return `score`, and for each of its places the `top_k` likeliest words with their log-probs."""
+        ...
+
+    def texts(self, server: str, known: Described, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token but the first, by the server's tokenizer."""
+        ...
+
     def load(self, server: str, folder: str, label: str, names: int) -> None:
         """Make the server read weights; it has confirmed `names` tensors, `label` and an empty cache."""
         ...
@@ -228,6 +238,14 @@ class ServerProtocol(Protocol):
     def wake(self, server: str) -> None:
         """Make the server take its memory again."""
         ...
+
+
+def ranked(entries: Iterable[tuple[int, float]], top_k: int) -> tuple[list[int], list[float]]:
+    """Return the top_k likeliest of (token, log-prob), the likeliest first. Fault for fewer."""
+    best = sorted(entries, key=lambda entry: -entry[1])[:top_k]
+    if len(best) < top_k:
+        raise Fault(f"expected {top_k} words of each token, got {len(best)}")
+    return integers([token for token, _ in best]), floats([logp for _, logp in best])
 
 
 def check_reply(reply: Reply, ask: Ask, *, vocabulary: int, label: str) -> None:

@@ -25,11 +25,12 @@ from rft_fn.engine.server_protocol import (
     floats,
     integers,
     limit,
+    ranked,
 )
 from rft_fn.engine.servers import serve
 from rft_fn.types import Engine, Sampling
 
-__all__ = ["build"]
+__all__ = ["build", "protocol"]
 
 QUICK = 60.0  # seconds for anything but samples and weights
 TAGS = ["kv_cache", "weights"]
@@ -39,6 +40,11 @@ def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engin
     """Build the engine on `config.servers`."""
     client = Client(config.key_env)
     return serve(config, _SGLang(client, config.timeout), client, model, tokenizer)
+
+
+def protocol(client: Client, seconds: float) -> "_SGLang":
+    """Return the protocol, for requests of at most so many seconds."""
+    return _SGLang(client, seconds)
 
 
 class _SGLang:
@@ -91,14 +97,43 @@ class _SGLang:
 
     def score(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
         """Return the log-probs of a prompt; one token is sampled with them."""
-        ask = Ask(tokens, 0, Sampling(), 1, ())
-        body = request(ask) | {"logprob_start_len": 0}
-        answer = self.client.call(server, "/generate", body, seconds=self.seconds, tokens=ask.size)
-        with expected("input_token_logprobs", answer):
-            entries = answer["meta_info"]["input_token_logprobs"]
-            if [x[1] for x in entries] != list(tokens):
-                raise ValueError("log-probs of other tokens")
+        entries = self.about(server, tokens, {})["input_token_logprobs"]
+        with expected("input_token_logprobs", entries):
             return floats([x[0] for x in entries[1:]])
+
+    def likeliest(
+        self, server: str, known: Described, tokens: Sequence[int], top_k: int
+    ) -> tuple[list[float], list[list[int]], list[list[float]]]:
+        """Return the log-probs of a prompt, and the likeliest words at each of its places."""
+        about = self.about(server, tokens, {"top_logprobs_num": top_k}, len(tokens) * top_k)
+        with expected("input_top_logprobs", about):
+            logp = floats([x[0] for x in about["input_token_logprobs"][1:]])
+            rows = about["input_top_logprobs"][1:]
+            if len(rows) != len(logp):
+                raise ValueError("words of other tokens")
+            best = [ranked([(x[1], x[0]) for x in row], top_k) for row in rows]
+            return logp, [ids for ids, _ in best], [numbers for _, numbers in best]
+
+    def texts(self, server: str, known: Described, tokens: Sequence[int]) -> list[str]:
+        """Return the texts of a prompt's tokens."""
+        entries = self.about(server, tokens, {"return_text_in_logprobs": True})["input_token_logprobs"]
+        with expected("input_token_logprobs with texts", entries):
+            if any(x[2] is None for x in entries[1:]):
+                raise ValueError("no texts")
+            return [str(x[2]) for x in entries[1:]]
+
+    def about(
+        self, server: str, tokens: Sequence[int], more: dict[str, Any], size: int = 0
+    ) -> dict[str, Any]:
+        """Return the log-probs of a prompt's tokens, with what `more` asks for."""
+        ask = Ask(tokens, 0, Sampling(), 1, ())
+        body = request(ask) | {"logprob_start_len": 0} | more
+        answer = self.client.call(server, "/generate", body, seconds=self.seconds, tokens=ask.size + size)
+        with expected("input_token_logprobs", answer):
+            about = answer["meta_info"]
+            if [x[1] for x in about["input_token_logprobs"]] != list(tokens):
+                raise ValueError("log-probs of other tokens")
+            return about
 
     def load(self, server: str, folder: str, label: str, names: int) -> None:
         """Load from disk, which empties the cache; the server counts no tensors, but says its version."""

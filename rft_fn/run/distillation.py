@@ -1,13 +1,14 @@
 """Distillation by options: who teaches, what is learned of it, and checks before a model is loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 
-from rft_fn import data, loss, model
+from rft_fn import data, engine, loss, model
 from rft_fn.check import AtLeast0, Decay, Finite, Positive, PositiveShare, Share, Whole
 from rft_fn.data.templates import columns_in
+from rft_fn.engine.served_words import ServedWords, served_words
 from rft_fn.run import options
 from rft_fn.run.cli import without
 from rft_fn.run.files import last_model
@@ -15,7 +16,7 @@ from rft_fn.run.reward_task import Task, load_task
 from rft_fn.types import Strategy
 
 __all__ = [
-    "FROM_REWARDS", "SERVED", "Distillation", "TeacherSpec", "load_taught_task", "read_teachers",
+    "FROM_REWARDS", "SERVED", "Distillation", "TeacherSpec", "load_taught_task", "meet", "read_teachers",
     "require_same_words", "teacher_modules",
 ]  # fmt: skip
 
@@ -126,9 +127,11 @@ def load_taught_task(cfg: Any, st: Strategy) -> Task:
     """
     tokenizer = model.load_tokenizer(cfg.model)
     for spec in read_teachers(cfg):
-        _check(cfg, spec, tokenizer)
+        _check(cfg, st, spec, tokenizer)
     known = {"response": cfg.response} if cfg.on_policy < 1 and cfg.off_policy == "given" else {}
     task = load_task(cfg, st, **known)
+    if task.processing is not None and any(spec.kind in SERVED for spec in read_teachers(cfg)):
+        raise ValueError(f"teacher: expected a folder for {cfg.model}, which sees or hears, got a server")
     prompts, _ = data.take(task.dataset, 1, seed=0)
     for column in [*(columns_in(cfg.hint) - {*FROM_REWARDS}), *filter(None, [cfg.teacher_column])]:
         if column not in prompts[0].columns:
@@ -138,17 +141,38 @@ def load_taught_task(cfg: Any, st: Strategy) -> Task:
     return task
 
 
-def _check(cfg: Any, spec: TeacherSpec, tokenizer: Any) -> None:
+def _check(cfg: Any, st: Strategy, spec: TeacherSpec, tokenizer: Any) -> None:
     """Raise ValueError for a teacher that the options cannot have."""
     exact = cfg.loss in loss.DIVERGENCES and not cfg.top_k
     if spec.kind == "ema" and not cfg.ema:
         raise ValueError("ema: expected the decay of an average for the teacher ema, got 0")
-    if exact and cfg.top_p < 1:
+    if spec.kind == "self" and exact and cfg.top_p < 1:
         raise ValueError(
-            f"top_k: expected words with top_p {cfg.top_p}, for hidden states are not cut, got 0: all words"
+            f"top_k: expected words of the teacher self with top_p {cfg.top_p}, for hidden states are not "
+            "cut, got 0: all words"
         )
     if spec.kind == "folder":
         require_same_words(f"teacher: {spec.place}", model.load_tokenizer(spec.place), tokenizer)
+    if spec.kind in SERVED:
+        if exact:
+            raise ValueError(
+                "top_k: expected a number of words with a teacher on a server, which gives no hidden states, "
+                "got 0: all words"
+            )
+        heat = cfg.temperature if cfg.teacher_temperature is None else cfg.teacher_temperature
+        if heat != 1 and cfg.loss != "nll":
+            raise ValueError(
+                f"teacher_temperature: expected 1 with a teacher on a server, whose log-probs of prompts "
+                f"are at 1, got {heat}"
+            )
+        meet(st, spec, tokenizer, top_k=cfg.top_k)
+
+
+def meet(st: Strategy, spec: TeacherSpec, tokenizer: Any, *, top_k: int) -> ServedWords:
+    """Meet a teacher on a server. ValueError for what it cannot give."""
+    config = replace(engine.config_of(st.config), type=spec.kind, servers=(spec.place,), process=False)
+    engine.check_config(config)
+    return served_words(config, tokenizer, top_k=top_k)
 
 
 def require_same_words(what: str, theirs: Any, ours: Any) -> None:

@@ -19,8 +19,9 @@ from rft_fn.data.chat import Chat
 from rft_fn.data.responses import prompt_of_text
 from rft_fn.data.templates import columns_in
 from rft_fn.engine.lifetime import deferred
+from rft_fn.engine.served_words import ServedWords
 from rft_fn.model.teacher import HIDDEN, LOGP, WHICH, WORDS
-from rft_fn.run.distillation import FROM_REWARDS, SERVED, TeacherSpec, read_teachers
+from rft_fn.run.distillation import FROM_REWARDS, SERVED, TeacherSpec, meet, read_teachers
 from rft_fn.run.setup import Setup
 from rft_fn.types import Engine, Rollout, Sampling, TrainState
 
@@ -52,10 +53,14 @@ class _Member:
         self.env = env
         self.spec = spec
         self.bound: tuple[Any, Any] | None = None
+        self.served: ServedWords | None = None
         if spec.kind in ("folder", "ema"):
             place = spec.place if spec.kind == "folder" else env.cfg.model
             module = model.load(place, meta=env.st.world > 1)
-            self.bound = env.st.bind(module, sampling=env.sampling)
+            plain = Sampling(temperature=env.cfg.temperature)  # its words are not cut by top_p
+            self.bound = env.st.bind(module, sampling=plain)
+        if spec.kind in SERVED and env.cfg.loss != "nll":
+            self.served = meet(env.st, spec, env.task.tokenizer, top_k=env.cfg.top_k)
 
     def model(self, state: TrainState) -> tuple[Any, Any]:
         """Return (apply, params), with the weights of now."""
@@ -69,7 +74,13 @@ class _Member:
     def score(self, state: TrainState, rows: Rollout) -> tuple[dict[str, Tensor], Tensor, Any]:
         """Return (extras, log-probs of the tokens, head or None) of rows of its own prompts."""
         cfg, st = self.env.cfg, self.env.st
+        if self.served is not None:
+            mine = range(st.rank, len(rows.tokens), st.world)
+            found = self.served.score(rows, mine, cfg.top_k if cfg.loss in loss.DIVERGENCES else 0)
+            logp, words, words_logp = (st.gather(x[None]).sum(0) for x in found)
+            return ({WORDS: words, LOGP: words_logp} if cfg.loss in loss.DIVERGENCES else {}), logp, None
         apply, params = self.model(state)
+        rows = tree.replace(rows, sampling=None) if self.bound is not None else rows
         if cfg.teacher_temperature is not None:
             each = torch.full((len(rows.tokens),), cfg.teacher_temperature)
             rows = tree.replace(rows, temperature=each)
@@ -121,7 +132,7 @@ class Teachers:
         self._attach(heads)
         gap = (responses.logp - logp)[responses.mask & taught[:, None]]
         metrics = {"distill/taught": float(taught.float().mean())}
-        if bool(responses.logp.any()):  # given responses have none
+        if bool(responses.logp.any()):  # the student's own
             metrics["distill/kl_sampled"] = float(gap.double().mean()) if len(gap) else 0.0
         if LOGP in extra:
             tail = loss.with_tail(extra[LOGP])[..., -1].exp()[responses.mask]
@@ -244,7 +255,9 @@ class Teachers:
         rows = {j: place for place, j in enumerate(order)}
         index = [rows[j] * cfg.group + k for j in range(len(prompts)) for k in range(cfg.group)]
         group = torch.arange(len(prompts)).repeat_interleave(cfg.group)
-        return tree.replace(rollout.take(whole, index), group=group, sampling=self.env.sampling)
+        found = rollout.take(whole, index)
+        unknown = torch.zeros_like(found.logp)  # to the student
+        return tree.replace(found, logp=unknown, group=group, temperature=None, sampling=self.env.sampling)
 
     def _engine(self, i: int, member: _Member) -> Engine:
         """Return the engine of a teacher, which keeps the weights that it starts with."""

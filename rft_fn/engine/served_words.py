@@ -1,0 +1,133 @@
+"""What servers of vLLM and SGLang say of given tokens: log-probs, and the likeliest words at each place.
+
+A teacher on a server gives no hidden states, no other temperature than 1, and no more words than it was
+started for. What it cannot give is a ValueError when it is met, before a model is loaded.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from rft_fn.engine import openai, sglang
+from rft_fn.engine.lifetime import EngineConfig, EngineDead
+from rft_fn.engine.server_protocol import Client, Described, Fault, Refused, ServerProtocol
+from rft_fn.types import Rollout
+
+__all__ = ["ServedWords", "served_words"]
+
+PROBED = 12  # tokens of the first question
+TRIES = 3  # of each question
+
+T = TypeVar("T")
+
+
+class Words(NamedTuple):
+    """The answer for one sequence of S tokens; nothing predicts the first one."""
+
+    logp: list[float]  # S - 1
+    words: list[list[int]]  # S - 1 times K, the likeliest first
+    words_logp: list[list[float]]
+
+
+class ServedWords:
+    """A model on a server that scores tokens; any number of requests at a time."""
+
+    def __init__(
+        self, server: str, protocol: ServerProtocol, client: Client, known: Described, config: EngineConfig
+    ):
+        self.server = server
+        self.protocol = protocol
+        self.client = client
+        self.known = known
+        self.config = config
+
+    def ask(self, tokens: Sequence[int], top_k: int) -> Words:
+        """Return what the server says of a sequence; with top_k 0 only the log-probs of its tokens."""
+        if top_k:
+            return Words(*self.protocol.likeliest(self.server, self.known, tokens, top_k))
+        return Words(self.protocol.score(self.server, self.known, tokens), [], [])
+
+    def score(self, rollout: Rollout, rows: Sequence[int], top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (log-probs [B, S], words [B, S, K], their log-probs) of some rows; 0 outside mask and rows.
+
+        ValueError for a row that does not fit into the server's window, EngineDead where it stops answering.
+        """
+        window = self.known.window
+        longest = max((int(rollout.length[b]) for b in rows), default=0)
+        if window is not None and longest >= window:  # it samples one more
+            raise ValueError(
+                f"teacher: {self.server}: expected at most {window - 1} tokens of prompt and response, got "
+                f"{longest}"
+            )
+        logp = torch.zeros_like(rollout.logp)
+        ids = torch.zeros(*rollout.tokens.shape, top_k, dtype=torch.long)
+        words_logp = logp.new_zeros(*logp.shape, top_k)
+        asked = [rollout.tokens[b, : int(rollout.length[b])].tolist() for b in rows]
+        with ThreadPoolExecutor(self.config.batch) as threads:
+            answers = threads.map(lambda tokens: self.insist(partial(self.ask, tokens, top_k)), asked)
+            for b, answer in zip(rows, answers):
+                n = len(answer.logp) + 1
+                logp[b, 1:n] = torch.tensor(answer.logp)
+                if top_k:
+                    ids[b, 1:n] = torch.tensor(answer.words)
+                    words_logp[b, 1:n] = torch.tensor(answer.words_logp)
+        mask = rollout.mask
+        wide = mask[..., None]
+        return torch.where(mask, logp, 0), torch.where(wide, ids, 0), torch.where(wide, words_logp, 0)
+
+    def insist(self, question: Callable[[], T]) -> T:
+        """Return the answer to a question, after a few tries. EngineDead without one."""
+        for left in reversed(range(TRIES)):
+            try:
+                return question()
+            except Fault as error:
+                if not left:
+                    raise EngineDead(f"teacher: {self.server}: {self.client.line(error)}") from None
+            except Refused as error:
+                raise EngineDead(f"teacher: {self.server}: {self.client.line(error)}") from None
+        raise AssertionError
+
+
+def served_words(config: EngineConfig, tokenizer: Any, *, top_k: int) -> ServedWords:
+    """Meet the server of `config`, which must score tokens of `tokenizer` with `top_k` words.
+
+    ValueError for one that does not answer, gives fewer words, or names tokens by another tokenizer.
+    """
+    (server,) = config.servers
+    client = Client(config.key_env)
+    make = openai.protocol if config.type == "openai" else sglang.protocol
+    protocol: ServerProtocol = make(client, config.timeout)
+    tokens = _probed(tokenizer)
+    try:
+        known = protocol.describe(server)
+        said = protocol.texts(server, known, tokens)
+    except (Fault, Refused) as error:
+        raise ValueError(f"teacher: {server}: {client.line(error)}") from None
+    for number, theirs in zip(tokens[1:], said):
+        ours = tokenizer.decode([number])
+        if theirs.strip() != ours.strip():
+            raise ValueError(
+                f"teacher: {server}: expected the tokenizer of the student, whose token {number} is {ours!r}"
+                f", got one whose token {number} is {theirs!r}"
+            )
+    found = ServedWords(server, protocol, client, known, config)
+    try:
+        found.ask(tokens, top_k)
+    except (Fault, Refused) as error:
+        hint = f"; start vLLM with --max-logprobs {top_k}" if top_k and config.type == "openai" else ""
+        raise ValueError(
+            f"top_k: expected {top_k} words of each token from {server}: {client.line(error)}{hint}"
+        ) from None
+    return found
+
+
+def _probed(tokenizer: Any) -> list[int]:
+    """Return tokens over the whole vocabulary that are plain text, which each server shows alike."""
+    plain = [i for i in sorted(tokenizer.get_vocab().values()) if tokenizer.decode([i]).strip().isalnum()]
+    plain = [i for i in plain if tokenizer.decode([i]).isascii()]
+    step = max(1, len(plain) // PROBED)
+    return [plain[0], *plain[::step]][: PROBED + 1]
