@@ -171,7 +171,10 @@ def _check(cfg: Any, st: Strategy, spec: TeacherSpec, tokenizer: Any) -> None:
 def meet(st: Strategy, spec: TeacherSpec, tokenizer: Any, *, top_k: int) -> ServedWords:
     """Meet a teacher on a server. ValueError for what it cannot give."""
     config = replace(engine.config_of(st.config), type=spec.kind, servers=(spec.place,), process=False)
-    engine.check_config(config)
+    try:
+        engine.check_config(config)
+    except ValueError as error:
+        raise ValueError(str(error).replace("engine_servers", "teacher")) from None
     return served_words(config, tokenizer, top_k=top_k)
 
 

@@ -1,0 +1,203 @@
+"""Distillation, measured: `python tests/bench/distillation.py`.
+
+Three seeds of GRPO on the embedded default, and for each a student that starts as GRPO did and learns from its
+result: responses that either has sampled when it first reaches a score on unseen prompts. Then the memory of
+the comparison of two heads, by its peak on this machine. Writes docs/results/distillation.json, the picture
+docs/pictures/distillation.png and the tables of docs/distillation.md; `--draw` makes only these two of the file.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "docs" / "results" / "distillation.json"
+PICTURE = ROOT / "docs" / "pictures" / "distillation.png"
+PAGE = ROOT / "docs" / "distillation.md"
+SEEDS = (0, 1, 2)
+LEVELS = (0.7, 0.8, 0.9)
+WAYS = {
+    "reverse KL": [],
+    "forward KL": ["--loss", "forward_kl"],
+    "JSD": ["--loss", "jsd"],
+    "sampled tokens": ["--loss", "sampled"],
+}
+DISTILL = ["--steps", "60", "--eval-every", "3", "--lr", "2e-3"]
+GRPO = ["--eval-every", "5"]
+KEPT = ("eval/mean", "reward/mean", "distill/divergence", "distill/agreement", "distill/kl_sampled")
+KEPT += ("rollout/length_mean",)
+HEADS = {"SmolLM2-135M": (576, 49152), "Qwen2.5-0.5B": (896, 151936)}
+TOKENS = 1024
+
+
+def run(script, out, options):
+    """The metrics of a run, and how many responses a step has."""
+    command = [sys.executable, str(ROOT / "train_scripts" / script), "--out", str(out), *options]
+    if not (out / "model").exists():
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    config = json.loads((out / "config.json").read_text())
+    each = config["prompts"] * config["group"]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    found = {"responses": each}
+    for name in KEPT:
+        found[name] = {str(x["step"]): round(x[name], 4) for x in rows if x.get(name) is not None}
+    return found
+
+
+def seen(x):
+    """(responses, score on unseen prompts) of each evaluation: before the first step, then after some."""
+    steps = [int(step) for step in x["eval/mean"]]
+    return [((s + 1 if s else 0) * x["responses"], x["eval/mean"][str(s)]) for s in steps]
+
+
+def needed(x, level):
+    """The responses at the first evaluation with a score of `level`; None if there is none."""
+    return next((count for count, score in seen(x) if score >= level), None)
+
+
+def curves(found):
+    """The table of responses that each way needed."""
+    lines = ["| | " + " | ".join(f"score {x}" for x in LEVELS) + " | at the end |", "|---|" + "---|" * 4]
+    for way in ("GRPO", *WAYS):
+        runs = [found["runs"][f"{way}, seed {seed}"] for seed in SEEDS]
+        cells = []
+        for level in LEVELS:
+            cells.append(" / ".join("-" if (n := needed(x, level)) is None else f"{n:,}" for x in runs))
+        cells.append(" / ".join(f"{seen(x)[-1][1]:.3f}" for x in runs))
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def memory(found):
+    """The table of the memory of both heads."""
+    lines = ["| heads | logits [T, V] of both | whole | in chunks | 64 words |", "|---|---|---|---|---|"]
+    for name, x in found["memory"].items():
+        width, size = HEADS[name]
+        both = 2 * TOKENS * size * 4 / 2**20
+        cells = " | ".join(f"{x[way]:,.0f} MiB" for way in ("whole", "chunks", "words"))
+        lines.append(f"| {name} (D {width}, V {size:,}) | {both:,.0f} MiB | {cells} |")
+    return "\n".join(lines)
+
+
+def head_peak(way, width, size):
+    """MiB above the inputs and the gradients that forward and backward of one comparison take."""
+    import resource
+
+    from rft_fn import logprob, loss
+
+    torch.set_num_threads(1)
+    g = torch.Generator().manual_seed(0)
+    h, t = torch.randn(2, TOKENS, width, generator=g)
+    w = torch.randn(size, width, generator=g) * 0.05
+    v = torch.randn(size, width, generator=g) * 0.05
+    words = torch.randint(0, size, (TOKENS, 64), generator=g)
+    h.requires_grad_()
+    w.requires_grad_()
+    h.grad, w.grad = torch.zeros_like(h), torch.zeros_like(w)
+    w.grad.fill_(0.0)
+    spare = torch.ones_like(w)  # the gradient of the weight before it is added
+    del spare
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def by_states(logp, states):
+        return loss.reverse_kl(logp, logprob.logits(states, v).log_softmax(-1))
+
+    def by_words(logp, these, theirs):
+        return loss.reverse_kl(loss.with_tail(logp.gather(-1, these)), loss.with_tail(theirs))
+
+    if way == "whole":
+        x = by_states((h @ w.T).log_softmax(-1), t)
+    elif way == "chunks":
+        x = logprob.linear_rows(by_states, h, w, t)
+    else:
+        theirs = torch.full((TOKENS, 64), 1 / 128).log()
+        x = logprob.linear_rows(by_words, h, w, words, theirs)
+    x.sum().backward()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def measured_memory():
+    """The peak of each way, in a process for each."""
+    found = {}
+    for name, (width, size) in HEADS.items():
+        found[name] = {}
+        for way in ("whole", "chunks", "words"):
+            command = [sys.executable, __file__, "--head", way, str(width), str(size)]
+            done = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            found[name][way] = float(done.stdout)
+    return found
+
+
+def draw(found):
+    """Scores over responses, and what the student's distributions are like."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 4, figsize=(13, 3.2))
+    for i, way in enumerate(("GRPO", *WAYS)):
+        for seed in SEEDS:
+            x = found["runs"][f"{way}, seed {seed}"]
+            label = way if seed == 0 else None
+            axes[0].plot(*zip(*seen(x), strict=True), f"C{i}", label=label, lw=1)
+            at = lambda name, x=x: (  # noqa: E731
+                [int(s) * x["responses"] for s in x[name]],
+                list(x[name].values()),
+            )
+            axes[1].plot(*at("distill/kl_sampled"), f"C{i}", lw=1)
+            axes[2].plot(*at("distill/agreement"), f"C{i}", lw=1)
+            axes[3].plot(*at("rollout/length_mean"), f"C{i}", lw=1)
+    titles = "score on unseen prompts", "KL to the teacher [nats per token]", "share of equal top-1 words"
+    for ax, title in zip(axes, (*titles, "tokens of a response"), strict=True):
+        ax.set_title(title, fontsize=9, loc="left")
+        ax.set_xlabel("responses sampled", fontsize=8)
+        ax.set_xscale("symlog", linthresh=1000)
+        ax.tick_params(labelsize=8)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(fontsize=7)
+    fig.tight_layout()
+    fig.savefig(PICTURE, dpi=110, metadata={"Software": None})
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "distillation")
+    parser.add_argument("--draw", action="store_true")
+    parser.add_argument("--head", nargs=3)
+    args = parser.parse_args()
+    if args.head:
+        print(head_peak(args.head[0], int(args.head[1]), int(args.head[2])))
+        return
+    if not args.draw:
+        found = {"date": str(date.today()), "machine": platform.machine(), "cores": os.cpu_count()}
+        found |= {"torch": torch.__version__, "distill": DISTILL, "grpo": GRPO, "runs": {}}
+        for seed in SEEDS:
+            teacher = args.runs / f"grpo_{seed}"
+            options = ["--seed", str(seed)]
+            found["runs"][f"GRPO, seed {seed}"] = run("grpo.py", teacher, [*GRPO, *options])
+            for way, more in WAYS.items():
+                out = args.runs / f"{way.replace(' ', '_')}_{seed}"
+                given = [*DISTILL, *more, *options, "--teacher", str(teacher)]
+                found["runs"][f"{way}, seed {seed}"] = run("distill.py", out, given)
+        found["memory"] = measured_memory()
+        OUT.write_text(json.dumps(found) + "\n")
+    found = json.loads(OUT.read_text())
+    draw(found)
+    page = PAGE.read_text()
+    for mark, made in {"curves": curves(found), "memory": memory(found)}.items():
+        begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+        head, _, rest = page.partition(begin)
+        page = f"{head}{begin}\n{made}\n{end}{rest.partition(end)[2]}"
+    PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()
