@@ -300,6 +300,7 @@ def test_calls_are_written_out():
 PAGES = {
     "grpo": (130, 55),
     "ppo": (170, 75),
+    "distill": (170, 60),
     "dpo": (230, 60),
     "sft": (None, 60),
     "train_rm": (None, 60),

@@ -37,12 +37,14 @@ _PANELS = (
     _Panel("log-prob of a response", "nats", ("pairs/logp_chosen", "pairs/logp_rejected")),
     _Panel("trainer - sampler log-prob", "nats per token", (_GAP,)),
     _KL,
+    _Panel("KL to the teacher", "nats per token", ("distill/divergence", "distill/kl_sampled")),
+    _Panel("same likeliest word as the teacher", "share of tokens", ("distill/agreement",)),
     _Panel("entropy", "nats per token", ("policy/entropy",)),
     _Panel("response length", "tokens", ("rollout/length_mean", "rollout/length_max")),
     _Panel("gradient norm", "norm", ("grad/norm",)),
 )
 _LOSS = _Panel("loss", "mean loss", ("eval/loss", "loss"))  # of runs without a reward
-_SHARES = ("accuracy of pairs", "correct labels")  # panels from 0 to 1
+_SHARES = ("accuracy of pairs", "correct labels", "same likeliest word as the teacher")  # panels from 0 to 1
 _PHASE = "phase/"  # before the name of a phase in timing.jsonl
 _COLUMNS = 3  # panels side by side
 _BARS = 40  # at most, of a histogram

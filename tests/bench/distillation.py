@@ -1,9 +1,9 @@
 """Distillation, measured: `python tests/bench/distillation.py`.
 
-Three seeds of GRPO on the embedded default, and for each a student that starts as GRPO did and learns from its
-result: responses that either has sampled when it first reaches a score on unseen prompts. Then the memory of
-the comparison of two heads, by its peak on this machine. Writes docs/results/distillation.json, the picture
-docs/pictures/distillation.png and the tables of docs/distillation.md; `--draw` makes only these two of the file.
+Three seeds of GRPO on the embedded default, and for each a student that starts as GRPO did and learns from
+its result: responses that either has sampled when it first reaches a score on unseen prompts. Then the memory
+of the comparison of two heads, by its peak on this machine. Writes docs/results/distillation.json, the picture
+docs/pictures/distillation.png and the tables of docs/distillation.md; `--draw` makes only the last two.
 """
 
 import argparse
