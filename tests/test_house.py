@@ -360,7 +360,9 @@ def readers_of(script):
     source = (ROOT / "train_scripts" / f"{script}.py").read_text()
     rooms = [module for name, module in list(sys.modules.items()) if name.startswith("rft_fn.run")]
     found, waiting = {}, re.findall(r"rft\.run\.(\w+)", source)
-    skipped = {"load_task"} if "load=" in source else set()  # the default of `setup`
+    skipped = (
+        {"load_task"} if "load=" in source and "load=rft" not in source else set()
+    )  # the default of `setup`
     while waiting:
         name = waiting.pop()
         function = next((getattr(room, name) for room in rooms if hasattr(room, name)), None)
@@ -374,7 +376,19 @@ def readers_of(script):
 
 @pytest.mark.parametrize(
     "name",
-    ["sft", "dpo", "grpo", "ppo", "multi_turn", "evaluate", "export", "sweep", "replay", "serve_reward"],
+    [
+        "sft",
+        "distill",
+        "dpo",
+        "grpo",
+        "ppo",
+        "multi_turn",
+        "evaluate",
+        "export",
+        "sweep",
+        "replay",
+        "serve_reward",
+    ],
 )
 def test_every_option_has_a_reader_and_a_line_of_help(name):
     """The reader is the script, or what it calls of rft_fn.run; the help stands behind the option."""

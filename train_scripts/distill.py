@@ -93,6 +93,7 @@ def main(cfg: Config) -> None:
     cfg, st, apply = env.cfg, env.st, env.apply
     teachers = rft.run.load_teachers(env)
     collector, shaping = env.collector(), env.shaping()
+    tokens = env.tokens(partial(student_loss, cfg, algo, True), group=cfg.group)
 
     # the state of a run: the model's, and one tree of all else that a checkpoint brings back
     loop = {"step": 0, "floor": 0.0, "collect": collector.init(), "shaping": shaping.init()}
@@ -106,6 +107,7 @@ def main(cfg: Config) -> None:
         if sampled:
             batch, collected = collector.next(collected, step)
             own = env.trainer_logp(state, batch.rollout, step)
+            tokens.before(step, state.params, batch.rollout)
         else:
             batch = teachers.batch(step)
         rollout = batch.rollout
@@ -130,6 +132,7 @@ def main(cfg: Config) -> None:
                 rate = env.policy.schedule(rft.optim.count(state.opt))
                 state, more = st.update(state, grads)
                 logs.append(rft.metric.results(metrics | more))
+        tokens.after(step, state.params, exp, batch.prompts, batch.judged, rollout)
         env.push(state, version=step + 1)
 
         # report, evaluate, save, and stop where a signal asked for it

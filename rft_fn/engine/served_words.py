@@ -1,4 +1,4 @@
-"""What servers of vLLM and SGLang say of given tokens: log-probs, and the likeliest words at each place.
+"""What servers of vLLM and SGLang say of given tokens: log-probs, and the likeliest words there.
 
 A teacher on a server gives no hidden states, no other temperature than 1, and no more words than it was
 started for. What it cannot give is a ValueError when it is met, before a model is loaded.

@@ -35,7 +35,7 @@ from rft_fn.run.reward_task import (
 from rft_fn.run.run_folder import Run
 from rft_fn.run.setup import Model, Setup, setup
 from rft_fn.run.signals import Stopped
-from rft_fn.run.teachers import Taught, Teachers, load_teachers
+from rft_fn.run.teachers import load_teachers
 from rft_fn.run.tokens import TokenLog
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ __all__ = [
     "Run",
     "Setup",
     "Task",
-    "Taught",
-    "Teachers",
     "TokenLog",
     "actor_critic",
     "as_one_pack",

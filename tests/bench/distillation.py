@@ -2,8 +2,8 @@
 
 Three seeds of GRPO on the embedded default, and for each a student that starts as GRPO did and learns from
 its result: responses that either has sampled when it first reaches a score on unseen prompts. Then the memory
-of the comparison of two heads, by its peak on this machine. Writes docs/results/distillation.json, the picture
-docs/pictures/distillation.png and the tables of docs/distillation.md; `--draw` makes only the last two.
+of the comparison of two heads, by its peak on this machine. Writes docs/results/distillation.json, and of it
+docs/pictures/distillation.png and the tables of docs/distillation.md; `--draw` makes only these two.
 """
 
 import argparse
@@ -30,7 +30,10 @@ WAYS = {
     "sampled tokens": ["--loss", "sampled"],
 }
 DISTILL = ["--steps", "60", "--eval-every", "3", "--lr", "2e-3"]
-GRPO = ["--eval-every", "5"]
+GRPO = {
+    "GRPO": ["--eval-every", "5"],
+    "GRPO, 4 a prompt": ["--eval-every", "8", "--group", "4", "--lr", "2e-3", "--steps", "240"],
+}
 KEPT = ("eval/mean", "reward/mean", "distill/divergence", "distill/agreement", "distill/kl_sampled")
 KEPT += ("rollout/length_mean",)
 HEADS = {"SmolLM2-135M": (576, 49152), "Qwen2.5-0.5B": (896, 151936)}
@@ -65,7 +68,7 @@ def needed(x, level):
 def curves(found):
     """The table of responses that each way needed."""
     lines = ["| | " + " | ".join(f"score {x}" for x in LEVELS) + " | at the end |", "|---|" + "---|" * 4]
-    for way in ("GRPO", *WAYS):
+    for way in (*GRPO, *WAYS):
         runs = [found["runs"][f"{way}, seed {seed}"] for seed in SEEDS]
         cells = []
         for level in LEVELS:
@@ -143,7 +146,7 @@ def draw(found):
     import matplotlib.pyplot as plt
 
     fig, axes = plt.subplots(1, 4, figsize=(13, 3.2))
-    for i, way in enumerate(("GRPO", *WAYS)):
+    for i, way in enumerate((*GRPO, *WAYS)):
         for seed in SEEDS:
             x = found["runs"][f"{way}, seed {seed}"]
             label = way if seed == 0 else None
@@ -182,7 +185,8 @@ def main():
         for seed in SEEDS:
             teacher = args.runs / f"grpo_{seed}"
             options = ["--seed", str(seed)]
-            found["runs"][f"GRPO, seed {seed}"] = run("grpo.py", teacher, [*GRPO, *options])
+            for out, (way, more) in zip((teacher, args.runs / f"few_{seed}"), GRPO.items(), strict=True):
+                found["runs"][f"{way}, seed {seed}"] = run("grpo.py", out, [*more, *options])
             for way, more in WAYS.items():
                 out = args.runs / f"{way.replace(' ', '_')}_{seed}"
                 given = [*DISTILL, *more, *options, "--teacher", str(teacher)]
