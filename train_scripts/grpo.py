@@ -16,7 +16,7 @@ from rft_fn.run import options
 
 
 @dataclass(frozen=True)
-class Config(options.ReinforcementRun, options.Collect):
+class Config(options.ReinforcementRun, options.Collect, options.Entropy):
     """A resumed run may change the options that change no result; for others it needs --override."""
 
     # the algorithm
@@ -38,9 +38,9 @@ def optimizer(cfg: Config):
 
 
 def weighted(algo: rft.algorithm.Algorithm, exp: rft.Experience) -> rft.Experience:
-    """Weigh a batch by its own mask, and by the correction of the sampler's mismatch if it has one."""
+    """Weigh a batch by its own mask, and by the factor of each token if it has one."""
     w = algo.weight(exp.mask)
-    return rft.tree.replace(exp, w=w * exp.extra["correction"] if exp.extra else w, extra=None)
+    return rft.tree.replace(exp, w=w * exp.extra["correction"] if "correction" in exp.extra else w)
 
 
 def minibatches(cfg: Config, algo, exp: rft.Experience, step: int) -> Iterator[rft.Experience]:
@@ -52,13 +52,15 @@ def minibatches(cfg: Config, algo, exp: rft.Experience, step: int) -> Iterator[r
 
 
 def policy_loss(cfg: Config, algo, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
-    """Return the algorithm's loss [T], with the KL to the initial model and the balance of experts."""
+    """Return the algorithm's loss [T], with a KL to the reference, an entropy bonus, a balance of experts."""
     loss, metrics = algo.loss(out, b)
     metrics["policy/loss"] = rft.metric.sum(b.w * loss)
     if cfg.kl:
         kl = rft.loss.kl(out.logp, b.ref_logp)
         loss = loss + cfg.kl * kl
         metrics["policy/kl_ref"] = rft.metric.mean(kl, b.mask)
+    if cfg.entropy or cfg.entropy_target:  # with the coefficient of this step
+        loss = loss + b.extra["entropy"] * rft.loss.entropy_bonus(out.entropy)
     if cfg.router_aux:
         loss = loss + cfg.router_aux * out.aux
         metrics |= rft.metric.router(out, b)
@@ -76,7 +78,8 @@ def main(cfg: Config) -> None:
     tokens = env.tokens(loss_fn, group=cfg.group)
 
     # the state of a run: the model's, and one tree of all else that a checkpoint brings back
-    loop = {"step": 0, "floor": 0.0, "collect": collector.init(), "shaping": shaping.init()}
+    loop = {"step": 0, "floor": 0.0, "entropy": cfg.entropy}
+    loop |= {"collect": collector.init(), "shaping": shaping.init()}
     state, loop = env.restore(env.policy.state, loop)
     env.push(state, version=loop["step"])
 
@@ -84,17 +87,16 @@ def main(cfg: Config) -> None:
         # collect: the same batch on every rank
         values = env.evaluation(0) if step == 0 else {}
         batch, collected = collector.next(loop["collect"], step)
-        rollout, mask = batch.rollout, batch.rollout.mask
+        rollout, learned = batch.rollout, env.learned(batch.rollout)  # learned: in its mask what counts
         ref_logp = env.reference_logp(state, rollout)  # None without a KL
-        own = env.trainer_logp(state, rollout, step)  # the sampler's, unless its mismatch is corrected
+        own = env.trainer_logp(state, learned, step, entropy=loop["entropy"])  # the sampler's, or corrected
         tokens.before(step, state.params, rollout)
 
         # learn: rewards [N, G], advantages, and the weight of each token
         reward, moments, shaped = shaping.apply(env.reward(batch), loop["shaping"], rollout, ref_logp)
         adv = algo.advantage(reward, rollout, **env.baseline(batch))
-        exp = rft.experience(
-            rollout, adv=adv, w=algo.weight(mask), old_logp=own.old_logp, ref_logp=ref_logp, extra=own.extra
-        )
+        w = algo.weight(learned.mask)
+        exp = rft.experience(learned, adv=adv, w=w, old_logp=own.old_logp, ref_logp=ref_logp, extra=own.extra)
 
         # learn: passes over the minibatches
         logs = []
@@ -112,9 +114,10 @@ def main(cfg: Config) -> None:
 
         # report, evaluate, save, and stop where a signal asked for it
         values |= shaped | batch.metrics | rft.metric.average(logs) | gap | {"lr": rate}
-        values |= rft.metric.spread("adv", exp.adv, mask) | env.evaluation(step + 1)
+        values |= rft.metric.spread("adv", exp.adv, exp.mask) | env.evaluation(step + 1)
         score = env.report(step, batch, reward, values)
-        loop = {"step": step + 1, "floor": floor, "collect": collected, "shaping": moments}
+        loop = {"step": step + 1, "floor": floor, "entropy": own.entropy}
+        loop |= {"collect": collected, "shaping": moments}
         env.checkpoint(state, loop, score=score, collector=collector)
     env.finish(state)
 

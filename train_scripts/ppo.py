@@ -17,11 +17,10 @@ from rft_fn.run import options
 
 
 @dataclass(frozen=True)
-class Config(options.ReinforcementRun, options.ActorCritic, options.Ptx):
+class Config(options.ReinforcementRun, options.ActorCritic, options.Entropy, options.Ptx):
     """A resumed run may change the options that change no result; for others it needs --override."""
 
-    # further terms of the actor's loss
-    entropy: AtLeast0 = 0.0  # coefficient of the entropy bonus
+    # a further term of the actor's loss
     positive_nll: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of good responses (VAPO)
     positive_at: Finite = 1.0  # the least reward of a good response
 
@@ -79,8 +78,8 @@ def actor_loss(cfg: Config, row, out: rft.TokenOut, b: rft.Packed) -> tuple[Tens
     if "correction" in b.extra:  # of the actor only: the critic learns the returns of all samples alike
         loss = loss * b.extra["correction"]
     metrics["policy/loss"] = rft.metric.sum(b.w * loss)
-    if cfg.entropy:
-        loss = loss + cfg.entropy * rft.loss.entropy_bonus(out.entropy)
+    if cfg.entropy or cfg.entropy_target:  # with the coefficient of this step
+        loss = loss + b.extra["entropy"] * rft.loss.entropy_bonus(out.entropy)
     if cfg.router_aux:
         loss = loss + cfg.router_aux * out.aux
         metrics |= rft.metric.router(out, b)
@@ -97,7 +96,8 @@ def main(cfg: Config) -> None:
     tokens = env.tokens(loss_fn, group=cfg.group)
 
     # the state of a run: those of both models, and one tree of all else that a checkpoint brings back
-    loop = {"step": 0, "floor": 0.0, "kl": cfg.kl, "collect": collector.init(), "shaping": shaping.init()}
+    loop = {"step": 0, "floor": 0.0, "kl": cfg.kl, "entropy": cfg.entropy}
+    loop |= {"collect": collector.init(), "shaping": shaping.init()}
     states, loop = env.restore({"actor": env.policy.state, "critic": env.critic.state}, loop)
     actor, critic = states["actor"], states["critic"]
     env.push(actor, version=loop["step"])
@@ -108,7 +108,7 @@ def main(cfg: Config) -> None:
         batch, collected = collector.next(loop["collect"], step)
         rollout, mask = batch.rollout, batch.rollout.mask
         ref_logp = env.reference_logp(actor, rollout) if cfg.kl else rollout.logp
-        own = env.trainer_logp(actor, rollout, step)  # the sampler's, unless its mismatch is corrected
+        own = env.trainer_logp(actor, rollout, step, entropy=loop["entropy"])  # the sampler's, or corrected
         value = env.value(critic, rollout)
         tokens.before(step, actor.params, rollout)
 
@@ -154,7 +154,8 @@ def main(cfg: Config) -> None:
         values["value/explained_variance"] = rft.model.explained_variance(value, ret, mask)
         score = env.report(step, batch, reward, values | env.evaluation(step + 1))
         coef = env.steered(loop["kl"], kl, len(mask))
-        loop = {"step": step + 1, "floor": floor, "kl": coef, "collect": collected, "shaping": moments}
+        loop = {"step": step + 1, "floor": floor, "kl": coef, "entropy": own.entropy}
+        loop |= {"collect": collected, "shaping": moments}
         env.checkpoint({"actor": actor, "critic": critic}, loop, score=score, collector=collector)
 
     if cfg.save_critic:

@@ -19,7 +19,16 @@ from rft_fn.loss.distill import (
     with_tail,
 )
 from rft_fn.loss.evaluate import token_gradient, without_gradient
-from rft_fn.loss.kl import entropy_bonus, kl, kl_k1, kl_k2, kl_k3, reverse_kl, reverse_kl_top_k
+from rft_fn.loss.kl import (
+    adaptive_entropy,
+    entropy_bonus,
+    kl,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    reverse_kl,
+    reverse_kl_top_k,
+)
 from rft_fn.loss.policy import (
     a_star,
     cispo,
@@ -73,13 +82,12 @@ from rft_fn.loss.targets import (
 )
 
 __all__ = [
-    "DIVERGENCES", "PREFERENCES", "Preference", "a_star", "apo_down", "apo_zero", "bco", "bradley_terry",
-    "centering", "cispo", "cpgd", "cpo", "divergence", "dpo", "dppo_kl", "dppo_tv", "dro",
-    "entropy_bonus", "exo", "forward_kl", "gmpo", "gspo", "gspo_token", "hinge", "hps", "ipo", "jsd",
-    "kl", "kl_cov", "kl_k1", "kl_k2", "kl_k3", "kto", "length_desensitized", "log_exp", "nca", "nll",
-    "orpo", "plackett_luce", "ppo_clip", "proximal_logp", "ratio", "reinforce", "reverse_kl",
-    "reverse_kl_top_k", "robust_dpo", "rpo", "sapo", "score_bce", "score_mse", "seq_ratio", "simpo",
-    "skew_forward_kl", "skew_reverse_kl", "sppo", "teacher_advantage", "token_gradient",
-    "top_1_agreement", "value_clip", "vespo", "with_observed", "with_tail",
-    "without_gradient",
+    "DIVERGENCES", "PREFERENCES", "Preference", "a_star", "adaptive_entropy", "apo_down", "apo_zero",
+    "bco", "bradley_terry", "centering", "cispo", "cpgd", "cpo", "divergence", "dpo", "dppo_kl",
+    "dppo_tv", "dro", "entropy_bonus", "exo", "forward_kl", "gmpo", "gspo", "gspo_token", "hinge", "hps",
+    "ipo", "jsd", "kl", "kl_cov", "kl_k1", "kl_k2", "kl_k3", "kto", "length_desensitized", "log_exp",
+    "nca", "nll", "orpo", "plackett_luce", "ppo_clip", "proximal_logp", "ratio", "reinforce",
+    "reverse_kl", "reverse_kl_top_k", "robust_dpo", "rpo", "sapo", "score_bce", "score_mse", "seq_ratio",
+    "simpo", "skew_forward_kl", "skew_reverse_kl", "sppo", "teacher_advantage", "token_gradient",
+    "top_1_agreement", "value_clip", "vespo", "with_observed", "with_tail", "without_gradient",
 ]  # fmt: skip

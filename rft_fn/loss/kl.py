@@ -11,7 +11,8 @@ from rft_fn import check
 from rft_fn.logprob import log_ratio
 
 __all__ = [
-    "divergence_terms", "entropy_bonus", "kl", "kl_k1", "kl_k2", "kl_k3", "reverse_kl", "reverse_kl_top_k",
+    "adaptive_entropy", "divergence_terms", "entropy_bonus", "kl", "kl_k1", "kl_k2", "kl_k3",
+    "reverse_kl", "reverse_kl_top_k",
 ]  # fmt: skip
 
 _MAX_LOG_RATIO = 60.0  # e^60 = 1.1e26 is finite in float32
@@ -90,6 +91,24 @@ def reverse_kl_top_k(logp: Tensor, teacher_logp: Tensor) -> Tensor:
 def _rest(logp: Tensor) -> Tensor:
     """Return the mass of all other words, [..., K] -> [...]."""
     return (1 - logp.exp().sum(-1)).clamp(min=1e-9)
+
+
+def adaptive_entropy(coef: float, entropy: float, *, target: float, delta: float) -> tuple[float, float]:
+    """Return (the coefficient of the entropy bonus in a step, the one that the next step begins with).
+
+        in this step:   coef if entropy <= target, else 0
+        in the next:    coef + delta if entropy <= target, else max(coef - delta, 0)
+
+    `entropy` [nats] is the policy's mean over the step's tokens before its update. The bonus grows while the
+    entropy is below the target, and counts only there. Skywork-OR1, arXiv 2505.22312, with delta = 0.005.
+    ValueError unless target and delta are > 0.
+    """
+    for name, x in (("target", target), ("delta", delta)):
+        if not x > 0:
+            raise ValueError(f"{name}: expected > 0, got {x}")
+    if entropy <= target:
+        return coef, coef + delta
+    return 0.0, max(coef - delta, 0.0)
 
 
 def entropy_bonus(entropy: Tensor) -> Tensor:

@@ -42,8 +42,9 @@ from rft_fn.run.cli import without
 from rft_fn.strategy import StrategyConfig
 
 __all__ = [
-    "ENGINE", "ActorCritic", "Collect", "Data", "Evaluation", "Examples", "Heads", "HeldOut", "Labelled",
-    "Length", "Limits", "Model", "Optimizer", "Options", "Policy", "Prompts", "Ptx", "Recorded",
+    "ActorCritic", "Collect", "Data", "ENGINE", "Entropy", "Evaluation", "Examples", "Heads", "HeldOut",
+    "Labelled", "Length", "Limits", "Model", "Optimizer", "Options", "Policy", "Prompts", "Ptx",
+    "Recorded",
     "Reinforcement", "ReinforcementRun", "Reward", "Rollouts", "Run", "Sampling", "ScoredRun", "Shaping",
     "Updates",
 ]  # fmt: skip
@@ -170,6 +171,7 @@ class Collect(Rollouts, subject="Rollouts"):
     rounds: Count = 1  # most sampling rounds of a step, to fill it with groups whose rewards differ (DAPO)
     curriculum: Whole = 0  # prompts in the mean success p of a source, whose share is p (1 - p); 0: off
     curriculum_floor: Positive = 0.02  # least p (1 - p)
+    mask_truncated: bool = False  # learn nothing from responses that are cut off, which count in their group
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -273,6 +275,23 @@ class Updates(Rollouts, Length, subject="Updates"):
         most = self.prompts * self.group
         if self.minibatches > most:
             raise ValueError(f"minibatches: expected at most {most}, got {self.minibatches}")
+
+
+@dataclass(frozen=True)
+class Entropy(Options, subject="Updates"):
+    """A bonus for the policy's entropy, and tokens that are chosen by it."""
+
+    entropy: AtLeast0 = 0.0  # coefficient of the entropy bonus; with entropy_target, that of the first step
+    entropy_target: AtLeast0 = 0.0  # entropy [nats per token] below which the bonus counts, and grows; 0: off
+    entropy_delta: Positive = 0.005  # by how much the coefficient moves in a step, with entropy_target
+    entropy_share: PositiveShare = 1.0  # learn only from this share of the tokens, of the highest entropy
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.entropy_target and self.entropy_delta != Entropy.entropy_delta:
+            raise ValueError(
+                f"entropy_target: expected one, as entropy_delta is {self.entropy_delta}, got none"
+            )
 
 
 @dataclass(frozen=True)

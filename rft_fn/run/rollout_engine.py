@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from rft_fn import collect, data, dist, optim, precision, strategy, sync, tree
+from rft_fn import collect, data, dist, loss, optim, precision, strategy, sync, tree, weight
 from rft_fn import engine as engine_lib
 from rft_fn.check import printable
 from rft_fn.collect import asynchronous
@@ -281,8 +281,9 @@ class Corrected(NamedTuple):
     """A rollout as the trainer sees it."""
 
     old_logp: Tensor  # [B, S] of the policy that the update starts from
-    extra: dict[str, Tensor]  # "correction" [B, S], the factor of each weight; empty without a correction
+    extra: dict[str, Tensor]  # "correction" [B, S], a factor of each weight, and "entropy" [B], the bonus'
     metrics: dict[str, float]
+    entropy: float = 0.0  # coefficient of the entropy bonus that the next step begins with
 
 
 def correction_of(cfg: options.Rollouts) -> str:
@@ -306,28 +307,56 @@ def correct_mismatch(
     *,
     budget: int,
     version: int,
+    entropy: float = 0.0,
 ) -> Corrected:
-    """Return `old_logp` and the correction of every token's weight by the option `mismatch`.
+    """Return the log-probs that an update starts from, and what the options make of each token's weight.
 
-    Without one, old_logp is the sampler's. With one the trainer scores the rollout, so that the loss has its
-    ratio to the trainer's own policy, and the weights hold the ratio of that one to the sampler's. `version`
-    is of the trainer's weights.
+    Without `mismatch` or a band, old_logp is the sampler's. With one the trainer scores the rollout, so that
+    the loss has its ratio to the trainer's own policy, and the weights hold the ratio of that one to the
+    sampler's. The trainer scores it too where the entropy chooses tokens (`weight.high_entropy`, of the whole
+    rollout), or steers the coefficient of its bonus, which is `entropy` at the start of the step. `version` is
+    of the trainer's weights.
     """
+    name = correction_of(cfg)
+    corrected = name != "none" or cfg.geo_low > 0 or cfg.geo_high is not None
+    share: float = getattr(cfg, "entropy_share", 1.0)
+    target: float = getattr(cfg, "entropy_target", 0.0)
     metrics = collect.staleness(rollout, version)
-    if correction_of(cfg) == "none" and not cfg.geo_low and cfg.geo_high is None:
-        return Corrected(rollout.logp, {}, metrics)
-    old_logp = st.score(apply, params, rollout, budget).logp
-    factor, cut = collect.correction(
-        correction_of(cfg),
-        old_logp,
-        rollout,
-        cap=cfg.cap,
-        floor=cfg.floor,
-        geo_low=cfg.geo_low,
-        geo_high=math.inf if cfg.geo_high is None else cfg.geo_high,
-    )
-    metrics |= collect.mismatch_metrics(old_logp, rollout) | cut
-    return Corrected(old_logp, {"correction": factor}, metrics)
+    extra: dict[str, Tensor] = {}
+    old_logp, each = rollout.logp, None
+    if corrected or share < 1 or target:
+        fields = ("logp", "entropy") if share < 1 or target else ("logp",)
+        scored = st.score(apply, params, rollout, budget, fields=fields)
+        old_logp = scored.logp if corrected else old_logp
+        each = scored.entropy
+    if corrected:
+        extra["correction"], cut = collect.correction(
+            name,
+            old_logp,
+            rollout,
+            cap=cfg.cap,
+            floor=cfg.floor,
+            geo_low=cfg.geo_low,
+            geo_high=math.inf if cfg.geo_high is None else cfg.geo_high,
+        )
+        metrics |= collect.mismatch_metrics(old_logp, rollout) | cut
+
+    # the policy's entropy chooses tokens, and steers the coefficient of its bonus
+    inside = rollout.mask
+    if each is not None and share < 1:
+        chosen = weight.top_share(each, inside, share=share)
+        extra["correction"] = chosen * extra.get("correction", inside.to(old_logp.dtype))
+        metrics["entropy/threshold"] = float(each[chosen].min()) if chosen.any() else 0.0
+    coef: float = getattr(cfg, "entropy", 0.0)
+    later = coef
+    if each is not None and target:
+        mean = float((each * inside).double().sum() / inside.sum().clamp(min=1))
+        delta: float = getattr(cfg, "entropy_delta", 0.0)
+        coef, later = loss.adaptive_entropy(entropy, mean, target=target, delta=delta)
+        metrics["entropy/coef"] = coef
+    if coef or target:
+        extra["entropy"] = torch.full((len(inside),), coef)
+    return Corrected(old_logp, extra, metrics, later)
 
 
 def check_gap(
@@ -351,6 +380,8 @@ def check_gap(
     ValueError, with an explanation, for a gap above the limit; an `engine` that is idle helps to find it.
     """
     found = {name: values[name] for name in collect.MISMATCH}
+    if found["policy/logp_gap_max"] == -math.inf:  # no token is learned from, so nothing was measured
+        return found, floor
     expected = correction_of(cfg) != "none" or cfg.ahead > 0 or cfg.partial > 0
     if expected and values["rollout/staleness_max"] > 0:
         return found, floor

@@ -318,15 +318,26 @@ def _script_of(config: Any) -> str:
 def restore_latest(st: Strategy, run: Run, state: Any, extra: Any = None) -> tuple[Any, Any]:
     """Return (state, extra) of the run's newest checkpoint, or the given ones where it has none.
 
-    `state` is donated. A checkpoint of rft_fn 0.1 has the parts of a loop side by side, or none.
+    `state` is donated. A part of `extra` that an older checkpoint does not have is the given one; one of
+    rft_fn 0.1 has the parts of a loop side by side, or none.
     """
     saved = ckpt.latest(run.checkpoints)
     if saved is None:
         return state, extra
     if extra is None or not _is_flat(saved):
-        return st.restore(saved, state, extra)
+        known = extra if extra is None else {name: extra[name] for name in _known(saved, extra)}
+        state, found = st.restore(saved, state, known)
+        return state, found if extra is None else {**extra, **found}
     state, flat = st.restore(saved, state)
-    return state, _nested(state, flat, extra)
+    return state, {**extra, **_nested(state, flat, extra)}
+
+
+def _known(saved: Path, extra: Mapping[str, Any]) -> list[str]:
+    """Return the parts of a loop that a checkpoint has, in the order of the loop."""
+    with suppress(ValueError, KeyError):  # a damaged one is named where it is restored
+        keys = read_meta(saved)["extra"]["keys"]
+        return [name for name in extra if name in keys]
+    return list(extra)
 
 
 def _is_flat(saved: Path) -> bool:

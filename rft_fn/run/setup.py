@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from rft_fn import check, collect, metric, model, reward, reward_shaping
+from rft_fn import check, collect, metric, model, reward, reward_shaping, tree
 from rft_fn.collect import AsyncSampler, Batch
 from rft_fn.optim import Schedule
 from rft_fn.run import opening, options
@@ -231,11 +231,30 @@ class Setup:
         (value,) = check.given(value=found.value)
         return value
 
-    def trainer_logp(self, state: TrainState, rollout: Rollout, step: int) -> Corrected:
-        """Return the log-probs that the update starts from: the sampler's, unless --mismatch corrects it."""
+    def learned(self, rollout: Rollout) -> Rollout:
+        """Return a rollout with what is learned in its mask: nothing of cut off rows, if options say so."""
+        if not getattr(self.cfg, "mask_truncated", False):
+            return rollout
+        return tree.replace(rollout, mask=rollout.mask & ~rollout.truncated.unsqueeze(-1))
+
+    def trainer_logp(
+        self, state: TrainState, rollout: Rollout, step: int, *, entropy: float = 0.0
+    ) -> Corrected:
+        """Return the log-probs that the update starts from: the sampler's, unless --mismatch corrects it.
+
+        They come with factors of the tokens' weights and with the coefficient of the entropy bonus, which is
+        `entropy` at the start of the step.
+        """
         with self.run.phase("score"):
             return correct_mismatch(
-                self.cfg, self.st, self.apply, state.params, rollout, budget=self.cfg.budget, version=step
+                self.cfg,
+                self.st,
+                self.apply,
+                state.params,
+                rollout,
+                budget=self.cfg.budget,
+                version=step,
+                entropy=entropy,
             )
 
     def check_gap(

@@ -1,6 +1,7 @@
 """Mismatch of trainer and sampler: measured as defined, limited by its noise, corrected, and explained."""
 
 import json
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -173,6 +174,47 @@ def test_a_corrected_loss_starts_from_the_trainers_policy():
     factor = (want - r.logp).exp().clamp(max=1.5) * r.mask
     torch.testing.assert_close(found.extra["correction"], factor)
     assert found.metrics["policy/logp_gap"] == pytest.approx(collect.logp_mismatch(want, r.logp, r.mask))
+
+
+@dataclass(frozen=True)
+class Chosen(options.Rollouts, options.Entropy):
+    """The options of a run that chooses tokens by their entropy."""
+
+
+def test_tokens_are_chosen_by_the_entropy_of_the_policy():
+    """Of the whole rollout, with the sampler's log-probs unless they are corrected, and on top of that."""
+    r = rollout(rft.Sampling(max_new=6), lm=tiny.llama(3))
+    strategy = rft.strategy.get_fake_strategy()
+    apply, params = strategy.bind(tiny.llama(), entropy=True)
+    scored = strategy.score(apply, params, r, 64, fields=("entropy",))
+    how = {"budget": 64, "version": 0}
+    found = correct_mismatch(Chosen(entropy_share=0.3), strategy, apply, params, r, **how)
+    wanted = weight.high_entropy(r.mask.float(), scored.entropy, r.mask, share=0.3)
+    assert torch.equal(found.extra["correction"], wanted) and found.old_logp is r.logp
+    assert found.metrics["entropy/threshold"] == pytest.approx(float(scored.entropy[wanted > 0].min()))
+    both = Chosen(entropy_share=0.3, mismatch="tis")
+    found = correct_mismatch(both, strategy, apply, params, r, **how)
+    factor, _ = collect.correction("tis", scored.logp, r)
+    assert torch.equal(found.extra["correction"], wanted * factor)
+    assert torch.equal(found.old_logp, scored.logp)
+
+
+def test_the_bonus_follows_the_entropy_of_the_policy():
+    r = rollout(rft.Sampling(max_new=6), lm=tiny.llama(3))
+    strategy = rft.strategy.get_fake_strategy()
+    apply, params = strategy.bind(tiny.llama(), entropy=True)
+    own = strategy.score(apply, params, r, 64, fields=("entropy",)).entropy
+    mean = float(own[r.mask].double().mean())
+    for target, applied, later in ((mean + 0.01, 0.02, 0.025), (mean - 0.01, 0.0, 0.015)):
+        cfg = Chosen(entropy=0.5, entropy_target=target)
+        found = correct_mismatch(cfg, strategy, apply, params, r, budget=64, version=0, entropy=0.02)
+        assert found.entropy == pytest.approx(later) and found.metrics["entropy/coef"] == applied
+        assert found.extra["entropy"].tolist() == pytest.approx([applied] * len(r.tokens))
+    fixed = correct_mismatch(
+        Chosen(entropy=0.5), strategy, apply, params, r, budget=64, version=0, entropy=0.02
+    )
+    assert fixed.entropy == 0.5 and set(fixed.extra["entropy"].tolist()) == {0.5}
+    assert not any(name.startswith("entropy/") for name in fixed.metrics)
 
 
 SMALL = {"prompts": 4, "group": 4, "steps": 3, "warmup": 0, "eval_prompts": 4, "canary": False}

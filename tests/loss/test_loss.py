@@ -232,6 +232,28 @@ def test_an_estimate_of_the_kl_may_be_limited_as_in_other_systems(estimator):
     assert torch.equal(limited, torch.where(beyond, 0, slope))
 
 
+@given(entropies=st.lists(st.floats(0, 2), max_size=12), start=st.floats(0, 0.1))
+def test_the_coefficient_of_the_entropy_is_its_definition(entropies, start):
+    """c_0 = start; c_k applied where e_k <= target, and up by delta there, else down by delta to 0."""
+    target, delta = 1.0, 0.005
+    coef, applied = start, []
+    for entropy in entropies:
+        now, coef = loss.adaptive_entropy(coef, entropy, target=target, delta=delta)
+        applied.append(now)
+    want, c = [], start
+    for entropy in entropies:
+        want.append(c * (entropy <= target))
+        c = max(0.0, c + (delta if entropy <= target else -delta))
+    assert applied == pytest.approx(want) and coef == pytest.approx(c)
+
+
+def test_a_target_of_the_entropy_is_above_0():
+    with pytest.raises(ValueError, match=r"^target: expected > 0, got 0$"):
+        loss.adaptive_entropy(0.1, 1.0, target=0, delta=0.1)
+    with pytest.raises(ValueError, match=r"^delta: expected > 0, got -1$"):
+        loss.adaptive_entropy(0.1, 1.0, target=1.0, delta=-1)
+
+
 ABSENT = [
     (lambda o, b: -0.1 * o.entropy, r"TokenOut.entropy: .* got None; bind .* entropy=True"),
     (lambda o, b: loss.entropy_bonus(o.entropy), r"TokenOut.entropy: .* got None; bind .* entropy=True"),

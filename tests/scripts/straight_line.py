@@ -257,7 +257,9 @@ def filled(lm, task, cfg, step, stop):
         rounds += 1
         if varied >= cfg.prompts:
             break
-    first = [g for g in groups if differs(g)] + [g for g in groups if not differs(g)]
+    first = groups  # of one round as they were drawn
+    if rounds > 1:
+        first = [g for g in groups if differs(g)] + [g for g in groups if not differs(g)]
     metrics = {"sampling/rounds": rounds, "sampling/varied": varied / len(groups)}
     return first[: cfg.prompts], metrics
 

@@ -91,29 +91,65 @@ GRPO = {
 }  # fmt: skip
 
 
+# what the entropy decides, and responses that are cut off
+CHOSEN = GRPO | {
+    "entropy": 0.03, "entropy_target": 1.5, "entropy_delta": 0.01, "entropy_share": 0.8, "rounds": 1,
+    "mask_truncated": True, "max_new": 4, "overlong": 2, "steps": 5, "seed": 10,
+}  # fmt: skip
+
+
 def grpo_by_hand(cfg, lm, tokenizer):
     """What grpo.py logs, the weights that it saves, and the largest reward before it is clipped."""
     task = line.Task("sort_digits", 1, tokenizer, cfg.template)
     stop, ref = tokenizer.eos_token_id, line.copy_of(lm)
     opt, moments, log, largest = line.AdamW(lm, cfg, cfg.ema), line.Moments(), [], 0.0
     updates = -(-cfg.prompts * cfg.group // cfg.strategy.train_batch_size)
+    bonus = cfg.entropy
     for step in range(cfg.steps):
         values = line.evaluation(lm, task, cfg, stop) if step == 0 else {}
         groups, found = grpo_rollout(cfg, lm, ref, task, step, moments, stop)
         rows, logs = [r for g in groups for r in g], []
+        chosen, coef, bonus = choose(rows, lm, cfg, bonus)
         largest = max(largest, *(row["raw"] for row in rows))
         for epoch in range(cfg.epochs):
             key = rng.fold_in(cfg.seed, "updates", step, epoch)
             for part in torch.randperm(len(rows), generator=rng.generator(key)).tensor_split(updates):
                 lr = grpo_rate(cfg, updates, opt.count)
-                logs.append(grpo_update([rows[i] for i in part], lm, ref, cfg, opt, lr))
+                logs.append(grpo_update([rows[i] for i in part], lm, ref, cfg, opt, lr, coef))
         values |= line.averaged(logs) | {n: logs[0][n] for n in rft.collect.MISMATCH}
         values |= {"rollout/staleness": 0.0, "rollout/staleness_max": 0.0}
-        values |= found | {"lr": lr}
+        values |= found | {"lr": lr} | chosen
         if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
             values |= line.evaluation(lm, task, cfg, stop)
         log.append(values)
     return log, opt.average, largest
+
+
+def choose(rows, lm, cfg, bonus):
+    """Mark the tokens to learn from by their entropy, and steer its bonus: (metrics, this one, the next)."""
+    kept = [r for r in rows if r["kept"]]
+    for row in rows:
+        row["chosen"] = [row["kept"]] * len(row["tokens"])
+        with torch.no_grad():
+            row["entropy"] = line.scores(lm, row, temperature=cfg.temperature, top_p=cfg.top_p)[1].tolist()
+    every = sorted((h for r in kept for h in r["entropy"]), reverse=True)
+    metrics = {}
+    if cfg.entropy_share < 1:
+        count = math.ceil(cfg.entropy_share * len(every) - 1e-9)
+        least = every[count - 1]
+        assert least > every[count] + 1e-9  # not between tokens with the same tokens before them
+        metrics["entropy/threshold"] = least
+        for row in kept:
+            row["chosen"] = [h >= least for h in row["entropy"]]
+    if not cfg.entropy_target:
+        return metrics, cfg.entropy, cfg.entropy
+    low = line.mean(every) <= cfg.entropy_target
+    metrics["entropy/coef"] = bonus if low else 0.0
+    return (
+        metrics,
+        metrics["entropy/coef"],
+        max(bonus + (cfg.entropy_delta if low else -cfg.entropy_delta), 0),
+    )
 
 
 def grpo_rate(cfg, updates, done):
@@ -137,18 +173,20 @@ def grpo_rollout(cfg, lm, ref, task, step, moments, stop):
     for g, rs in zip(groups, rewards):
         for row, r in zip(g, rs):
             row["adv"] = (r - line.mean(rs)) / (line.std(rs, 1) + 1e-6) if max(rs) > min(rs) else 0.0
+            row["kept"] = not (cfg.mask_truncated and row["truncated"])
     values |= line.rollout_metrics(groups, rewards)
-    values |= line.spread("adv", [r["adv"] for r in rows for _ in r["tokens"]])
+    values |= line.spread("adv", [r["adv"] for r in rows if r["kept"] for _ in r["tokens"]])
     values |= {"kl/in_reward": line.mean(r["ratio"] for r in rows)}
     return groups, values | dict.fromkeys(
         ("reward/mean", "reward/task:sort_digits"), line.mean(r["raw"] for r in rows)
     )
 
 
-def grpo_update(rows, lm, ref, cfg, opt, lr):
-    """One update of the mean over rows of the mean over tokens of clipped loss + kl KL, and its metrics."""
+def grpo_update(rows, lm, ref, cfg, opt, lr, coef):
+    """One update of the mean over rows of the mean over tokens of clipped loss + kl KL - coef entropy."""
     how = {"temperature": cfg.temperature, "top_p": cfg.top_p}
     total, policy = 0.0, 0.0
+    rows = [row for row in rows if row["kept"]]
     lists = {n: [] for n in ("gap", "entropy", "stopped", "kl_old", "kl_ref", "ratio")}
     for row in rows:
         logp, entropy = line.scores(lm, row, **how)
@@ -159,8 +197,8 @@ def grpo_update(rows, lm, ref, cfg, opt, lr):
             new, anchor = float(logp[t].detach()), float(ref_logp[t])
             # the value of k3 with the gradient of k2
             k2, k3 = (logp[t] - anchor) ** 2 / 2, line.kl_estimate(new, anchor)
-            weight = 1 / len(row["tokens"]) / len(rows)
-            total = total + weight * (loss + cfg.kl * (k2 - k2.detach() + k3))
+            weight = row["chosen"][t] / len(row["tokens"]) / len(rows)
+            total = total + weight * (loss + cfg.kl * (k2 - k2.detach() + k3) - coef * entropy[t])
             policy = policy + weight * float(loss.detach())
             lists["gap"].append(abs(new - old))
             lists["entropy"].append(float(entropy[t].detach()))
@@ -201,6 +239,21 @@ def test_grpo_is_its_definition(wide, versions, tmp_path):
     same(logged(tmp_path / "run"), wanted)
     same_weights(tmp_path / "run" / "model", weights)
     assert versions == sorted(versions) and set(versions) == set(range(cfg.steps + 1))
+
+
+def test_grpo_learns_from_the_tokens_that_entropy_chooses(wide, tmp_path):
+    grpo = script("grpo")
+    strategy = rft.strategy.StrategyConfig(train_batch_size=6, engine_batch=7)
+    cfg = grpo.Config(**CHOSEN, strategy=strategy, out=str(tmp_path / "run"))
+    lm, tokenizer = rft.model.load("tiny"), rft.model.load_tokenizer("tiny")
+    wanted, weights, _ = grpo_by_hand(cfg, lm.eval(), tokenizer)
+    # some responses are cut off, not all; the coefficient rises and falls, and is off in some steps
+    assert max(row["rollout/truncated"] for row in wanted) > 0
+    coefs = [row["entropy/coef"] for row in wanted]
+    assert 0.0 in coefs and len(set(coefs)) > 2
+    grpo.main(cfg)
+    same(logged(tmp_path / "run"), wanted)
+    same_weights(tmp_path / "run" / "model", weights)
 
 
 PPO = {
