@@ -157,7 +157,11 @@ def _check(cfg: Any, st: Strategy, spec: TeacherSpec, tokenizer: Any) -> None:
             "cut, got 0: all words"
         )
     if spec.kind == "folder":
-        require_same_words(f"teacher: {spec.place}", model.load_tokenizer(spec.place), tokenizer)
+        try:
+            theirs = model.load_tokenizer(spec.place)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"teacher: {str(error).removeprefix('model: ')}") from None
+        require_same_words(f"teacher: {spec.place}", theirs, tokenizer)
     if spec.kind in SERVED:
         if exact:
             raise ValueError(

@@ -435,15 +435,13 @@ def setup(
         st,
         (module, tx),
         *([second[:2]] if second is not None else []),
+        *((each, None) for each in (scorers(cfg, st) if scorers is not None else ())),
         initial=anchor,
         engine=sampled,
         length=length,
         dataset=task.dataset,
         prompts=batch or cfg.prompts,
-        rewards=[
-            *(reward_modules(task.score) if task.score is not None else ()),
-            *(scorers(cfg, st) if scorers is not None else ()),
-        ],
+        rewards=reward_modules(task.score) if task.score is not None else (),
         judges=judges_here(task.score) if task.score is not None else (),
     )
     if cfg.dry_run:

@@ -252,6 +252,7 @@ BAD = [
     ({"teacher": ("a",), "ahead": 1, "on_policy": 0.5}, "ahead: expected"),
     ({"teacher": ("a",), "loss": "nll"}, "on_policy: expected below 1 with --loss nll"),
     ({"loss": "nll", "on_policy": 0.0}, "teacher: expected one for --off-policy teacher, got none"),
+    ({"teacher": ("/nowhere",)}, "teacher: expected a folder, a hub name"),
     ({"teacher": ("ema",)}, "ema: expected the decay of an average for the teacher ema, got 0"),
     ({"teacher": ("self",), "hint": "{short}", "top_p": 0.9}, "top_k: expected words of the teacher self"),
     ({"teacher": ("self",), "hint": "{nothing}"}, "hint: expected a column of the rows"),
@@ -290,7 +291,11 @@ def test_kill_9_and_the_same_command_again(tmp_path, folders, options):
     [["--teacher", "self", "--hint", HINT], ["--top-k", 4, "--loss", "jsd"], ["--on-policy", 0.5]],
     ids=["hint", "words", "mixed"],
 )
-@pytest.mark.parametrize("strategy", [[], ["--strategy.zero-stage", 3]], ids=["fsdp2", "zero3"])
+@pytest.mark.parametrize(
+    "strategy",
+    [[], ["--strategy.zero-stage", 3], ["--strategy.sp-size", 2]],
+    ids=["fsdp2", "zero3", "sp"],
+)
 def test_two_processes_log_what_one_logs(tmp_path, folders, options, strategy):
     teacher = [] if "--teacher" in options else ["--teacher", folders[0]]
     for world in (1, 2):
@@ -302,6 +307,25 @@ def test_two_processes_log_what_one_logs(tmp_path, folders, options, strategy):
         assert a.keys() == b.keys()
         for name in [x for x in a if x.startswith(("distill/", "grad/norm"))]:
             assert a[name] == pytest.approx(b[name], rel=2e-3, abs=1e-6), name
+
+
+def test_a_teacher_is_on_the_host_while_it_does_not_score(tmp_path, folders):
+    """With offload_models, and the numbers are the same."""
+    seen = []
+    score = teachers._Member.score
+
+    def watched(self, state, rows):
+        where = [self.bound[0].residence.on_host]
+        found = score(self, state, rows)
+        seen.append([*where, self.bound[0].residence.on_host])
+        return found
+
+    plain = run(tmp_path / "plain", teacher=(folders[0],))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(teachers._Member, "score", watched)
+        config = rft.strategy.StrategyConfig(offload_models=True, engine_batch=512)
+        moved = run(tmp_path / "moved", teacher=(folders[0],), strategy=config)
+    assert seen == [[True, True]] * 2 and moved == plain
 
 
 def test_rollouts_may_be_sampled_ahead(tmp_path, folders):
