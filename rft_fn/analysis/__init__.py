@@ -11,14 +11,17 @@ from rft_fn.analysis import estimators
 from rft_fn.analysis.exact import every_response, exact_slopes, mass
 from rft_fn.analysis.gradients import Gradients, gradients
 from rft_fn.analysis.noise import Noise, noise_scale
+from rft_fn.analysis.sequences import Sequences, per_sequence
 
 __all__ = [
     "Gradients",
     "Noise",
+    "Sequences",
     "estimators",
     "every_response",
     "exact_slopes",
     "gradients",
     "mass",
     "noise_scale",
+    "per_sequence",
 ]
