@@ -2,9 +2,9 @@
 
     python tests/bench/influence.py
 
-For every response of a batch, a step is taken without its gradient, and the change of a held-out loss is compared
+For every response of a batch, a step is taken without its gradient. The change of a held-out loss is compared
 with the product of the response's gradient and the held-out one, by Spearman's rank correlation. Steps are
-AdamW's with the moments of the run, as training takes them, and SGD's.
+AdamW's with the moments of the run, as training takes them, and small ones of SGD.
 """
 
 import torch
@@ -69,7 +69,7 @@ def main():
         if step % 20 == 0:
             exp = sampled(st, eng, dataset, tokenizer, score, 8, 8, 1000 + step)
             packs = st.shard(sampled(st, eng, dataset, tokenizer, score, 32, 16, 2000 + step), 4096)
-            for name, other in (("adamw", None), ("sgd", rft.optim.sgd(1e-2))):
+            for name, other in (("adamw", None), ("sgd", rft.optim.sgd(1e-3))):
                 rank, count = correlations(st, apply, state, exp, packs, other)
                 print(f"after {step} steps, {name}: {rank:.3f} of {count} responses", flush=True)
         batch = sampled(st, eng, dataset, tokenizer, score, 32, 16, step)
