@@ -29,11 +29,11 @@ class Config(options.Sampling, options.Reward, options.Prompts, options.Model):
     # what is compared
     rows: tuple[str, ...] = ("grpo", "dr_grpo", "rloo", "opo", "gspo", "cispo")  # of TABLE, or FILE.py:LOSS
     reference: Literal["rloo", "exact"] = "rloo"  # on fresh prompts, or by enumeration of all responses
-    reference_prompts: Count = 256  # prompts of rloo's; the exact one is on the buffer's prompts
+    reference_prompts: Count = 256  # fresh ones, of rloo
     least: Share = 1e-5  # exact: responses less probable than this are left out
-    prompts: Count = 32  # prompts of the buffer
+    prompts: Count = 32  # groups of the buffer; with an exact reference each part has the same prompts
     group: Several = 8  # responses per prompt
-    parts: Several = 16  # parts of the buffer that are left out in turn for standard errors; divides prompts
+    parts: Several = 16  # parts of the buffer, each left out in turn for standard errors; divides prompts
     probes: Whole = 1  # draws of random signs that measure the noise of tokens, a pass over the buffer each
     sampler: str = ""  # the model that drew the buffer; if empty, `model` itself before the drift
     drift: Whole = 4  # updates on the buffer between its samples and the policy that is looked at
@@ -84,23 +84,54 @@ def setup(cfg: Config) -> tuple:
     drawn_by = rft.run.last_model(cfg.sampler or cfg.model)
     eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), drawn_by, tokenizer)
 
-    def sample(count: int, step: int, *, n: int = cfg.group, how: rft.Sampling = sampling) -> tuple:
-        """Return (prompts, rollout, rewards [N, n]) of `count` prompts."""
-        prompts, keys = rft.data.draw(dataset, count, step, cfg.seed)
+    def sample(
+        count: int, step: int, *, times: int = 1, n: int = cfg.group, how: rft.Sampling = sampling
+    ) -> tuple:
+        """Return (prompts, rollout, rewards [N, n]) of `count` prompts, all of them so many times."""
+        drawn, own = rft.data.draw(dataset, count, step, cfg.seed)
+        prompts, keys = drawn * times, [rft.rng.fold_in(key, i) for i in range(times) for key in own]
         rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
         return prompts, rollout, rft.collect.gather_and_judge(st, score, rollout, prompts, tokenizer).reward
 
     return st, apply, state, score, tokenizer, eng, sample
 
 
+def exact(cfg: Config, st, apply, state, score, tokenizer, prompts) -> tuple[estimators.Reference, str]:
+    """Return the policy gradient of some prompts by enumeration of the responses, and what it is."""
+    sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
+    every = rft.analysis.every_response(
+        st, apply, state.params, [prompt.ids for prompt in prompts], words=len(tokenizer),
+        end=tokenizer.eos_token_id, sampling=sampling, least=cfg.least, budget=cfg.budget,
+    )  # fmt: skip
+    slope = rft.analysis.exact_slopes(every, rft.reward.judge_rows(score, every, prompts, tokenizer))
+    exp = rft.experience(every, adv=slope, w=every.mask.float())
+    ref = estimators.reference(st, state, apply, exp, slope, [range(len(slope))], budget=cfg.budget)
+    return ref, f"exact, {len(slope)} responses with {rft.analysis.mass(every):.2%} of the probability"
+
+
+def by_samples(cfg: Config, st, apply, state, sample) -> tuple[estimators.Reference, str]:
+    """Return RLOO's gradient on fresh prompts, and what it is."""
+    _, fresh, worth = sample(cfg.reference_prompts, 1)
+    exp = weighted(TABLE["rloo"], fresh, worth)
+    slope = estimators.slopes(TABLE["rloo"].loss, exp, fresh.logp)
+    lists = estimators.split_prompts(fresh.group, cfg.reference_prompts)
+    ref = estimators.reference(st, state, apply, exp, slope, lists, budget=cfg.budget)
+    return ref, f"rloo on {cfg.reference_prompts} fresh prompts"
+
+
 def main(cfg: Config) -> None:
     rows = {name: row(name, cfg.group) for name in cfg.rows}
+    if cfg.prompts % cfg.parts:
+        raise ValueError(f"parts: expected a divisor of the {cfg.prompts} prompts, got {cfg.parts}")
     rft.run.check_results(Path(cfg.out) / "estimators.json")
     st, apply, state, score, tokenizer, eng, sample = setup(cfg)
 
-    # the buffer, and the policy some updates away from its samples
-    prompts, rollout, reward = sample(cfg.prompts, 0)
+    # the buffer. An exact gradient is of some prompts: all parts are then groups for the same ones
+    times = cfg.parts if cfg.reference == "exact" else 1
+    prompts, rollout, reward = sample(cfg.prompts // times, 0, times=times)
     parts = estimators.split_prompts(rollout.group, cfg.parts)
+
+    # the policy some updates away from its samples
     away = TABLE["cispo"]  # it stops no gradient
     for _ in range(cfg.drift):
         packs = st.shard(weighted(away, rollout, reward), cfg.budget)
@@ -110,50 +141,28 @@ def main(cfg: Config) -> None:
     # each row's slopes there, which its gradient is made of
     greedy = {}
     if any(algo.greedy for algo in rows.values()):
-        answers = sample(cfg.prompts, 0, n=1, how=rft.Sampling(temperature=0.0, max_new=cfg.max_new))
+        answers = sample(
+            cfg.prompts // times, 0, times=times, n=1, how=rft.Sampling(0.0, max_new=cfg.max_new)
+        )
         greedy = {"greedy_reward": answers[2][:, 0]}
     buffers = {}
     for name, algo in rows.items():
         exp = weighted(algo, rollout, reward, **(greedy if algo.greedy else {}))
         buffers[name] = exp, estimators.slopes(algo.loss, exp, logp)
 
-    # the reference there: every response to the prompts of the buffer, or RLOO on fresh prompts
+    # the reference there, and the rows one after the other
     if cfg.reference == "exact":
-        ids = [prompt.ids for prompt in prompts]
-        every = rft.analysis.every_response(
-            st, apply, state.params, ids, words=len(tokenizer), end=tokenizer.eos_token_id,
-            sampling=rollout.sampling, least=cfg.least, budget=cfg.budget,
-        )  # fmt: skip
-        slope = rft.analysis.exact_slopes(every, rft.reward.judge_rows(score, every, prompts, tokenizer))
-        exp, lists = rft.experience(every, adv=slope, w=every.mask.float()), [list(range(len(slope)))]
-        about = f"exact, of {len(slope)} responses with {rft.analysis.mass(every):.3%} of the probability"
+        ref, about = exact(cfg, st, apply, state, score, tokenizer, prompts[: len(prompts) // times])
     else:
         rft.sync.push(st, state, eng, version=cfg.drift)
-        _, fresh, worth = sample(cfg.reference_prompts, 1)
-        exp = weighted(TABLE["rloo"], fresh, worth)
-        slope = estimators.slopes(TABLE["rloo"].loss, exp, fresh.logp)
-        lists = estimators.split_prompts(fresh.group, cfg.reference_prompts)
-        about = f"rloo on {cfg.reference_prompts} fresh prompts"
-    ref = estimators.reference(st, state, apply, exp, slope, lists, budget=cfg.budget)
-
-    # the rows, one after the other
+        ref, about = by_samples(cfg, st, apply, state, sample)
     measured = estimators.compare(
-        st,
-        state,
-        apply,
-        buffers,
-        parts,
-        ref,
-        budget=cfg.budget,
-        prompts=cfg.prompts,
-        probes=cfg.probes,
+        st, state, apply, buffers, parts, ref, budget=cfg.budget, prompts=cfg.prompts, probes=cfg.probes,
         key=cfg.seed,
-    )
+    )  # fmt: skip
     found = {
         "config": cfg,
-        "buffer": comparison.describe(
-            rollout, reward, logp, sampler=cfg.sampler or cfg.model, drift=cfg.drift
-        ),
+        "buffer": comparison.describe(rollout, reward, logp, cfg.sampler or cfg.model, cfg.drift),
         "reference": {"what": about, "norm": ref.square**0.5, "ceiling": ref.ceiling},
         "rows": {name: next(measured)[1] for name in rft.run.track(list(rows), "rows", rank=st.rank)},
         "evidence": comparison.evidence(buffers, logp),

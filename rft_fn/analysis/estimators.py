@@ -141,7 +141,10 @@ def direction(t: Totals, reference_signal: float) -> Tensor:
 
 
 def standard_error(x: Tensor) -> float:
-    """Return the jackknife standard error of a statistic of `Totals`, [1 + P]: prompts left out by parts."""
+    """Return the jackknife standard error of a statistic of `Totals`, [1 + P].
+
+    The parts are left out in turn. It errs on the safe side where noise itself lowers the statistic.
+    """
     left_out = x[1:]
     n = len(left_out)
     return float(((n - 1) / n * (left_out - left_out.mean()).square().sum()).sqrt())

@@ -16,10 +16,9 @@ from rft_fn.types import Experience, Rollout
 __all__ = ["describe", "draw", "evidence", "show", "write"]
 
 _POINTS = 400  # most tokens of a row in the picture
-_SPREAD = 0.16  # between the rows of one length, as a share of a token
 
 
-def describe(rollout: Rollout, reward: Tensor, logp: Tensor, *, sampler: str, drift: int) -> dict[str, Any]:
+def describe(rollout: Rollout, reward: Tensor, logp: Tensor, sampler: str, drift: int) -> dict[str, Any]:
     """Return what a buffer is: its size, its rewards [N, G], and how far the policy is from its samples."""
     gap = (logp - rollout.logp)[rollout.mask].double()
     return {
@@ -90,7 +89,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 def _with_error(name: str) -> Any:
     def text(row: Mapping[str, float]) -> str:
-        return f"{row[name]:.3f} ± {row[f'{name}_se']:.3f}" if math.isfinite(row[name]) else "-"
+        return f"{row[name]:.3f} ± {row[f'{name}_se']:.3f}" if math.isfinite(row[f"{name}_se"]) else "-"
 
     return text
 
@@ -117,6 +116,8 @@ _COLUMNS = {
 
 def draw(found: Mapping[str, Any], out: Path) -> Path:
     """Draw a comparison: cosines, noise, the weight of a response by length and of a token by ratio."""
+    from matplotlib.ticker import MaxNLocator
+
     rows, seen = found["rows"], found["evidence"]
     names = list(rows)
     at = list(range(len(names)))
@@ -127,7 +128,7 @@ def draw(found: Mapping[str, Any], out: Path) -> Path:
         ("cosine", "o", "#2a5db0", -0.12, "of this batch"),
         ("direction", "D", "#c0392b", 0.12, "of its expectation"),
     ):
-        x = [_or_nan(row[key]) for row in rows.values()]
+        x = [_or_nan(row[key]) if row[f"{key}_se"] is not None else math.nan for row in rows.values()]
         error = [_or_nan(row[f"{key}_se"]) for row in rows.values()]
         ax.errorbar(
             x, [i + shift for i in at], xerr=error, fmt=marker, ms=4, color=color, lw=1.2, label=label
@@ -166,6 +167,11 @@ def draw(found: Mapping[str, Any], out: Path) -> Path:
     axes[1][1].set(xlabel="ratio π / π_sampler of a token", ylabel="slope / (weight × advantage)")
     axes[1][1].set_title("what a loss makes of a ratio", fontsize=10, loc="left")
     axes[1][1].legend(frameon=False, fontsize=7, ncols=2, markerscale=2)
+    if max((abs(x - 1) for row in seen.values() for x in row["ratio"]), default=0) < 1e-3:
+        axes[1][1].set_xlim(0.5, 1.5)
+        note = "the policy is the sampler: every ratio is 1"
+        axes[1][1].text(0.5, 0.1, note, fontsize=8, ha="center", transform=axes[1][1].transAxes)
+    axes[1][0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
     for ax in axes.flat:
         ax.grid(alpha=0.25, lw=0.5)
         ax.spines[["top", "right"]].set_visible(False)
