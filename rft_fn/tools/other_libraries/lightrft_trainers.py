@@ -183,7 +183,6 @@ UNUSED = {
     "value_head_prefix": "the head has one name", "pretrain_split": "part of the source: NAME@SPLIT",
     "eval_split": "part of the source: --eval-data NAME@SPLIT",
     "fps": "the frames of a video are chosen before", "probing_layer": "scores are of the last layer",
-    "processes": "torchrun --nnodes and --nproc-per-node",
 }  # fmt: skip
 _EXAMPLES: r.Table = {
     "examples": {

@@ -48,10 +48,12 @@ def translate(
     ValueError if they tell none.
     """
     trainer = library.trainers[_kind(library, options, programs, kind)]
-    options, notes = _numbers(trainer, options)
+    options, notes = _numbers(trainer, _switched_off(trainer, options))
     whole = {name: x for name, x in {**trainer.defaults, **options}.items() if not _is_null(x)}
     arguments, used, more = trainer.combine(whole)
-    notes = [*notes, *more]
+    notes, used = [*notes, *more], used | {"processes"}
+    if "processes" in options:
+        notes.append(f"processes: torchrun --nproc-per-node {options['processes']} starts as many as theirs")
     theirs: dict[str, tuple[str, str]] = {}  # what an argument is of, and the note of its row
     without: dict[str, str] = {}
     unknown: list[str] = []
@@ -120,6 +122,16 @@ def _refused(script: str, argument: str, why: str, theirs: str, note: str) -> st
         why = f"{script}.py has no such option" + (f"; {note}" if note else "")
     origin = f", of {theirs}" if theirs else ""
     return f"left out: {argument}{origin}: {why}"
+
+
+def _switched_off(trainer: Trainer, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with --no_NAME as NAME=false, for the switches of transformers."""
+    found: dict[str, Any] = {}
+    for name, x in options.items():
+        short = name.removeprefix("no_")
+        off = short != name and x is True and name not in trainer.rows and short in trainer.rows
+        found[short if off else name] = "false" if off else x
+    return found
 
 
 def _is_null(x: Any) -> bool:

@@ -425,6 +425,8 @@ class _Reader:
         if match := re.match(r"\s*cat\s*<<-?\s*(['\"]?)(\w+)\1[ \t]*\n(.*)\n[ \t]*\2\s*$", inner, re.S):
             return match[3] if match[1] else self.expanded(match[3], line)
         words = inner.split()
+        if words == ["pwd"]:
+            return "."
         if len(words) in (2, 3) and words[0] in ("basename", "dirname"):
             path = self.expanded_word(words[1], line).rstrip("/")
             if "$" not in path:

@@ -30,7 +30,8 @@ def _shared(options: Mapping[str, Any]) -> r.Combined:
     split = options.get("dataset_train_split")
     if source:
         source = f"{source}:{config}" if config else str(source)
-        source = f"{source}@{split}" if split and "[" not in str(split) else source
+        whole = "." in source.rpartition("/")[2] and split == "train"  # a file has no splits
+        source = f"{source}@{split}" if split and "[" not in str(split) and not whole else source
         arguments.append(f"--data {shlex.quote(source)}")
         if "[" in str(split):
             notes.append(f"--data: a part of a split, {split}, is a file of its own here; --steps bounds it")

@@ -186,7 +186,8 @@ LIBRARY = r.Library(
             sections={
                 "checkpoint.": "a checkpoint always has everything that a run needs",
                 "trainer.": "the folder of a run has its files and checkpoints",
-                "engine.": "torchrun with several processes shards with FSDP2",
+                "engine": "torchrun with several processes shards with FSDP2",
+                "optim": "the optimizer is AdamW",
                 "model.": "the scripts choose how a model computes",
                 "data.": "docs/data.md has the forms of rows",
                 "profiler.": "timing.jsonl has the seconds of each phase",

@@ -1,0 +1,204 @@
+"""Configs in the forms of the public ones: each gives a command that its script takes, or a named reason.
+
+The texts of `corpus` were written for these tests. Each command is parsed; in the slow tier it is also run dry, with
+a small model and a few rows of the columns that the config names.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tiny
+from each_case import each
+from test_house import load_script
+
+from rft_fn import parsing
+from rft_fn.tools.other_libraries import LIBRARIES
+from rft_fn.tools.other_libraries.migrate import main, system
+from rft_fn.tools.other_libraries.sources import read
+
+FOLDER = Path(__file__).parent / "corpus"
+CONFIGS = {
+    f"{path.stem}/{name.strip()}": text
+    for path in sorted(FOLDER.glob("*.txt"))
+    for name, text in re.findall(r"^==== (.*)\n((?:(?!==== ).*\n?)*)", path.read_text(), re.M)
+}
+# the reasons of configs that no script of ours can do
+REASONS = {
+    "verl/generation.sh": "evaluate.py answers and scores prompts",
+    "openrlhf/kd.sh": "losses of distillation",
+    "trl/kto.sh": "dpo.py learns from pairs",
+}
+# what a reader must be told, as another run would come out without it
+TOLD = {
+    "verl/gsm8k.sh": ["a rule that the column data_source names"],
+    "verl/tools.sh": ["multi_turn: theirs are conversations with tools"],
+    "verl/lora_sglang.sh": ["engine: sglang samples on servers here"],
+    "verl/sft.sh": ["trainer.default_local_dir=$2: an argument of the script"],
+    "openrlhf/dapo.sh": ["--rounds: it keeps groups whose rewards differ; theirs is a mean within"],
+    "openrlhf/reinforce_baseline.sh": ["--warmup: theirs is 0.03 of the run"],
+    "lightrft/grpo.sh": ["the rule that the column label names", "freeze_prefix: --freeze visual, for a model"],
+    "lightrft/cpgd.sh": ["--template: theirs is the whole prompt"],
+    "trl/grpo_r1.yaml": ["whole ratio of trainer to sampler is above 3 (sequence_mask)", "one update ahead"],
+    "trl/grpo_config.py": ["line 18: the script makes other rows"],
+    "trl/sft.yaml": ["--batch: it counts examples; theirs, with packing, counts packs"],
+    "trl/sft_config.sh": ["sft_more.yaml, line 3: it has more options, and is not here"],
+    "prime_rl/rl_limits.toml": ["--loss.limit: theirs is 0.1 downwards and 0.15 upwards"],
+    "prime_rl/rl_lora.toml": ["orchestrator.algo.type=max_rl is another advantage"],
+}
+# options of the command, where two readings were possible
+WANTED = {
+    "verl/gsm8k.sh": {"data": ("data/train.parquet",) * 2, "trackers": ("wandb",), "kl": 0.004, "budget": 256},
+    "verl/dapo.sh": {"overlong": 64, "prompts": 16, "budget": 1536, "model": "models/mine", "warmup": 8},
+    "verl/gspo_array.sh": {"steps": 40, "data_epochs": None, "warmup": 4, "save_every": 1000000, "group": 8},
+    "verl/ppo.sh": {"freeze_actor_steps": 3, "kl": 0.002, "gae_lambda": 0.95, "value_clip": 0.4},
+    "verl/ppo_adaptive.yaml": {"kl_target": 0.08, "kl_horizon": 5000.0, "minibatches": 1},
+    "verl/rloo.sh": {"kl_in_reward": 0.0015, "group": 5},
+    "verl/reward_function.sh": {"reward": ("verl:rewards/verl_style.py:grade(bonus=0.25)",)},
+    "verl/lora_sglang.sh": {"lora_rank": 16, "lora_alpha": 32.0, "lora_targets": "q_proj,v_proj"},
+    "openrlhf/ppo.sh": {"reward": ("openrlhf:rewards/openrlhf_style.py:reward_func",), "messages": ("messages",)},
+    "openrlhf/icepop.sh": {"mismatch": "icepop", "cap": 4.0},
+    "openrlhf/sft.sh": {"response": "{answer}", "batch": 32},
+    "openrlhf/dpo_smooth.sh": {"loss": "cdpo", "label_smoothing": 0.05, "messages": ("chosen", "rejected")},
+    "lightrft/grpo.sh": {"kl": 0.02, "kl_in_reward": 0.0, "group": 5, "freeze": ()},
+    "lightrft/ppo.sh": {"reward": ("model:models/rm",), "freeze_actor_steps": 4, "gae_lambda": 0.98},
+    "lightrft/srm.sh": {"pool": "attention", "batch": 16},
+    "trl/grpo_r1.yaml": {
+        "reward": (
+            "open_r1.rewards:accuracy_reward=1.0", "open_r1.rewards:format_reward=0.5",
+            "open_r1.rewards:get_cosine_scaled_reward()=0.25",
+        ),
+        "prompts": 8, "save_every": 10, "lr_end": 0.15, "warmup": 4,
+    },
+    "trl/grpo_loss.yaml": {"mismatch": "tis", "cap": 2.5, "trackers": ("tensorboard",), "prompts": 8},
+    "trl/gspo.py": {"prompts": 8, "reward": ("gspo.py:correct",), "lora_targets": "q_proj,v_proj"},
+    "trl/grpo_config.py": {"prompts": 4, "group": 4, "max_new": 128, "lora_rank": 8, "lora_alpha": 16.0},
+    "trl/grpo_cli.sh": {"prompts": 2, "reward": ("trl.rewards:accuracy_reward", "trl.rewards:think_format_reward")},
+    "trl/rloo.py": {"algorithm": "rloo", "kl_in_reward": 0.03, "reward": ("rewards.trl_style:correct",)},
+    "trl/sft_config.sh": {"steps": 30, "epochs": None, "lr": 1e-5, "out": "runs/more"},
+    "trl/dpo.yaml": {"eval_every": 25, "warmup": 5, "loss": "dpo", "label_smoothing": 0.0},
+    "prime_rl/launch.sh": {"lr": 7e-6, "steps": 5, "prompts": 8},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", name="place")
+def make_place(tmp_path_factory):
+    """A folder with all files of the corpus, a small model, rows and rewards."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for name, text in CONFIGS.items():
+        (folder / name.partition("/")[0]).mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def translated(place, name, capsys):
+    """(exit status, what is printed, the script, its config) of a file of the corpus."""
+    status = main([str(place / name)])
+    printed, error = capsys.readouterr()
+    if status:
+        return status, error, "", None
+    words = shlex.split(printed.replace("\\\n", " "), comments=True)
+    script = Path(words[1]).stem
+    config = load_script(script).Config
+    return status, printed, script, parsing.parse(config, parsing.qualify(words[2:], config))
+
+
+def test_there_are_sixty_and_each_library_has_some():
+    assert len(CONFIGS) >= 60
+    assert {name.partition("/")[0].replace("_", "-") for name in CONFIGS} == set(LIBRARIES)
+    assert REASONS.keys() | TOLD.keys() | WANTED.keys() <= CONFIGS.keys()
+
+
+@each("name", CONFIGS)
+def test_the_library_is_told_by_the_content(name, place):
+    assert {system(config) for config in read(str(place / name)) if len(config.options) > 1} == {
+        name.partition("/")[0].replace("_", "-")
+    }
+
+
+@each("name", CONFIGS)
+def test_a_config_gives_a_command_that_its_script_takes(name, place, capsys):
+    """And nothing that the script refuses, no option that is not known, and the notes that matter."""
+    status, printed, _, cfg = translated(place, name, capsys)
+    if name in REASONS:
+        assert (status, printed.count("\n")) == (2, 1) and REASONS[name] in printed
+        return
+    assert status == 0, printed
+    assert "refuses it" not in printed and "# not known" not in printed, printed
+    for note in TOLD.get(name, ()):
+        assert note in printed, printed
+    wanted = WANTED.get(name, {})
+    assert {option: getattr(cfg, option) for option in wanted} == wanted
+
+
+# ------------------------------------------------------------------------------ dry runs
+
+
+QUESTION = [{"role": "user", "content": "2 1 3"}]
+ANSWER = {"role": "assistant", "content": "1 2 3"}
+ROWS = {
+    "prompts.jsonl": {"messages": QUESTION, "prompt": QUESTION, "question": "2 1 3", "label": "123", "solution": "123"},
+    "chats.jsonl": {"messages": [*QUESTION, ANSWER]},
+    "qa.jsonl": {"question": "2 1 3", "answer": "1 2 3"},
+    "pairs.jsonl": {"prompt": "2 1 3", "chosen": "1 2 3", "rejected": "3 2 1"},
+    "chat_pairs.jsonl": {"chosen": [*QUESTION, ANSWER], "rejected": [*QUESTION, {**ANSWER, "content": "3 2 1"}]},
+    "chat_pairs3.jsonl": {"prompt": QUESTION, "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "3 2 1"}]},
+    "train.parquet": {
+        "prompt": QUESTION, "data_source": "mine", "extra_info": {"index": 0},
+        "reward_model": {"style": "rule", "ground_truth": "123"},
+    },
+    "nested.parquet": {"extra_info": {"question": "2 1 3", "answer": "1 2 3"}},
+    "chats.parquet": {"messages": [*QUESTION, ANSWER]},
+}  # fmt: skip
+REWARDS = {
+    "rewards/verl_style.py": "def grade(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):\n"
+    "    return float(solution_str == ground_truth) + bonus\n",
+    "rewards/openrlhf_style.py": "def reward_func(queries, prompts, labels):\n    return [0.0 for _ in queries]\n",
+    "rewards/trl_style.py": "def correct(completions, **columns):\n    return [0.0 for _ in completions]\n",
+    "reward_models_utils.py": "def reward_fn(model_reward_list, labels, queries, refs, label_map=None):\n"
+    "    return [0.0 for _ in queries], {}\n",
+}
+UNINSTALLED = ("open_r1.", "trl.rewards")  # rewards of packages that are not here
+
+
+@pytest.fixture(scope="module", name="stocked")
+def fill_place(place):
+    """The place with a model, a reward model, rows and rewards."""
+    import pyarrow
+    import pyarrow.parquet
+
+    from rft_fn.model import load_reward, save
+
+    model, tokenizer = tiny.llama(max_position_embeddings=1 << 16), tiny.tokenizer()
+    model.save_pretrained(place / "models/mine")
+    tokenizer.save_pretrained(place / "models/mine")
+    judge = load_reward(tiny.llama(max_position_embeddings=1 << 16), new=True)
+    save(place / "models/rm", judge, tokenizer, judge.state_dict().items())
+    (place / "data").mkdir()
+    (place / "rewards").mkdir()
+    for name, row in {**ROWS, "test.parquet": ROWS["train.parquet"]}.items():
+        if name.endswith("parquet"):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 40), place / "data" / name)
+        else:
+            (place / "data" / name).write_text("\n".join([json.dumps(row)] * 40))
+    for name, text in REWARDS.items():
+        (place / name).write_text(text)
+    return place
+
+
+@pytest.mark.slow
+@each("name", [name for name in CONFIGS if name not in REASONS])
+def test_the_command_runs_dry(name, stocked, capsys, monkeypatch):
+    """Options, data, rewards, the model and its memory, in this process; nothing is trained."""
+    from dataclasses import replace
+
+    monkeypatch.chdir(stocked)
+    _, _, script, cfg = translated(stocked, name, capsys)
+    if any(part in spec for spec in getattr(cfg, "reward", ()) for part in UNINSTALLED):
+        cfg = replace(cfg, reward=("rewards/trl_style.py:correct",))
+    with pytest.raises(SystemExit) as ended:
+        load_script(script).main(replace(cfg, dry_run=True))
+    assert ended.value.code == 0 and "nothing was trained" in capsys.readouterr().out
+    assert not Path(cfg.out).exists()
