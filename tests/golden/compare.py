@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from golden import batch as batches
-from golden.equivalence import Row, Terms, vespo
+from golden.equivalence import Row, Terms
 from golden.scales import VARIANTS
 from torch import Tensor
 
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 GOLDEN = json.loads((FOLDER / "trl.json").read_text())
 SCALED = json.loads((FOLDER / "scales.json").read_text())
 LIBRARY = {"advantage": advantage, "logprob": logprob, "loss": loss, "weight": weight}
-NAMES = LIBRARY | {"torch": torch, "math": math, "vespo": vespo}
+NAMES = LIBRARY | {"torch": torch, "math": math}
 LEAVES = ("logp", "entropy", "value", "value_after", "score", "logits")
 
 

@@ -11,11 +11,6 @@ what was run.
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from rft_fn import loss, segment
-
 Terms = tuple[tuple[str, str], ...] | str
 
 
@@ -39,17 +34,10 @@ CLIP = "loss.ppo_clip(logp, old_logp, adv)"
 HIGHER = "loss.ppo_clip(logp, old_logp, adv, high=0.28)"
 GSPO = "loss.gspo(logp, old_logp, adv, mask, seq, num_seqs, low=0.1, high=0.12)"
 NEAR = "loss.gspo(logp, near_logp, adv, mask, seq, num_seqs)"
+VESPO = "loss.vespo(logp, {}, adv, mask, seq, num_seqs)"
 KL = "0.05 * loss.kl_k3(logp, ref_logp)"
 BONUS = "0.01 * loss.entropy_bonus(entropy)"
 HIGH = f"weight.high_entropy({TOKEN}, entropy, mask, share=0.2)"
-
-
-def vespo(logp: Tensor, old_logp: Tensor, adv: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
-    """[T]: -sg(w^k e^(l (1 - w))) A logp, w the ratio of the whole sequence; (k, l) = (2, 3) where A >= 0,
-    else (3, 2). Not in the library: a custom loss, as short as any."""
-    w = segment.sum(logp - old_logp, mask, seq, num_seqs)[seq].exp().detach()
-    k, l = torch.where(adv >= 0, 2.0, 3.0), torch.where(adv >= 0, 3.0, 2.0)
-    return loss.reinforce(logp, w**k * (l * (1 - w)).exp() * adv)
 
 
 POLICY = [
@@ -135,8 +123,9 @@ POLICY = [
     ),
     Row("grpo/sapo", '`loss_type="sapo"`', ((SEQ, "loss.sapo(logp, old_logp, adv)"),)),
     Row(
-        "grpo/vespo", '`loss_type="vespo"`', ((TOKEN, "vespo(logp, old_logp, adv, mask, seq, num_seqs)"),),
-        "not in the library: a custom loss of five lines (tests/golden/equivalence.py)",
+        "grpo/vespo", '`loss_type="vespo"`', ((TOKEN, VESPO.format("old_logp")),),
+        "divided by the tokens of the batch, the paper sums over those of a response",
+        ((SUM, VESPO.format("old_logp")),),
     ),
     Row("gmpo/loss", "`GMPOTrainer`", ((SEQ, "loss.gmpo(logp, old_logp, adv, mask, seq, num_seqs)"),)),
     Row(
@@ -150,6 +139,11 @@ POLICY = [
     Row(
         "dppo/binary_kl", '`DPPOTrainer`, `divergence_type="binary_kl"`, both epsilons 0.02 (1.5.1)',
         ((TOKEN, "loss.dppo_kl(logp, old_logp, adv, limit=0.02)"),),
+    ),
+    Row(
+        "a2po/loss", "`A2POTrainer`, V* of the group's own rewards",
+        ((SEQ, "loss.a_star(logp, ref_logp, adv, mask, seq, num_seqs)"),),
+        let=(("adv", "advantage.a_star(reward[0]).view(-1, 1) * mask"),),
     ),
     Row(
         "rloo/loss, on-policy", "`RLOOTrainer`, on-policy", ((SUM, "loss.reinforce(logp, adv)"),),
@@ -226,7 +220,7 @@ CORRECTIONS = [
     ),
     Row(
         "grpo/is vespo", '`loss_type="vespo"`, `..._mode="token_truncate"`',
-        ((TOKEN, "vespo(logp, shifted, adv, mask, seq, num_seqs)"),),
+        ((TOKEN, VESPO.format("shifted")),),
         let=(("shifted", "old_logp - (old_logp - sampler_logp).clamp(max=math.log(3))"),),
     ),
     Row(
@@ -293,8 +287,9 @@ ESTIMATORS = [
     Row("advantage/none", '`scale_rewards="none"`', "advantage.grpo(reward[0], scale=False)"),
     Row(
         "advantage/batch", '`scale_rewards="batch"`',
-        "advantage.grpo(reward[0], scale=False) / (reward[0].std() + 1e-4)",
-        "one standard deviation for the batch: neither GRPO's nor Dr. GRPO's", "advantage.grpo(reward[0])",
+        "advantage.lite_ppo(reward[0], eps=1e-4)",
+        "one standard deviation for the batch: Lite PPO's, neither GRPO's nor Dr. GRPO's",
+        "advantage.grpo(reward[0])",
     ),
     Row(
         "advantage/two rewards", "two rewards, `reward_weights=[1.0, 0.5]`",

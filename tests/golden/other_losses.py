@@ -1,9 +1,11 @@
 """How the losses of OpenRLHF and AReaL are driven, for `golden.scales`: their own functions, without the
 packages that only other functions of the same files need."""
 
+import ast
 import importlib
 import importlib.metadata
 from functools import partial
+from pathlib import Path
 
 import torch
 from golden import verl_losses
@@ -49,6 +51,20 @@ def areal(**options):
     return result(total, logp, "logp")
 
 
+def areal_m2po(limit=0.04):
+    """The gradient of the score-function loss on the tokens that AReaL's mask leaves. The two functions are
+    taken out of `areal/trainer/ppo/actor.py`, which imports much else."""
+    file = importlib.metadata.distribution("areal").locate_file("areal/trainer/ppo/actor.py")
+    tree = ast.parse(Path(str(file)).read_text())
+    names = ("_apply_m2po_masking", "_get_m2po_loss_mask")
+    found = {"torch": torch}
+    body = [node for node in tree.body if getattr(node, "name", "") in names]
+    exec(compile(ast.Module(body, []), "actor.py", "exec"), found)
+    logp, old_logp, adv = inputs()
+    kept = found[names[0]](tensor("sampler_logp"), old_logp, torch.tensor(verl_losses.DATA["mask"]), limit)
+    return result(-(kept * adv * logp).sum(), logp, "logp")
+
+
 def entries(package: str) -> dict:
     """key -> (variant, call)."""
     gspo = {"clip_eps_low": 0.1, "clip_eps_high": 0.12, "policy_loss_type": "gspo"}
@@ -61,5 +77,6 @@ def entries(package: str) -> dict:
         "areal/ppo": areal,
         "areal/dual": partial(areal, c_clip=3.0),
         "areal/sequence": partial(areal, **level),
+        "areal/m2po": areal_m2po,
     }
     return {k: (HOLES, call) for k, call in calls.items() if k.startswith(f"{package}/")}

@@ -114,6 +114,60 @@ VERL = [
          ("plain", "advantage.whiten(advantage.reinforce_pp(token_reward, mask), mask)")),
     ),
     verl(
+        "gpg advantage", "advantage `gpg`", SCORE,
+        "alpha counts rewards other than 0, not groups that differ", PLAIN,
+        (("alpha", "16 / (reward[0] != 0).sum()"), ("centred", "advantage.grpo(reward[0], scale=False)"),
+         ("adv", "alpha * centred.view(-1, 1) * mask"),
+         ("plain", "advantage.gpg(reward[0]).view(-1, 1) * mask")),
+    ),
+    verl("dro", "`dro`, `dro_beta=0.1`", ((TOKEN, "loss.dro(logp, old_logp, adv)"),)),
+    verl(
+        "grpo_passk", "advantage `grpo_passk`, `norm_adv_by_std_in_grpo=False`", SCORE,
+        let=(("adv", "advantage.best_minus_second(reward[0]).view(-1, 1) * mask"),),
+    ),
+    verl(
+        "grpo_passk scaled", "advantage `grpo_passk`", SCORE, "divided by the group's deviation", PLAIN,
+        (("adv", "advantage.best_minus_second(reward[0], scale=True).view(-1, 1) * mask"),
+         ("plain", "advantage.best_minus_second(reward[0]).view(-1, 1) * mask")),
+    ),
+    verl(
+        "otb", "advantage `tir_optimal_token_baseline`", SCORE, tol=1e-6,
+        let=(("p", "old_logp.exp()"), ("p2", "p**2 + (1 - p) ** 2 / 6"), ("group", "torch.arange(16) // 4"),
+             ("ret", "reward[0].view(16, 1)"),
+             ("adv", "advantage.optimal_token_baseline(ret, old_logp, p2, mask, group)")),
+    ),
+    verl(
+        "geometric", '`rollout_rs="seq_mean_k1"`, `"0.7_1.4"`',
+        (("weight.geometric_mask(mask.double(), old_logp, sampler_logp, mask, low=1 / 1.4, high=1 / 0.7)",
+          "loss.reinforce(logp, adv)"),),
+        "its band is of sampler to trainer, ours of trainer to sampler",
+        (("weight.geometric_mask(mask.double(), old_logp, sampler_logp, mask, low=0.7, high=1.4)",
+          "loss.reinforce(logp, adv)"),),
+    ),
+    verl(
+        "rejected by the largest", '`rollout_rs="seq_max_k2"`, 1.0',
+        (("weight.trust_region_mask(mask.double(), old_logp, sampler_logp, mask, limit=1.0)",
+          "loss.reinforce(logp, adv)"),),
+    ),
+    verl(
+        "rejected twice", '`rollout_rs="token_k2,seq_mean_k3"`, `"0.5,0.6"`',
+        (("weight.within(weight.within(mask.double(), k2, high=0.5), weight.row_mean(k3, mask), high=0.6)",
+          "loss.reinforce(logp, adv)"),),
+        let=(("k2", "loss.kl_k2(sampler_logp, old_logp)"), ("k3", "loss.kl_k3(sampler_logp, old_logp)")),
+    ),
+    verl(
+        "rejected by the sum", '`rollout_rs="seq_sum_k1"`, `"0.3_3.0"`',
+        (("weight.within(mask.double(), weight.row_sum(k1, mask), low=math.log(0.3), high=math.log(3))",
+          "loss.reinforce(logp, adv)"),),
+        let=(("k1", "loss.kl_k1(sampler_logp, old_logp)"),),
+    ),
+    verl(
+        "normalised", '`rollout_is="token"`, `rollout_is_batch_normalize=True`',
+        (("weight.self_normalized(weight.truncated_is(mask.double(), old_logp, sampler_logp), mask.double())",
+          "loss.reinforce(logp, adv)"),),
+        tol=EPS,
+    ),
+    verl(
         "gae", "advantage `gae`, λ = 0.95", SCORE, "whitened over the batch; the row `ppo` is not", PLAIN,
         (AT_END, ONE, ("plain", "advantage.gae(token_reward, old_value, one, 0.95, mask=mask)[0]"),
          ("adv", "advantage.whiten(plain, mask)")),
@@ -137,6 +191,12 @@ AREAL = [
     Row(
         "areal/sequence", '`importance_sampling_level="sequence"`', ((TOKEN, GSPO),),
         "long sequences count more", ((SEQ, GSPO),), counts=False,
+    ),
+    Row(
+        "areal/m2po", "`m2_threshold=0.04`, its mask",
+        (("weight.second_moment_mask(mask.double(), old_logp, sampler_logp, mask)",
+          "loss.reinforce(logp, adv)"),),
+        counts=False,
     ),
 ]  # fmt: skip
 OTHERS = {"verl": VERL, "OpenRLHF": OPENRLHF, "AReaL": AREAL}

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 ENTRIES, SCALED = compare.GOLDEN["entries"], compare.SCALED["entries"]
 OTHER_ROWS = [row for rows in OTHERS.values() for row in rows]
 AT_SCALES = [row for row in [*ROWS.values(), *OTHER_ROWS] if row.key in SCALED]
-PAIRS = ("dpo", "kto", "cpo", "orpo")  # no log-probs of an old policy in these
+PAIRS = ("dpo", "kto", "cpo", "orpo", "a2po")  # no log-probs of an old policy in these
 STOPPED = [0.0, 0.24, 0.44]  # in docs/algorithms.md
 
 

@@ -8,6 +8,7 @@ Entries of the other part stay in the file as they are.
 
 import datetime
 import json
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -141,6 +142,7 @@ def others() -> dict:
         "cpo/sigmoid, label smoothing": partial(without_reference, "sigmoid", label_smoothing=0.1),
         "cpo/simpo": partial(without_reference, "simpo", beta=2.0, simpo_gamma=1.0),
         "orpo/odds": odds,
+        "a2po/loss": optimal_advantage,
         "reward/loss": reward_model,
         "reward/margin": partial(reward_model, margin=tensor("margin")),
         "reward/centred": partial(reward_model, center_rewards_coefficient=0.01),
@@ -244,6 +246,21 @@ def odds():
     logp = tensor("logp").requires_grad_()
     total = -out.odds_ratio_loss(*sides(logp, mean=True))[0].mean()
     return result(total, {"logp": logp}, [ORPOTrainer.odds_ratio_loss])
+
+
+def optimal_advantage():
+    """A2POTrainer's regression, on the rewards of each group and their V*, as it precomputes it."""
+    from trl.experimental.a2po import A2POConfig, A2POTrainer
+
+    args = config(A2POConfig)
+    out, logp = trainer(A2POTrainer, args), tensor("logp").requires_grad_()
+    rewards = torch.tensor(DATA["reward"][0])
+    values = args.beta1 * (torch.logsumexp(rewards.view(-1, 4) / args.beta1, dim=1) - math.log(4))
+    out._get_sequence_logps = lambda *_: (logp * MASK).sum(-1)
+    inputs = {"input_ids": None, "attention_mask": None, "logits_to_keep": None}
+    inputs |= {"ref_logps": (tensor("ref_logp") * MASK).sum(-1), "rewards": rewards}
+    inputs["v_star"] = values.repeat_interleave(4)
+    return result(out.compute_loss(None, inputs), {"logp": logp}, [A2POTrainer.compute_loss])
 
 
 def reward_model(margin=None, **options):

@@ -78,6 +78,7 @@ def actor(**options):
     cov |= {"kl_cov_ratio": 0.0002, "ppo_kl_coef": 0.1}
     base = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
     base |= {"tau_pos": 1.0, "tau_neg": 1.05, "global_batch_info": {}}
+    cov |= {"dro_beta": 0.1}
     inner = {k: options.pop(k, v) for k, v in cov.items()}
     return Config(**(base | options), policy_loss=SimpleNamespace(**inner))
 
@@ -117,6 +118,51 @@ def advantage(name, **options):
 
 def grouped(name):
     return advantage(name, index=np.arange(batch.B) // batch.G)
+
+
+def passk(scaled):
+    index = np.arange(batch.B) // batch.G
+    return advantage("grpo_passk", index=index, config={"norm_adv_by_std_in_grpo": scaled})
+
+
+def squares():
+    """[B, S]: a sum of squared probabilities, where the rest of the mass lies on the other words alike."""
+    p = tensor("old_logp").exp()
+    return p**2 + (1 - p) ** 2 / (batch.V - 1)
+
+
+def optimal_baseline(name):
+    index = np.arange(batch.B) // batch.G
+    return advantage(name, index=index, old_log_probs=tensor("old_logp"), sum_pi_squared=squares())
+
+
+def corrections():
+    """verl.trainer.ppo.rollout_corr_helper, with stubs for what its configuration needs."""
+    core()
+    stub("verl.protocol", DataProto=object)
+    stub("verl.trainer.config.algorithm", RolloutCorrectionConfig=object)
+    stub("verl.workers.config.actor", PolicyLossConfig=object)
+    return importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
+
+
+def score_of(weights):
+    """The gradient of the score-function loss with these weights of tokens."""
+    logp = tensor("logp").requires_grad_()
+    return result(-(weights * tensor("adv").unsqueeze(-1) * logp).sum(), logp, "logp")
+
+
+def rejected(options, limits):
+    gap = tensor("old_logp") - tensor("sampler_logp")
+    kept, _ = corrections().compute_rollout_rejection_mask(gap, mask(), options, limits)
+    return score_of(kept)
+
+
+def normalised():
+    gap = tensor("old_logp") - tensor("sampler_logp")
+    found = corrections().compute_rollout_correction_weights(
+        gap, mask(), "token", 2.0, rollout_is_batch_normalize=True
+    )
+    return score_of(found[0])
 
 
 def gae():
@@ -166,6 +212,16 @@ def entries() -> dict:
         "reinforce_pp_baseline": partial(grouped, "reinforce_plus_plus_baseline"),
         "reinforce_pp": reinforce_pp,
         "gae": gae,
+        "gpg advantage": partial(grouped, "gpg"),
+        "dro": partial(loss, "dro"),
+        "grpo_passk": partial(passk, False),
+        "grpo_passk scaled": partial(passk, True),
+        "otb": partial(optimal_baseline, "tir_optimal_token_baseline"),
+        "geometric": partial(rejected, "seq_mean_k1", "0.7_1.4"),
+        "rejected by the largest": partial(rejected, "seq_max_k2", "1.0"),
+        "rejected twice": partial(rejected, "token_k2,seq_mean_k3", "0.5,0.6"),
+        "rejected by the sum": partial(rejected, "seq_sum_k1", "0.3_3.0"),
+        "normalised": normalised,
         "value": value,
     }
     if versions()["verl"].startswith("0.7"):  # of the older one only what has changed since
