@@ -13,7 +13,7 @@ from rft_fn.scan import linear_scan
 from rft_fn.types import Sampling, TokenOut
 
 __all__ = [
-    "entropy_from_logits", "linear_logprob", "linear_rows", "log_probs_from_logits", "process_logits",
+    "entropy_from_logits", "linear_logprob", "linear_rows", "log_probs_from_logits", "process_logits", "sum_p2",
 ]  # fmt: skip
 
 _FIRST = 64  # ranks that are looked at before more, for top_p
@@ -48,6 +48,19 @@ def entropy_from_logits(logits: Tensor, *, temperature: float | Tensor = 1.0) ->
     """
     target = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
     return _from_logits(logits, target, temperature, entropy=True)[1]
+
+
+def sum_p2(logp: Tensor, half_logp: Tensor) -> Tensor:
+    """Return the sum of the squared probabilities of all words, [*], without gradient.
+
+        p(y)^2 / p'(y) = exp(2 logp - half_logp),    p' the same distribution at half the temperature
+
+    of any word y: p' is in proportion to p^2, and its normaliser is the sum. So two log-probs of one target
+    tell it, whatever computed them: scores of `tree.replace(rollout, temperature=temperature / 2)` on any
+    backend, or `linear_logprob(squares=True)`. `advantage.optimal_token_baseline` reads it.
+    """
+    check.shapes(logp=(logp, "..."), half_logp=(half_logp, "..."))
+    return (2 * logp.detach() - half_logp.detach()).exp()
 
 
 def log_probs_and_entropy(
@@ -197,6 +210,7 @@ def linear_logprob(
     bias: Tensor | None = None,
     softcap: float | None = None,
     entropy: bool = False,
+    squares: bool = False,
     words: Tensor | None = None,
     workspace_mb: float | None = None,
     engine: str = "auto",
@@ -205,7 +219,8 @@ def linear_logprob(
 
     Never holds logits [T, V]. Targets of -100 give 0 and no gradient, even where hidden is NaN. `words`
     [T, K] asks for the log-probs of K more words of each token, as `words_logp` [T, K] (0 with target -100):
-    K dot products each, for the normaliser is there already. `workspace_mb` bounds the logits that exist at a
+    K dot products each, for the normaliser is there already. `squares` asks for `sum_p2` [T], without
+    gradient, at the price of one more forward of the head. `workspace_mb` bounds the logits that exist at a
     time (None: chosen per device). The work is done by `rft_kernels.linear_logprob`, by one of its engines:
     they can be differentiated once. "reference" holds whole logits and has derivatives of any order, in the
     temperature too. ValueError when shapes disagree.
@@ -224,8 +239,22 @@ def linear_logprob(
         workspace_mb=workspace_mb,
         engine=engine,
     )
+    p2 = None
+    if squares:
+        with torch.no_grad():
+            half = fused(
+                hidden,
+                weight,
+                target,
+                temperature=temperature / 2,
+                bias=bias,
+                softcap=softcap,
+                workspace_mb=workspace_mb,
+                engine=engine,
+            )[0]
+        p2 = torch.where(target != -100, sum_p2(logp, half), 0)
     if words is None or lse is None:
-        return TokenOut(logp=logp, entropy=ent)
+        return TokenOut(logp=logp, entropy=ent, sum_p2=p2)
 
     # The logits of the words; a where only on the result would leave 0 * NaN in the gradient of the weight.
     check.shapes(target=(target, "T"), words=(words, "T K"))
@@ -241,7 +270,7 @@ def linear_logprob(
     if isinstance(temperature, Tensor) and temperature.dim():
         temperature = temperature.unsqueeze(-1)  # one per token
     words_logp = torch.where(live, z / temperature - lse.unsqueeze(-1), 0)
-    return TokenOut(logp=logp, entropy=ent, words_logp=words_logp)
+    return TokenOut(logp=logp, entropy=ent, sum_p2=p2, words_logp=words_logp)
 
 
 # ---------- any function of whole distributions, some tokens at a time

@@ -18,6 +18,7 @@ from rft_fn.logprob import (
     log_probs_from_logits,
     log_ratio,
     process_logits,
+    sum_p2,
 )
 from rft_fn.types import Sampling
 
@@ -396,3 +397,41 @@ def test_words_of_a_masked_token_whose_hidden_state_is_nan_leave_gradients_alone
         found.append((out.words_logp.detach(), *torch.autograd.grad(out.words_logp.sum(), leaves)))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
     assert (found[0][1][2] == 0).all()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_sum_of_squared_probabilities(temperature, softcap):
+    """Of all words, without logits; the rest of the output has the bits that it has without it."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((9, 5), (300, 5)))
+    target = torch.randint(0, 300, (9,), generator=g)
+    target[3] = -100
+    hidden = hidden.requires_grad_()
+    options = {"temperature": temperature, "softcap": softcap, "entropy": True}
+    plain = linear_logprob(hidden, weight, target, **options)
+    out = linear_logprob(hidden, weight, target, **options, squares=True)
+    assert torch.equal(out.logp, plain.logp) and torch.equal(out.entropy, plain.entropy)
+    assert plain.sum_p2 is None and not out.sum_p2.requires_grad
+    z = hidden @ weight.T
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    want = (z / temperature).softmax(-1).square().sum(-1).detach()
+    want[3] = 0
+    torch.testing.assert_close(out.sum_p2, want, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_bound_model_gives_the_sum_of_squares_and_two_temperatures_tell_it_too(fused):
+    """What a sharded backend does not give by itself: scores of the same rows at half the temperature."""
+    exp = packing.supervised([([5, 6, 7], [8, 9]), ([4], [3, 10, 11])])
+    pack = packing.pack(exp, [0, 1])
+    at = lambda t, **more: model.bind(  # noqa: E731
+        model.load("tiny"), sampling=Sampling(temperature=t), fused=fused, **more
+    )
+    apply, params = at(0.8, squares=True)
+    (found,) = model.score(apply, params, [pack], field="sum_p2")
+    logp, half = (model.score(*at(t), [pack])[0] for t in (0.8, 0.4))
+    torch.testing.assert_close(found[pack.mask], sum_p2(logp, half)[pack.mask], rtol=1e-4, atol=1e-6)
+    assert (found[~pack.mask] == 0).all() and (found[pack.mask] > 1 / 50).all()
+    with pytest.raises(ValueError, match="sum_p2: expected a value, got None; bind the model with squares"):
+        model.score(*at(0.8), [pack], field="sum_p2")

@@ -184,8 +184,8 @@ def maxrl(reward: Tensor, *, eps: float = 1e-6) -> Tensor:
         (r - mean) / (mean + eps)
 
     With rewards 0 or 1 the expected gradient is that of the log-likelihood of success, of the first G - 1
-    terms of its series in the failure rate: hard prompts weigh more than under `grpo`. arXiv 2602.02710. ValueError
-    for groups of one.
+    terms of its series in the failure rate: hard prompts weigh more than under `grpo`. arXiv 2602.02710.
+    ValueError for groups of one.
     """
     return _centre(reward) / (reward.mean(-1, keepdim=True) + eps)
 

@@ -19,6 +19,7 @@ _GIVEN = ("ref_logp", "old_value", "ret", "words", "extra")
 # of each field that may be absent: who gives it
 REMEDY = {
     "entropy": "bind or init the model with entropy=True",
+    "sum_p2": "bind the model with squares=True",
     "value": "bind a model with a value head (model.Critic)",
     "score": "bind a scalar reward model (model.RewardModel)",
     "words_logp": "name the words: rft_fn.experience(..., words=ids [B, S, K])",

@@ -48,6 +48,7 @@ class Scorer(Reader):
         sampling: Sampling,
         *,
         entropy: bool = False,
+        squares: bool = False,
         aux: bool = False,
         fused: bool = True,
         chunk_size: int = 0,
@@ -59,6 +60,7 @@ class Scorer(Reader):
         self.parts = find(lm)
         self.sampling = sampling
         self.entropy = entropy
+        self.squares = squares
         self.chunk_size = chunk_size
         self.fused = fused and not sampling.truncates and self.parts.has_linear_head
         self.balance = router.Balance(self.parts.model) if aux else None
@@ -101,6 +103,7 @@ class Scorer(Reader):
             temperature=temperature,
             bias=head.bias,
             entropy=self.entropy,
+            squares=self.squares,
             words=pack.words,
             workspace_mb=workspace_mb,
         )
@@ -141,9 +144,10 @@ class Scorer(Reader):
             entropy = torch.where(pack.mask, entropy, 0)
         else:
             logp = logprob.log_probs_from_logits(z, pack.target)
+        p2 = torch.where(pack.mask, z.detach().softmax(-1).square().sum(-1), 0) if self.squares else None
         if pack.words is not None:
             words_logp = torch.where(pack.mask[:, None], z.log_softmax(-1).gather(-1, pack.words), 0)
-        out = TokenOut(logp=logp, entropy=entropy, words_logp=words_logp)
+        out = TokenOut(logp=logp, entropy=entropy, sum_p2=p2, words_logp=words_logp)
 
         def over(fn: Callable[..., Tensor], rows: Tensor, *data: Tensor) -> Tensor:
             return fn(z[rows].log_softmax(-1), *data)
@@ -196,6 +200,7 @@ def wrap_for_training(
     *,
     sampling: Sampling | None = None,
     entropy: bool = False,
+    squares: bool = False,
     aux: bool = False,
     fused: bool = True,
     chunk_size: int = 0,
@@ -221,7 +226,13 @@ def wrap_for_training(
     require_plain_adapters(module)
     disable_dropout(module)
     scorer = Scorer(
-        module, sampling or Sampling(), entropy=entropy, aux=aux, fused=fused, chunk_size=chunk_size
+        module,
+        sampling or Sampling(),
+        entropy=entropy,
+        squares=squares,
+        aux=aux,
+        fused=fused,
+        chunk_size=chunk_size,
     )
     # the balance of experts counts every token of every sequence
     scorer.shared = share_prefixes and scorer.fused and not aux
@@ -279,6 +290,7 @@ def bind(
     *,
     sampling: Sampling | None = None,
     entropy: bool = False,
+    squares: bool = False,
     aux: bool = False,
     fused: bool = True,
     chunk_size: int = 0,
@@ -293,8 +305,8 @@ def bind(
     checkpointing it refuses all but the module's own, because the second forward would read those.
 
     Log-probs are at `sampling`'s temperature (or at the pack's, of rows with their own), cut like its top_p /
-    top_k, and 0 outside mask. `aux` asks
-    for how evenly experts are used, see `model.router`; ValueError for a model without any. `fused` runs
+    top_k, and 0 outside mask. `squares` asks for `TokenOut.sum_p2`, `aux` for how evenly experts are used,
+    see `model.router`; ValueError for a model without any. `fused` runs
     the head without logits [T, V], over `chunk_size` columns of the vocabulary at a time (0: chosen per
     device). `fast_linear`: large linear layers of float32 are oneDNN's, on a CPU where MKL would be slow.
     `share_prefixes`: tokens of a pack that begin alike, as the responses to one prompt do, are computed
@@ -304,6 +316,7 @@ def bind(
         materialize(module),
         sampling=sampling,
         entropy=entropy,
+        squares=squares,
         aux=aux,
         fused=fused,
         chunk_size=chunk_size,

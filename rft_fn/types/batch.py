@@ -142,6 +142,7 @@ class TokenOut:
     aux: Tensor | None = None  # [T] balance of a mixture of experts: 1 if its sequence uses all evenly
     expert_share: Tensor | None = None  # [T] largest share of one expert in the choices of its sequence
     words_logp: Tensor | None = None  # [T, K] of the pack's `words`, if it has some
+    sum_p2: Tensor | None = None  # [T] sum of the squared probabilities of all words, without gradient
     score: Tensor | None = None  # [T, H] of H heads of a reward model, the sequence up to this token
     hidden: Tensor | None = None  # [T, D] that a teacher's head reads, see `model.revealed`
     top_words: Tensor | None = None  # [T, K] i64, the likeliest words of a teacher; words_logp is of them
