@@ -17,12 +17,14 @@ from rft_fn import logprob
 from rft_fn.loss.distill import Divergence, top_1_agreement, with_tail
 from rft_fn.types import Packed
 
-__all__ = ["HIDDEN", "LOGP", "WHICH", "WORDS", "Revealed", "Teacher", "TeacherHead", "compare", "reveal"]
+__all__ = [
+    "HIDDEN", "LOGP", "WHICH", "WORDS", "Revealed", "Teacher", "TeacherHead", "as_bits", "compare", "reveal",
+]  # fmt: skip
 
 # extras of a pack
-HIDDEN = "teacher_hidden"  # hidden states [T, D] of the teacher
+HIDDEN = "teacher_hidden"  # hidden states [T, D] of the teacher, or `as_bits` of them
 WORDS = "teacher_words"  # or its likeliest words [T, K] i64
-LOGP = "teacher_logp"  # with their log-probs [T, K]
+LOGP = "teacher_logp"  # with their log-probs [T, K], or `as_bits` of them
 WHICH = "teacher_number"  # the number of the teacher of each token [T], where there are several
 
 Over = Callable[..., Tensor]
@@ -103,15 +105,32 @@ def compare(teachers: Sequence[Teacher], pack: Packed, over: Over) -> dict[str, 
         of = pack.mask & (extra[WHICH] == i) if WHICH in extra else pack.mask
         rows = of.nonzero()[:, 0]
         if teacher.head is None:
-            given = extra[WORDS][rows], extra[LOGP][rows]
+            given = extra[WORDS][rows], _from_bits(extra[LOGP][rows])
             found.append(over(partial(_by_words, teacher), rows, *given))
         else:
-            states = extra[HIDDEN][rows][:, : teacher.head.weight.shape[1]]
+            states = _from_bits(extra[HIDDEN][rows])[:, : teacher.head.weight.shape[1]]
             found.append(over(partial(_by_states, teacher, teacher.head), rows, states))
         every.append(rows)
     pair = torch.cat(found)
     whole = pair.new_zeros(len(pack.mask), 2).index_copy(0, torch.cat(every), pair)
     return {"divergence": whole[:, 0], "agreement": whole[:, 1].detach()}
+
+
+_BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+_FLOATS = {bits: dtype for dtype, bits in _BITS.items()}
+
+
+def as_bits(x: Tensor) -> Tensor:
+    """Return numbers as integers of the same bits.
+
+    FSDP2 casts the floating-point numbers of a pack to the type of its forward.
+    """
+    x = x.float() if x.dtype not in _BITS else x
+    return x.contiguous().view(_BITS[x.dtype])
+
+
+def _from_bits(x: Tensor) -> Tensor:
+    return x if x.is_floating_point() else x.contiguous().view(_FLOATS[x.dtype])
 
 
 def _by_states(teacher: Teacher, head: TeacherHead, logp: Tensor, states: Tensor) -> Tensor:

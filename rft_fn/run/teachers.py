@@ -20,7 +20,7 @@ from rft_fn.data.responses import prompt_of_text
 from rft_fn.data.templates import columns_in
 from rft_fn.engine.lifetime import deferred
 from rft_fn.engine.served_words import ServedWords
-from rft_fn.model.teacher import HIDDEN, LOGP, WHICH, WORDS
+from rft_fn.model.teacher import HIDDEN, LOGP, WHICH, WORDS, as_bits
 from rft_fn.run.distillation import FROM_REWARDS, SERVED, TeacherSpec, meet, read_teachers
 from rft_fn.run.setup import Setup
 from rft_fn.types import Engine, Rollout, Sampling, TrainState
@@ -102,6 +102,7 @@ class Teachers:
         self.members = list(members)
         self.numbers = {member.spec.name: i for i, member in enumerate(members)}
         self.engines: dict[int, Engine] = {}
+        self.window = model.read_window(env.cfg.model)
 
     # ---------- what they say
 
@@ -137,6 +138,7 @@ class Teachers:
         if LOGP in extra:
             tail = loss.with_tail(extra[LOGP])[..., -1].exp()[responses.mask]
             metrics["distill/tail"] = float(tail.double().mean())
+        extra = {name: as_bits(x) if name in (HIDDEN, LOGP) else x for name, x in extra.items()}
         return Taught(extra, logp, taught, metrics)
 
     def _attach(self, heads: Sequence[Any]) -> None:
@@ -184,6 +186,10 @@ class Teachers:
         row = {**prompt.columns, **more}
         text = data.fill(cfg.hint, row, place)
         _, ids, encoded = prompt_of_text(chat, text, row, place, cfg.system)
+        if self.window is not None and len(ids) + cfg.max_new > self.window:
+            raise ValueError(
+                f"hint: expected at most {self.window - cfg.max_new} tokens before a response, got {len(ids)}"
+            )
         return replace(prompt, ids=ids, text=text, media=None if encoded is None else encoded.media)
 
     # ---------- steps whose responses are not the student's

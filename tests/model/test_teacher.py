@@ -5,6 +5,7 @@ import tiny
 import torch
 
 from rft_fn import logprob, loss, model, optim, packing, strategy, tree
+from rft_fn.model.teacher import as_bits
 from rft_fn.types import Sampling
 
 EXP = tiny.experience()
@@ -70,6 +71,22 @@ def test_words_of_a_teacher_are_its_likeliest_and_the_rest_is_one_word(sampling)
     want = loss.reverse_kl_top_k(ours.gather(-1, top.indices), top.values.detach())
     torch.testing.assert_close(got.divergence[m], want[m], rtol=1e-9, atol=1e-11)
     assert torch.equal(got.agreement[m].bool(), (ours.argmax(-1) == top.indices[:, 0])[m])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_numbers_of_a_teacher_travel_as_their_bits(dtype):
+    """A pack's numbers would be rounded to the type of a sharded forward."""
+    out, asked = ask(tiny.llama(seed=2))
+    apply, params = model.bind(tiny.llama(seed=1))
+    model.attach_teacher(apply, model.Teacher(loss.reverse_kl, asked.head))
+    hidden = out.hidden.to(dtype)
+    b = packing.pack(EXP, ROWS)
+    plain, bits = (
+        apply(params, tree.replace(b, extra={"teacher_hidden": x})).divergence
+        for x in (hidden, as_bits(hidden))
+    )
+    assert torch.equal(plain, bits) and not as_bits(hidden).is_floating_point()
+    assert as_bits(hidden.half()).dtype == torch.int32
 
 
 def test_each_token_has_the_teacher_of_its_number():

@@ -255,6 +255,7 @@ BAD = [
     ({"teacher": ("/nowhere",)}, "teacher: expected a folder, a hub name"),
     ({"teacher": ("ema",)}, "ema: expected the decay of an average for the teacher ema, got 0"),
     ({"teacher": ("self",), "hint": "{short}", "top_p": 0.9}, "top_k: expected words of the teacher self"),
+    ({"teacher": ("self",), "hint": "{short}" * 99}, "hint: expected at most "),
     ({"teacher": ("self",), "hint": "{nothing}"}, "hint: expected a column of the rows"),
     (
         {"teacher": ("1=self",), "teacher_column": "kind", "hint": "{short}"},
