@@ -13,7 +13,8 @@ from rft_fn.scan import linear_scan
 from rft_fn.types import Sampling, TokenOut
 
 __all__ = [
-    "entropy_from_logits", "linear_logprob", "linear_rows", "log_probs_from_logits", "process_logits", "sum_p2",
+    "entropy_from_logits", "linear_logprob", "linear_rows", "log_probs_from_logits", "process_logits",
+    "sum_p2",
 ]  # fmt: skip
 
 _FIRST = 64  # ranks that are looked at before more, for top_p

@@ -1,7 +1,8 @@
 """Property checks of losses, weights and estimators, one call each.
 
     testing.check_all(my_loss)                   # my_loss(out: TokenOut, b: Packed) -> [T], or ([T], metrics)
-    testing.check_on_policy_identity(my_loss)    # a policy loss is REINFORCE at logp == old_logp
+    testing.check_all(my_loss, low=0.2, high=0.28)     # and where its limits are claimed to be
+    testing.check_all(my_regression, on_policy=False)  # no policy loss
     testing.check_kl_gradient(my_kl)             # my_kl(logp [*], ref_logp [*]) -> [*]
     testing.check_group_estimator(my_adv)        # my_adv(reward [N, G]) -> [N, G]
     testing.check_estimator_gradient(my_adv)     # as above: is its expected gradient that of E[R]?
@@ -13,9 +14,15 @@ tabular model and a small ragged batch in float64; expectations are computed by 
 function leaves rounding errors and nothing else.
 """
 
-from collections.abc import Callable
-
 from rft_fn.testing.cases import VOCAB, ExtraFn, Unit, case, log_probs, total_and_grad
+from rft_fn.testing.certificate import (
+    Certificate,
+    certify,
+    loss_bias,
+    micro_batch_error,
+    of_trl,
+    of_verl,
+)
 from rft_fn.testing.estimator import (
     check_deletion_invariance,
     check_estimator_gradient,
@@ -34,14 +41,18 @@ from rft_fn.testing.policy_losses import (
     check_on_policy_identity,
     importance_bias,
 )
+from rft_fn.testing.sides import check_bounded, check_masked, check_sides
+from rft_fn.testing.verdicts import Verdict, likeliest_cause, table, verdicts
 from rft_fn.types import LossFn, WeightFn
 from rft_fn.weight import token_mean
 
 __all__ = [
-    "case", "check_all", "check_deletion_invariance", "check_estimator_gradient", "check_finite",
-    "check_group_estimator", "check_importance_bias", "check_kl_gradient", "check_on_policy_identity",
-    "check_packing_invariance", "check_padding_invariance", "check_partition_invariance",
-    "check_permutation_invariance", "importance_bias",
+    "Certificate", "Verdict", "case", "certify", "check_all", "check_bounded", "check_deletion_invariance",
+    "check_estimator_gradient", "check_finite", "check_group_estimator", "check_importance_bias",
+    "check_kl_gradient", "check_masked", "check_on_policy_identity", "check_packing_invariance",
+    "check_padding_invariance", "check_partition_invariance", "check_permutation_invariance",
+    "check_sides", "importance_bias", "likeliest_cause", "loss_bias", "micro_batch_error", "of_trl",
+    "of_verl", "table", "verdicts",
 ]  # fmt: skip
 
 
@@ -52,24 +63,33 @@ def check_all(
     extra: ExtraFn | None = None,
     seed: int = 0,
     unit: Unit = 1,
-    on_policy: bool = False,
+    on_policy: bool = True,
+    low: float | None = None,
+    high: float | None = None,
 ) -> None:
-    """Run all checks of a loss: partition, padding, packing, permutation and finite values.
+    """Run all checks of a loss; AssertionError with every verdict in a table and the likeliest cause.
 
-    `on_policy` adds the identity of policy losses. `weight(mask [B, S]) -> w [B, S]` is the normaliser that
-    the loss is used with. `extra(exp) -> {name: [B, S, ...]}` makes the data that it reads from `b.extra`
-    (see `case`). `unit` consecutive rows belong together: 2 for losses of pairs, where rows 2i and 2i + 1
-    are sequences 2i and 2i + 1 of a pack; of listwise losses it is the number of rows of each list, such
-    as (3, 1, 2, 2).
+    Finite values come first, then partition, padding, packing, permutation and deleted masked tokens. Policy
+    losses also have the on-policy identity, the sides of a clip and a bound; `on_policy=False` leaves these
+    out, for a loss that has a KL or an entropy in it, or learns no policy. `low` and `high` are claims about
+    its limits (see `check_sides`).
+
+    `weight(mask [B, S]) -> w [B, S]` is the normaliser that the loss is used with. `extra(exp) -> {name:
+    [B, S, ...]}` makes the data that it reads from `b.extra` (see `case`). `unit` consecutive rows belong
+    together: 2 for losses of pairs, where rows 2i and 2i + 1 are sequences 2i and 2i + 1 of a pack; of
+    listwise losses it is the number of rows of each list, such as (3, 1, 2, 2). Other units than 1 are no
+    policy losses.
     """
-    checks: list[Callable[..., None]] = [
-        check_partition_invariance,
-        check_padding_invariance,
-        check_packing_invariance,
-        check_permutation_invariance,
-        check_finite,
-    ]
-    for check in checks:
-        check(loss_fn, weight=weight, extra=extra, seed=seed, unit=unit)
-    if on_policy:
-        check_on_policy_identity(loss_fn, weight=weight, extra=extra, seed=seed)
+    found = verdicts(
+        loss_fn,
+        weight=weight,
+        extra=extra,
+        seed=seed,
+        unit=unit,
+        on_policy=on_policy,
+        low=low,
+        high=high,
+    )
+    if any(v.error for v in found):
+        cause = likeliest_cause(loss_fn, found, weight=weight, extra=extra, seed=seed, unit=unit)
+        raise AssertionError(table(found, cause))

@@ -13,7 +13,7 @@ from rft_fn.types import Apply, Experience, LossFn, Packed, TokenOut, WeightFn
 from rft_fn.weight import token_mean
 
 __all__ = [
-    "FIELDS", "LENGTH", "ROWS", "VOCAB", "Case", "ExtraFn", "Run", "Unit", "assert_same", "by_unit",
+    "FIELDS", "LENGTH", "ROWS", "VOCAB", "Case", "ExtraFn", "Run", "Unit", "apart", "assert_same", "by_unit",
     "case", "flat", "gap", "log_probs", "normal", "packed", "ragged", "reweigh", "rows_of", "run",
     "tabular", "token_losses", "total_and_grad", "uniform", "whole",
 ]  # fmt: skip
@@ -54,7 +54,7 @@ def tabular(seed: int = 0) -> tuple[Apply, tree.Named]:
 
     It is the smallest that notices a wrong token, target or position:
 
-        logits = bigram[token] + position[pos],    value = table[token]
+        logits = bigram[token] + position[pos],    value = table[token] = score[0]
 
     Its outputs are 0 outside mask.
     """
@@ -68,7 +68,16 @@ def _apply(params: Any, b: Packed) -> TokenOut:
     chosen = logp.gather(-1, b.target.unsqueeze(-1)).squeeze(-1)
     entropy = -(logp.exp() * logp).sum(-1)
     # products and no `where`: a NaN in the gradient of a masked token must reach the parameters and be seen
-    return TokenOut(logp=chosen * b.mask, entropy=entropy * b.mask, value=params["value"][b.tokens] * b.mask)
+    value = params["value"][b.tokens] * b.mask
+    words_logp = None if b.words is None else logp.gather(-1, b.words) * b.mask.unsqueeze(-1)
+    return TokenOut(
+        logp=chosen * b.mask,
+        entropy=entropy * b.mask,
+        sum_p2=logp.exp().square().sum(-1) * b.mask,
+        value=value,
+        score=value.unsqueeze(-1),
+        words_logp=words_logp,
+    )
 
 
 def ragged(seed: int) -> tuple[Tensor, Tensor]:
@@ -97,14 +106,16 @@ def case(seed: int = 0, *, weight: WeightFn = token_mean, extra: ExtraFn | None 
 
     It has tool turns, rows without a token in mask, and every optional field; old and reference log-probs
     lie within about 1 nat of the model's. `extra(exp) -> {name: [B, S, ...]}` makes data for a loss from
-    the batch, for example `lambda exp: {"chosen": top_share(exp.adv, exp.mask, share=0.2).double()}`; by
-    default `extra` is {"noise": [B, S, 2]}. ValueError for data of another shape.
+    the batch, for example `lambda exp: {"chosen": top_share(exp.adv, exp.mask, share=0.2).double()}`; a
+    number a row [B] is put on each of its tokens. By default `extra` is {"noise": [B, S, 2]}. ValueError for
+    data of another shape.
     """
     apply, params = tabular(seed)
     mask, length = ragged(seed)
     fields: dict[str, Any] = {name: torch.where(mask, normal(seed, name, ROWS, LENGTH), 0) for name in FIELDS}
     tokens = uniform(seed, "tokens", 0, VOCAB, ROWS, LENGTH)
-    exp = Experience(tokens=tokens, mask=mask, length=length, w=_weigh(mask, weight), **fields)
+    words = uniform(seed, "words", 0, VOCAB, ROWS, LENGTH, 2)
+    exp = Experience(tokens=tokens, mask=mask, length=length, w=_weigh(mask, weight), words=words, **fields)
 
     # far from the model's log-probs every ratio would be clipped
     logp = log_probs(apply, params, exp)
@@ -114,6 +125,7 @@ def case(seed: int = 0, *, weight: WeightFn = token_mean, extra: ExtraFn | None 
 
     noise = normal(seed, "noise", ROWS, LENGTH, 2) * mask.unsqueeze(-1)
     data = {"noise": noise} if extra is None else extra(exp)
+    data = {name: x[:, None] * mask if x.shape == (ROWS,) else x for name, x in data.items()}
     for name, x in data.items():
         if x.shape[:2] != mask.shape:
             want = f"[B, S, ...] = [{ROWS}, {LENGTH}, ...]"
@@ -162,6 +174,22 @@ def log_probs(apply: Apply, params: Any, exp: Experience) -> Tensor:
     """Log-probs of the model [B, S], 0 outside mask."""
     packs = whole(exp)
     return packing.unpack([apply(params, p).logp for p in packs], packs, exp.tokens)
+
+
+def apart(c: Case, logp: Tensor, shift: Tensor) -> tuple[Apply, Experience]:
+    """Shift the log-ratios to old and reference policy to `shift` [B, S] nats.
+
+    The smaller probability shrinks, so that none exceeds 1. `logp` [B, S] has the model's log-probs.
+    """
+    far = logp - shift.clamp(min=0)
+    lower = shift.clamp(max=0)
+
+    def apply(params: Any, b: Packed) -> TokenOut:
+        out = c.apply(params, b)
+        down = lower[torch.tensor(b.rows)[b.seq], b.pos + 1].to(out.logp.dtype)
+        return tree.replace(out, logp=out.logp + down)
+
+    return apply, tree.replace(c.exp, old_logp=far, ref_logp=far)
 
 
 # ---------- runs of a loss as in a train step, and their comparison

@@ -117,13 +117,13 @@ def _assert_rows(varied: Sequence[str], reward: Tensor, want: Tensor, got: Tenso
 
 
 def _assert_flat(estimator: Estimator, group: int) -> None:
-    """Check that equal rewards give exactly 0; one is 0.1, as the mean of three of it is not 0.1."""
+    """Check that equal rewards give 0, to the rounding of their mean: that of three times 0.1 is not 0.1."""
     for dtype in (torch.float64, torch.float32):
         for value in (0.0, 1.0, 0.1, 1 / 3, -2.3):
             adv = _advantages(estimator, torch.full((2, group), value, dtype=dtype))
-            if not (adv == 0).all():
+            if not (adv.abs() <= 4 * torch.finfo(dtype).eps * abs(value)).all():  # rounding of a mean
                 raise AssertionError(
-                    f"{group} equal rewards of {value:.4g} in {dtype}: expected advantages of exactly 0, "
+                    f"{group} equal rewards of {value:.4g} in {dtype}: expected advantages of 0, "
                     f"got {_short(adv[0])}"
                 )
 
@@ -137,13 +137,14 @@ def check_group_estimator(
     seed: int = 0,
     rtol: float = 1e-9,
 ) -> None:
-    """Check the invariances of a group estimator.
+    """Check the invariances of a group estimator, and its sign.
 
     `estimator(reward [N, G]) -> [N, G]`. Groups do not see each other; permuting the responses of a group
-    permutes its advantages; a constant added to all its rewards changes nothing; equal rewards give exactly
-    0. The groups have each size in `groups`. `shift=False` leaves out the constant (for estimators of passed
-    and failed, or without a baseline), `flat=False` the equal rewards. Bias is not checked: see
-    `check_estimator_gradient`. Data of a response other than its reward (a length) is not permuted with it.
+    permutes its advantages; a constant added to all its rewards changes nothing; equal rewards give 0; better
+    responses have larger advantages. The groups have each size in `groups`. `shift=False` leaves out the
+    constant (for estimators of passed and failed, or without a baseline), `flat=False` the equal rewards.
+    Bias is not checked: see `check_estimator_gradient`. Data of a response other than its reward (a length)
+    is not permuted with it.
     """
     shifts = (10.0, -3.0) if shift else ()
     for group in groups:
@@ -155,6 +156,15 @@ def check_group_estimator(
         single = torch.cat([_advantages(estimator, r[None]) for r in reward])
         names = [f"group {i} alone instead of among {len(reward)} groups" for i in rows]
         _assert_rows(names, reward, want, single, rtol)
+
+        # better responses have larger advantages
+        push = (want * (reward - reward.mean(-1, keepdim=True))).sum(-1)
+        if (push < -rtol).any():
+            i = int(push.argmin())
+            raise AssertionError(
+                f"with rewards {_short(reward[i])} the advantages are {_short(want[i])}: better responses "
+                "have smaller ones, the sign is wrong"
+            )
 
         # advantages move with their responses
         for order in _orders(group):

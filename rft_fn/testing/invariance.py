@@ -113,7 +113,8 @@ def _widen(exp: Experience, columns: int, weight: WeightFn, seed: int) -> Experi
     fields = {name: _spoil(wide(getattr(exp, name)), mask) for name in FIELDS}
     extra = {name: _spoil(wide(x), mask) for name, x in (exp.extra or {}).items()}
     tokens = torch.where(pad, garbage, wide(exp.tokens))
-    return reweigh(tree.replace(exp, tokens=tokens, extra=extra, **fields), mask, weight)
+    words = None if exp.words is None else wide(exp.words)
+    return reweigh(tree.replace(exp, tokens=tokens, words=words, extra=extra, **fields), mask, weight)
 
 
 def _tail(b: Packed, count: int) -> Packed:

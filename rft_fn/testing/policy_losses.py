@@ -9,10 +9,10 @@ from torch import Tensor
 from rft_fn import tree
 from rft_fn.testing.cases import (
     ROWS,
-    Case,
     ExtraFn,
     Run,
     Unit,
+    apart,
     case,
     flat,
     gap,
@@ -24,12 +24,12 @@ from rft_fn.testing.cases import (
     run,
     whole,
 )
-from rft_fn.types import Apply, Experience, LossFn, Packed, TokenOut, WeightFn
+from rft_fn.types import Experience, LossFn, Packed, WeightFn
 from rft_fn.weight import token_mean
 
 __all__ = [
-    "ImportanceBias", "check_finite", "check_importance_bias", "check_on_policy_identity",
-    "importance_bias",
+    "ImportanceBias", "World", "check_finite", "check_importance_bias", "check_on_policy_identity",
+    "enumerated", "importance_bias",
 ]  # fmt: skip
 
 
@@ -66,22 +66,6 @@ def _as_type(x: Any, dtype: torch.dtype) -> Any:
         return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
     return tree.map(convert, x)
-
-
-def _apart(c: Case, logp: Tensor, shift: Tensor) -> tuple[Apply, Experience]:
-    """Shift the log-ratios to old and reference policy to `shift` [B, S] nats.
-
-    The smaller probability shrinks, so that none exceeds 1. `logp` [B, S] has the model's log-probs.
-    """
-    far = logp - shift.clamp(min=0)
-    lower = shift.clamp(max=0)
-
-    def apply(params: Any, b: Packed) -> TokenOut:
-        out = c.apply(params, b)
-        down = lower[torch.tensor(b.rows)[b.seq], b.pos + 1].to(out.logp.dtype)
-        return tree.replace(out, logp=out.logp + down)
-
-    return apply, tree.replace(c.exp, old_logp=far, ref_logp=far)
 
 
 def _shifts(mask: Tensor) -> dict[str, Tensor]:
@@ -130,7 +114,7 @@ def check_finite(
     c = case(seed, weight=weight, extra=extra)
     logp = log_probs(c.apply, c.params, c.exp)
     for name, shift in _shifts(c.exp.mask).items():
-        apply, exp = _apart(c, logp, shift)
+        apply, exp = apart(c, logp, shift)
         for dtype in (torch.float64, torch.float32):
             got = run(loss_fn, apply, _as_type(c.params, dtype), whole(_as_type(exp, dtype), unit))
             _assert_finite(f"{name} in {dtype}", got)
@@ -158,7 +142,7 @@ class ImportanceBias(NamedTuple):
     variance: float  # trace of one sample's covariance, relative to an on-policy sample
 
 
-class _World(NamedTuple):
+class World(NamedTuple):
     """All sequences x [B, S], under two policies, each with a reward."""
 
     theta: Tensor  # [prefixes, V] the trainer's logits after each prefix
@@ -166,9 +150,11 @@ class _World(NamedTuple):
     logp: Tensor  # [B, S] log q(x_t | x_<t)
     reward: Tensor  # [B]
     size: Tensor  # [B, S] |grad log p(x_t | x_<t)|^2
+    entropy: Tensor  # [B, S] of p(. | x_<t)
 
 
-def _world(length: int, vocab: int, seed: int, gap: float) -> _World:
+def enumerated(length: int, vocab: int, seed: int, gap: float) -> World:
+    """Enumerate vocab^length sequences under a tabular trainer, and a sampler `gap` nats away."""
     if length < 1 or vocab < 2:
         raise ValueError(f"length, vocab: expected >= 1 and >= 2, got {length} and {vocab}")
 
@@ -188,10 +174,13 @@ def _world(length: int, vocab: int, seed: int, gap: float) -> _World:
     p = trainer.detach().exp()
     size = 1 - 2 * p + p.square().sum(-1, keepdim=True)  # |onehot(a) - p|^2 for each a
     reward = normal(seed, "reward of the sequence", vocab**length)
-    return _World(theta, trainer[prefix, tokens], sampler[prefix, tokens], reward, size[prefix, tokens])
+    entropy = -(p * p.log()).sum(-1)[prefix]
+    return World(
+        theta, trainer[prefix, tokens], sampler[prefix, tokens], reward, size[prefix, tokens], entropy
+    )
 
 
-def _corrected(correct: Correction, world: _World) -> Tensor:
+def _corrected(correct: Correction, world: World) -> Tensor:
     """Return the corrected weights [B, S] of w = 1.
 
     AssertionError if they depend on which rows share the batch, because this one is an enumeration and no
@@ -215,7 +204,7 @@ def _corrected(correct: Correction, world: _World) -> Tensor:
     return w.detach()
 
 
-def _estimate(world: _World, chance: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def _estimate(world: World, chance: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Return (mean [P], variance []) of one sample's gradient estimate.
 
     The variance is the trace of the covariance. The estimate is sum_t w_t R grad log p(x_t | x_<t), for x
@@ -246,7 +235,7 @@ def importance_bias(
     AssertionError for weights of another shape, or that depend on the other rows (normalised over the
     batch).
     """
-    world = _world(length, vocab, seed, gap)
+    world = enumerated(length, vocab, seed, gap)
     p = world.old_logp.sum(-1).exp()
     q = world.logp.sum(-1).exp()
     (gradient,) = torch.autograd.grad((p * world.reward).sum(), world.theta, retain_graph=True)

@@ -91,6 +91,20 @@ class Migrate:
 
 
 @dataclass(frozen=True)
+class Certify:
+    """Run every check of a loss of yours and compute its bias; exit with 1 if one fails."""
+
+    loss: tyro.conf.Positional[str]  # FILE.py:NAME of a loss (out, b) -> [T]; or a row of algorithm.TABLE
+    weight: str = ""  # its normaliser: a name of rft.weight, constant:LENGTH, or FILE.py:NAME
+    extra: str = ""  # FILE.py:NAME of a function of the batch that makes what the loss reads of b.extra
+    unit: int = 1  # rows that belong together: 2 for losses of pairs
+    no_policy: bool = False  # no policy loss, but a KL, a value, a supervised one: three checks are left out
+    low: float | None = None  # claim: tokens with A < 0 stop below a ratio of 1 - low
+    high: float | None = None  # claim: tokens with A > 0 stop above a ratio of 1 + high
+    json: str = ""  # a file for the certificate
+
+
+@dataclass(frozen=True)
 class Completion:
     """Print the completion of rft for a shell: commands, scripts, and the options of each."""
 
@@ -190,6 +204,27 @@ def migrate(options: Migrate) -> None:
         sys.exit(status)
 
 
+def certify(options: Certify) -> None:
+    """Print the certificate of a loss, and write it; exit with 1 if a check fails."""
+    from rft_fn.tools import certify
+
+    found = certify.certificate(
+        options.loss,
+        weight=options.weight,
+        extra=options.extra,
+        unit=options.unit,
+        on_policy=not options.no_policy,
+        low=options.low,
+        high=options.high,
+    )
+    certify.show(options.loss, found)
+    if options.json:
+        certify.write(Path(options.json), options.loss, found, options)
+        print(f"certificate: {options.json}")
+    if any(v.error for v in found.verdicts):
+        sys.exit(1)
+
+
 def complete(options: Completion) -> None:
     """Print the completion."""
     print(scripts.completion(options.shell, words()))
@@ -244,6 +279,7 @@ COMMANDS = {
     "evaluate": Command(partial(_script, "evaluate")),
     "doctor": Command(partial(_own, Doctor, examine), Doctor),
     "migrate": Command(partial(_own, Migrate, migrate), Migrate),
+    "certify": Command(partial(_own, Certify, certify), Certify),
     "completion": Command(partial(_own, Completion, complete), Completion),
 }
 """Every command by its name; the help is the docstring of its options, or of the script that it runs."""

@@ -1,0 +1,196 @@
+"""Checks of a policy loss off-policy, token by token: its sides, its limits, its bound, its mask."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rft_fn import rng, tree
+from rft_fn.loss.evaluate import token_gradient
+from rft_fn.testing.cases import (
+    ROWS,
+    ExtraFn,
+    Unit,
+    apart,
+    case,
+    log_probs,
+    normal,
+    token_losses,
+    whole,
+)
+from rft_fn.types import LossFn, Packed, TokenOut, WeightFn
+from rft_fn.weight import token_mean
+
+__all__ = ["check_bounded", "check_masked", "check_sides", "slopes_at"]
+
+
+# a log-ratio in nats -> (slopes [T], slopes without an advantage [T], advantages [T]) of tokens that count
+Slopes = Callable[[float], tuple[Tensor, Tensor, Tensor]]
+
+
+def slopes_at(
+    loss_fn: LossFn, *, weight: WeightFn = token_mean, extra: ExtraFn | None = None, seed: int = 0
+) -> Slopes:
+    """Return a function from a log-ratio [nats] to d loss / d logp, the same where A = 0, and A, each [T].
+
+    All tokens of all rows are at this log-ratio to the old policy, and at 0 to the reference. A row has one
+    advantage, so that a loss with one ratio a sequence has the same sides as one with a ratio a token. A
+    slope is the gradient with respect to a token's log-prob, without its weight.
+    """
+    c = case(seed, weight=weight, extra=extra)
+    logp = log_probs(c.apply, c.params, c.exp)
+    sign = torch.tensor([1.0, -1.0]).double().repeat(ROWS // 2)[:, None]
+    adv = sign * (0.5 + normal(seed, "adv of the row", ROWS, 1).abs()) * c.exp.mask
+
+    @torch.no_grad()
+    def slopes(log_ratio: float) -> tuple[Tensor, Tensor, Tensor]:
+        apply, exp = apart(c, logp, log_ratio * c.exp.mask.double())
+        (b,) = whole(tree.replace(exp, adv=adv))
+        out = apply(c.params, b)
+        b = tree.replace(b, ref_logp=out.logp)
+        counts = b.mask & (b.w > 0)
+        none = tree.replace(b, adv=torch.zeros_like(b.adv))
+        token_losses(loss_fn, out, b)  # one number a token, or an error
+        slope, rest = [token_gradient(loss_fn, out, x)[counts] / b.w[counts] for x in (b, none)]
+        return slope, rest, b.adv[counts]
+
+    return slopes
+
+
+def check_sides(
+    loss_fn: LossFn,
+    *,
+    weight: WeightFn = token_mean,
+    extra: ExtraFn | None = None,
+    seed: int = 0,
+    low: float | None = None,
+    high: float | None = None,
+    span: float = 0.7,
+) -> None:
+    """Check that a token that moved against its advantage still learns, and none is pushed the wrong way.
+
+    For log-ratios of up to 2 nats a token with A > 0 becomes no less probable and one with A < 0 no more
+    probable. Up to `span` nats one that has moved against its advantage has a gradient; further out a dual
+    clip may stop it. `low` and `high` are claims about the loss: that tokens with A < 0 stop below a ratio of
+    1 - low, and tokens with A > 0 above 1 + high, and not before. What the loss does where all advantages are
+    0 (a KL, an entropy) is taken off.
+    """
+    slopes = slopes_at(loss_fn, weight=weight, extra=extra, seed=seed)
+    wrong: list[float] = []
+    dead: list[float] = []
+    steps = 40
+    for i in range(-steps, steps + 1):
+        at = 2.0 * i / steps
+        slope, rest, adv = slopes(at)
+        slope = slope - rest.nan_to_num()
+        push = -slope * adv  # > 0: along the advantage
+        if (push < -1e-9 * adv.abs().max()).any():
+            wrong.append(at)
+        back = at * adv < 0
+        if abs(at) <= span and back.any() and (slope[back] == 0).any():
+            dead.append(at)
+    if wrong:
+        raise AssertionError(
+            f"sides: tokens are pushed against their advantage at log-ratios of {_range(wrong)} nats: a "
+            "wrong sign, or max in place of min"
+        )
+    if dead:
+        raise AssertionError(
+            f"sides: tokens that moved against their advantage do not learn at log-ratios of {_range(dead)} "
+            "nats: a clip stops them on the side from which they have to come back"
+        )
+    claims = [("high", high, 1 + (high or 0), 1), ("low", low, 1 - (low or 0), -1)]
+    for name, claim, ratio, sign in claims:
+        if claim is None:
+            continue
+        edge = float(torch.tensor(ratio).double().log())
+        for out, stops in ((-1e-3, False), (1e-3, True)):
+            slope, rest, adv = slopes(edge + sign * out)
+            stopped = (slope == rest)[sign * adv > 0]
+            if not (stopped.all() if stops else not stopped.any()):
+                side = "A > 0 stop above" if sign > 0 else "A < 0 stop below"
+                where = "beyond" if stops else "before"
+                raise AssertionError(
+                    f"sides: expected tokens with {side} a ratio of {ratio:g} ({name} = {claim:g}) and not "
+                    f"before, got {int(stopped.sum())} of {len(stopped)} stopped {where} it: low and high "
+                    "are exchanged, or the limit is another"
+                )
+
+
+def _range(values: list[float]) -> str:
+    return f"{min(values):+.2f} to {max(values):+.2f}" if len(values) > 1 else f"{values[0]:+.2f}"
+
+
+def check_bounded(
+    loss_fn: LossFn,
+    *,
+    weight: WeightFn = token_mean,
+    extra: ExtraFn | None = None,
+    seed: int = 0,
+    bound: float = 20.0,
+) -> None:
+    """Check that the gradient of a token is bounded as its ratio grows or vanishes.
+
+    It is at most `bound` |A| at log-ratios of up to 12 nats; only a token with A < 0 that has become more
+    probable may have `bound` |A| times its ratio, as it has in PPO without a dual clip.
+    """
+    slopes = slopes_at(loss_fn, weight=weight, extra=extra, seed=seed)
+    for at in (-12.0, -8.0, -4.0, 4.0, 8.0, 12.0):
+        slope, _, adv = slopes(at)
+        most = bound * adv.abs()
+        if at > 0:
+            most = torch.where(adv < 0, most * torch.tensor(at).double().exp(), most)
+        over = ~(slope.abs() <= most)  # NaN too
+        if over.any():
+            i = int((slope.abs() / most).nan_to_num(nan=torch.inf).argmax())
+            raise AssertionError(
+                f"bound: at a log-ratio of {at:+g} nats a token with A = {adv[i]:.3g} has a gradient of "
+                f"{slope[i]:.3g}, above {most[i]:.3g}: an exponential without a limit"
+            )
+
+
+def _kept(x: Any, keep: Tensor) -> Any:
+    """Return a tree with the tokens to keep, in each of its tensors [T, ...]."""
+
+    def take(leaf: Any) -> Any:
+        return leaf[keep] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == len(keep) else leaf
+
+    return tree.map(take, x)
+
+
+def check_masked(
+    loss_fn: LossFn,
+    *,
+    weight: WeightFn = token_mean,
+    extra: ExtraFn | None = None,
+    seed: int = 0,
+    unit: Unit = 1,
+    atol: float = 1e-12,
+) -> None:
+    """Check that tokens outside mask, of prompts and tools, change nothing when they are deleted.
+
+    What the model says of the others stays. It catches means and maxima over whole sequences, in which a
+    prompt counts.
+    """
+    c = case(seed, weight=weight, extra=extra)
+    (b,) = whole(c.exp, unit)
+    with torch.no_grad():
+        out = c.apply(c.params, b)
+    generator = rng.generator(rng.fold_in(seed, "kept"))
+    keep = b.mask | (torch.rand(b.mask.shape, generator=generator) < 0.3)
+    want = _losses(loss_fn, out, b)
+    got = _losses(loss_fn, _kept(out, keep), _kept(b, keep))
+    for name, x, y in zip(("loss", "gradient"), want, got):
+        error = (x - y).abs().max()
+        if not error <= atol * max(1.0, float(x.abs().max())):
+            raise AssertionError(
+                f"masked: the {name} of tokens in mask changed by {error:.2g} when {int((~keep).sum())} "
+                f"tokens outside it were deleted: a mean, a maximum or a shift takes them in"
+            )
+
+
+def _losses(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, Tensor]:
+    """Return (loss, gradient with respect to its log-prob) of each token in mask."""
+    loss, _ = token_losses(loss_fn, out, b)
+    return loss.detach()[b.mask], token_gradient(loss_fn, out, b)[b.mask]
