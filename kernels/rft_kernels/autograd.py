@@ -139,6 +139,13 @@ class _LogProb(torch.autograd.Function):
         return *grads, None, None, None
 
     @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "linear_logprob: expected reverse mode, got forward mode (jvp); pass engine='reference' (for a "
+            "bound model fused=False, or fused_linear_logprob=False in StrategyConfig), which has both"
+        )
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
         return _loop(_LogProb.apply, info.batch_size, in_dims, args)
 

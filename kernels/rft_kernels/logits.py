@@ -9,7 +9,7 @@ definition.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,8 +46,8 @@ def logits_logprob(
     z [T, V], y [T].
 
     Arithmetic is float32 whatever the type of z (float64 if z is); z is read once, and only it, y and a few
-    numbers per row are kept for the backward. Differentiable in z through both outputs, under torch.func too
-    (not in forward mode); a second differentiation is that of plain operations on whole logits. `temperature`
+    numbers per row are kept for the backward. Differentiable in z through both outputs, under torch.func too;
+    forward mode and a second differentiation are plain operations on whole logits. `temperature`
     (a number, [] or [T]) is data. A row whose label is `ignore_index` yields 0 and no gradient, also if it is
     NaN; any other label outside [0, V) makes its row NaN.
 
@@ -107,6 +107,16 @@ class _FromLogits(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[2])
         ctx.save_for_backward(z, y, scale, *output)
+        ctx.save_for_forward(z, y, scale)
+
+    @staticmethod
+    def jvp(ctx: Any, dz: Tensor | None, *_: Any) -> Any:
+        """The derivative in the direction dz, by plain operations on whole logits."""
+        z, y, scale = ctx.saved_tensors
+        if dz is None:
+            dz = torch.zeros_like(z)
+        _, (dlogp, dentropy) = torch.func.jvp(_definition(y, scale, ctx.options), (z,), (dz,))
+        return dlogp, dentropy if ctx.options.entropy else None, None
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
@@ -166,6 +176,16 @@ class _Gradient(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         z, y, scale, _, _, _, g, g_entropy, ctx.options = inputs
         ctx.save_for_backward(z, y, scale, g, g_entropy)
+        ctx.save_for_forward(z, y, scale, g, g_entropy)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """The derivative of the gradient in a direction, by plain operations on whole logits."""
+        z, y, scale, g, g_entropy = ctx.saved_tensors
+        dz, dg, dg_entropy = tangents[0], tangents[6], tangents[7]
+        first = [_or_zeros(x, scale) for x in (g, g_entropy)]
+        along = [_or_zeros(dz, z), _or_zeros(dg, scale), _or_zeros(dg_entropy, scale)]
+        return torch.func.jvp(_gradient_of(_definition(y, scale, ctx.options)), (z, *first), tuple(along))[1]
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
@@ -173,22 +193,10 @@ class _Gradient(torch.autograd.Function):
         if ctx.options.inplace:
             raise RuntimeError("z: expected one differentiation with inplace_backward=True, got two")
         z, y, scale, g, g_entropy = ctx.saved_tensors
-
-        def outputs(z: Tensor) -> tuple[Tensor, Tensor]:
-            scaled = z.to(scale.dtype) * scale[:, None]
-            logp, entropy, _ = reference.outputs(scaled, y, ctx.options.ignore_index)
-            return logp, entropy
-
-        def gradient(z: Tensor, *upstream: Tensor) -> Tensor:
-            pull_back = torch.func.vjp(outputs, z)[1]
-            return pull_back(upstream)[0]
+        gradient = _gradient_of(_definition(y, scale, ctx.options))
 
         # An upstream gradient that was absent is 0 here, and gets no gradient.
-        first = []
-        for x in (g, g_entropy):
-            if x is None:
-                x = torch.zeros_like(scale)
-            first.append(x)
+        first = [_or_zeros(x, scale) for x in (g, g_entropy)]
         pull_back = torch.func.vjp(gradient, z, *first)[1]
         dz, dg, dg_entropy = pull_back(upstream[0])
         if g is None:
@@ -201,6 +209,31 @@ class _Gradient(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
         dz = _Gradient.apply(*_as_rows(info.batch_size, in_dims, args))
         return dz.unflatten(0, (info.batch_size, -1)), 0
+
+
+def _definition(y: Tensor, scale: Tensor, options: Options) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return the function z -> (logp, entropy) of plain operations."""
+
+    def outputs(z: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = z.to(scale.dtype) * scale[:, None]
+        logp, entropy, _ = reference.outputs(scaled, y, options.ignore_index)
+        return logp, entropy
+
+    return outputs
+
+
+def _gradient_of(outputs: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    """Return the function (z, gradients of the outputs) -> the gradient of z."""
+
+    def gradient(z: Tensor, *upstream: Tensor) -> Tensor:
+        pull_back = torch.func.vjp(outputs, z)[1]
+        return pull_back(upstream)[0]
+
+    return gradient
+
+
+def _or_zeros(x: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if x is None else x
 
 
 def _as_rows(batch: int, in_dims: tuple, args: tuple) -> list:

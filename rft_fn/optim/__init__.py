@@ -19,6 +19,7 @@ from rft_fn.optim.optimizers import (
     warmup_cosine,
     warmup_linear,
 )
+from rft_fn.optim.pure import pure
 from rft_fn.optim.transforms import (
     EmaState,
     MasterState,
@@ -39,5 +40,5 @@ from rft_fn.types import Transform
 
 __all__ = [
     "adamw", "apply_updates", "chain", "clip_by_global_norm", "constant", "count", "ema", "ema_params",
-    "global_norm", "lion", "partition", "sgd", "warmup_cosine", "warmup_linear",
+    "global_norm", "lion", "partition", "pure", "sgd", "warmup_cosine", "warmup_linear",
 ]  # fmt: skip
