@@ -191,6 +191,7 @@ def main(cfg: Config) -> None:
             gap, floor = env.check_gap(loop["floor"], metrics, own, batch, state, packs)
             rate = env.policy.schedule(rft.optim.count(state.opt))
             state, more = st.update(state, grads)
+        values |= env.update_kl(state, rollout, own)
         tokens.after(step, state.params, exp, batch.prompts, batch.judged, rollout)
         env.push(state, version=step + 1)
 

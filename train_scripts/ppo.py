@@ -145,6 +145,7 @@ def main(cfg: Config) -> None:
                     actor, more = st.update(actor, grads)
                     metrics |= more
                 logs.append(rft.metric.results(metrics))
+        values |= env.update_kl(actor, rollout, own)
         tokens.after(step, actor.params, weighted(cfg, row, exp), batch.prompts, batch.judged, rollout)
         env.push(actor, version=step + 1)
 

@@ -1,4 +1,4 @@
-"""How noisy a gradient is, from both halves of its batch: its signal, its noise, and their ratio."""
+"""How noisy a gradient is, from both halves of its batch, and how far an update went, from two scores."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rft_fn import metric, optim
+from rft_fn import check, metric, optim
 from rft_fn.optim.transforms import local_parts
 from rft_fn.types import Packed
 
-__all__ = ["Meter", "Noise", "noise_scale"]
+__all__ = ["Meter", "Noise", "UpdateKL", "noise_scale", "update_kl"]
 
 
 class Noise(NamedTuple):
@@ -105,3 +105,35 @@ class Meter:
 
 def _square(grads: Mapping[str, Tensor]) -> float:
     return float(optim.global_norm(list(grads.values()))) ** 2
+
+
+# ---------- how far an update went
+
+
+class UpdateKL(NamedTuple):
+    """The KL of an update, in nats per token."""
+
+    kl: float  # KL(policy before, policy after)
+    quadratic: float  # half of the mean square of the log-ratio: what a quadratic model predicts
+
+    @property
+    def ratio(self) -> float:
+        """Return kl / quadratic: 1 for a small update, further off the less a quadratic model holds."""
+        return self.kl / self.quadratic if self.quadratic else math.nan
+
+
+def update_kl(before: Tensor, after: Tensor, mask: Tensor) -> UpdateKL:
+    """Return the KL that an update made, and its quadratic prediction, from log-probs before and after it.
+
+        kl = mean of exp(d) - 1 - d,    quadratic = mean of d^2 / 2,    d = after - before
+
+    Over the tokens in mask, all [*], which the policy before the update has sampled: then `kl` is unbiased
+    and never negative. The prediction is dtheta^T F dtheta / 2 with the Fisher matrix F of these tokens, to
+    second order in the step; trust regions count on it. Memory: a few tensors like `before`.
+    """
+    check.shapes(before=(before, "..."), after=(after, "..."), mask=(mask, "..."))
+    d = (after - before).double()
+    return UpdateKL(
+        kl=float(metric.mean(torch.expm1(d) - d, mask).value()),
+        quadratic=float(metric.mean(d.square() / 2, mask).value()),
+    )

@@ -284,6 +284,7 @@ class Corrected(NamedTuple):
     extra: dict[str, Tensor]  # "correction" [B, S], a factor of each weight, and "entropy" [B], the bonus'
     metrics: dict[str, float]
     entropy: float = 0.0  # coefficient of the entropy bonus that the next step begins with
+    before: Tensor | None = None  # [B, S] by the trainer before the updates, with the option `update_kl`
 
 
 def correction_of(cfg: options.Rollouts) -> str:
@@ -323,10 +324,11 @@ def correct_mismatch(
     target: float = getattr(cfg, "entropy_target", 0.0)
     metrics = collect.staleness(rollout, version)
     extra: dict[str, Tensor] = {}
-    old_logp, each = rollout.logp, None
-    if corrected or share < 1 or target:
+    old_logp, before, each = rollout.logp, None, None
+    if corrected or cfg.update_kl or share < 1 or target:
         fields = ("logp", "entropy") if share < 1 or target else ("logp",)
         scored = st.score(apply, params, rollout, budget, fields=fields)
+        before = scored.logp if cfg.update_kl else None
         old_logp = scored.logp if corrected else old_logp
         each = scored.entropy
     if corrected:
@@ -356,7 +358,19 @@ def correct_mismatch(
         metrics["entropy/coef"] = coef
     if coef or target:
         extra["entropy"] = torch.full((len(inside),), coef)
-    return Corrected(old_logp, extra, metrics, later)
+    return Corrected(old_logp, extra, metrics, later, before)
+
+
+def kl_of_updates(
+    st: Strategy, apply: Apply, params: Any, rollout: Rollout, own: Corrected, *, budget: int
+) -> dict[str, float]:
+    """Return the KL that the updates on a rollout made, and its quadratic prediction; {} if not asked for."""
+    if own.before is None:
+        return {}
+    from rft_fn.analysis import update_kl  # above, and only for a run that asks
+
+    found = update_kl(own.before, st.score(apply, params, rollout, budget).logp, rollout.mask)
+    return {"policy/kl_update": found.kl, "policy/kl_quadratic": found.quadratic}
 
 
 def check_gap(

@@ -31,6 +31,7 @@ from rft_fn.run.rollout_engine import (
     Push,
     check_gap,
     correct_mismatch,
+    kl_of_updates,
     saved_if_lost,
     start_sampler,
 )
@@ -256,6 +257,11 @@ class Setup:
                 version=step,
                 entropy=entropy,
             )
+
+    def update_kl(self, state: TrainState, rollout: Rollout, own: Corrected) -> dict[str, float]:
+        """Return the KL that the updates of a step made and its prediction, with --update-kl; else {}."""
+        with self.run.phase("score"):
+            return kl_of_updates(self.st, self.apply, state.params, rollout, own, budget=self.cfg.budget)
 
     def check_gap(
         self,

@@ -11,6 +11,7 @@ from each_case import each
 
 import rft_fn as rft
 from rft_fn import analysis, packing, tree
+from rft_fn.analysis import noise
 from rft_fn.strategy import StrategyConfig, get_strategy
 
 
@@ -87,10 +88,10 @@ def test_halves_of_packs_are_halves_of_prompts(budget):
     first = each_prompt[sorted(halves[0])].sum(0)
     second = each_prompt[sorted(halves[1])].sum(0)
     squares = (float(v.square().sum()) for v in (first, second, first + second))
-    noise = analysis.noise_scale(*squares, prompts=packs[0].half[1:])
+    want = analysis.noise_scale(*squares, prompts=packs[0].half[1:])
     found = rft.metric.results(metrics)
-    assert found["grad/snr"] == pytest.approx(noise.snr, rel=1e-10)
-    assert found["grad/noise_scale"] == pytest.approx(noise.scale, rel=1e-10)
+    assert found["grad/snr"] == pytest.approx(want.snr, rel=1e-10)
+    assert found["grad/noise_scale"] == pytest.approx(want.scale, rel=1e-10)
 
 
 def test_usual_packs_stay_where_they_hold_whole_prompts():
@@ -153,6 +154,45 @@ def test_the_mean_over_batches_is_the_exact_value_within_its_error():
 
 def st_square(st, state, apply, packs):
     return flat(st.grad(state, apply, reinforce, packs)[0]).square().sum()
+
+
+def test_the_kl_of_an_update_and_its_prediction():
+    """On tokens in the proportions of the policy before it k3 sums to the KL; near where steps are small."""
+    old = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    tokens = torch.tensor([0, 0, 1, 2, 0])
+    mask = torch.tensor([True] * 4 + [False])
+    for step in (0.01, 1.0):
+        new = (old.log() + step * torch.tensor([0.5, -1.0, 0.3])).log_softmax(0)
+        found = analysis.update_kl(old.log()[tokens], new[tokens], mask)
+        d = new - old.log()
+        assert found.kl == pytest.approx(float((old * -d).sum()), rel=1e-9)
+        assert found.quadratic == pytest.approx(float((old * d.square()).sum() / 2), rel=1e-9)
+        assert found.ratio == found.kl / found.quadratic
+        assert abs(found.ratio - 1) < step
+    assert abs(found.ratio - 1) > 0.03
+    with pytest.raises(ValueError, match="after"):
+        analysis.update_kl(old, old[:2], mask[:3])
+
+
+def test_the_half_that_is_kept_is_one_copy_and_gone_after_it():
+    """The memory of a measured step: a copy of the sums, while the second half runs."""
+    st, exp = get_strategy(), batch()
+    apply, state = trained(st)
+    kept = []
+
+    class Watched(noise.Meter):
+        def note(self, i, sums):
+            super().note(i, sums)
+            kept.append((self.halves[i][0], sum(x.numel() for x in self.kept.values())))
+
+    packs = st.shard(exp, 40, halves=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(noise, "Meter", Watched)
+        st.grad(state, apply, reinforce, packs)
+    size = sum(p.numel() for p in state.params.values())
+    last = max(i for i, (half, _) in enumerate(kept) if half == 0)
+    assert [n for _, n in kept] == [0] * last + [size] * (len(kept) - 1 - last) + [0]
+    assert len(kept) > 3
 
 
 def test_a_step_that_does_not_ask_imports_nothing_of_it():

@@ -51,6 +51,28 @@ def straight(tmp_path_factory):
     return folder
 
 
+def test_noise_and_the_kl_of_updates_are_measured_where_asked(straight, tmp_path):
+    """In the steps that are due, and the numbers of the training stay the same but for rounding."""
+    asked = ["--ema", "0.9", "--kl", "0.01", "--normalize-reward", "--noise-every", "2", "--update-kl"]
+    run("grpo", *SMALL, "--steps", "8", "--out", tmp_path / "run", *asked)
+    found, usual = rows(tmp_path / "run"), rows(straight)
+    assert ["grad/snr" in r for r in found] == [True, False] * 4
+    assert not any(name in r for r in usual for name in ("grad/snr", "policy/kl_update"))  # one pack a step
+    for r in found:
+        assert 0 <= r["policy/kl_update"] < 0.1 and 0 <= r["policy/kl_quadratic"] < 0.1
+    assert max(r["policy/kl_update"] for r in found) > 1e-6
+    for name in ("reward/mean", "grad/norm", "policy/entropy"):
+        assert found[0][name] == pytest.approx(usual[0][name], rel=1e-4)
+
+    # of two packs that hold whole prompts both are measured by default, without other bits
+    two = [tmp_path / name for name in ("free", "off")]
+    for folder, every in zip(two, ([], ["--noise-every", "0"])):
+        run("grpo", *SMALL, "--budget", "100", "--steps", "2", "--out", folder, *every)
+    free, off = (rows(folder) for folder in two)
+    assert "grad/snr" in free[0] and not any("grad/snr" in r for r in off)
+    assert [{n: x for n, x in r.items() if n in off[0]} for r in free] == off
+
+
 def test_a_run_leaves_everything(straight):
     metrics = rows(straight)
     assert [r["step"] for r in metrics] == list(range(8))
