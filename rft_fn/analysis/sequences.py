@@ -1,4 +1,4 @@
-"""The gradient of each response: its norm, and how it points to the batch's and to a held-out objective's."""
+"""The gradient of each response: its norm, and its products with the batch's and a held-out one."""
 
 import warnings
 from collections.abc import Iterator, Sequence
