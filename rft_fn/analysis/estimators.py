@@ -324,14 +324,15 @@ def compare(
     probes: int = 1,
     key: int = 0,
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield (name, numbers) of each estimator: its buffer with advantages and weights, and its slopes [B, S].
+    """Yield (name, numbers) of each estimator: a buffer with its advantages and weights, and slopes.
 
-    `rows` are the parts of the buffer, of `prompts` prompts in all. `cosine` and `direction` are with the
-    reference, `minus_first` is the cosine less the first row's on the same prompts, and a number NAME_se is
-    the standard error of NAME over draws of the prompts, with the reference as given. `noise_prompts` and
+    Slopes are [B, S], `rows` the parts of the buffer, of `prompts` prompts in all. `cosine` and `direction`
+    are with the reference, `minus_first` is the cosine less the first row's on the same prompts, and NAME_se
+    is the standard error of NAME over draws of the prompts, with the reference as given. `noise_prompts` and
     `noise_tokens` are shares of |g|^2: what the draw of prompts adds to it, and what tokens would if they
-    were independent. `noise_scale` is in prompts, `effective` in responses; `longest` is the share of the
-    push of the longest quarter of the responses, `length` the elasticity of the push per advantage.
+    were independent. `noise_scale` is in prompts, `effective` in responses; `largest` and `longest` are the
+    shares of ten responses in the gradient, and of the longest quarter in the push; `length` is the
+    elasticity of the push per advantage.
 
     Slopes that are another row's up to a factor are measured once.
     """

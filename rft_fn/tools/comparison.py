@@ -114,6 +114,7 @@ _COLUMNS = {
 }
 
 
+# four panels, read from top to bottom as they are on the picture
 def draw(found: Mapping[str, Any], out: Path) -> Path:
     """Draw a comparison: cosines, noise, the weight of a response by length and of a token by ratio."""
     from matplotlib.ticker import MaxNLocator

@@ -430,6 +430,43 @@ def test_a_sweep_is_what_single_runs_of_the_loss_give(tmp_path):
     assert stopped == sorted(stopped, reverse=True) and stopped[0] > stopped[-1]
 
 
+SWEEP = {"train": True, "steps": 2, "seeds": 2, "prompts": 2, "group": 4, "eval_every": 2, "eval_prompts": 4}
+
+
+def trained(tmp_path, **changes):
+    """The curves of a small sweep of training."""
+    sweep = script("sweep")
+    sweep.main(sweep.Config(**SWEEP | changes, out=str(tmp_path)))
+    assert (tmp_path / "train.png").stat().st_size > 10_000
+    return json.loads((tmp_path / "train.json").read_text())["curves"]
+
+
+def test_a_sweep_of_training_has_a_curve_for_each_config_and_seed(tmp_path, capsys):
+    names = ("grpo", "grpo,high=0.01,low=0.01", "grpo,lr=1e-5")
+    shared = trained(tmp_path, configs=names, passes=3)
+    assert list(shared) == list(names) and all(len(logs) == 2 for logs in shared.values())
+    assert "greedy reward after 2 steps on the rollouts of grpo, 2 seeds" in capsys.readouterr().out
+    first = {name: logs[0] for name, logs in shared.items()}
+    assert [row["step"] for row in first["grpo"]] == [1, 2]
+    assert ["eval/mean" in row for row in first["grpo"]] == [False, True]
+    stopped = {name: log[0]["policy/clip_frac"] for name, log in first.items()}
+    assert stopped["grpo,high=0.01,low=0.01"] > stopped["grpo"] > stopped["grpo,lr=1e-5"] == 0
+    assert first["grpo"] != shared["grpo"][1]
+
+    # the first config has its own rollouts in any case; on their own the others change
+    own = trained(tmp_path, configs=names, passes=3, own=True)
+    assert own["grpo"] == shared["grpo"] and own["grpo,lr=1e-5"] != shared["grpo,lr=1e-5"]
+    assert trained(tmp_path, configs=names[:1], passes=1)["grpo"] != shared["grpo"]
+
+
+@each("text", ["grpo,high", "grpo,limit=1", "grpo,lr=fast"])
+def test_a_sweep_names_a_config_that_it_cannot_read(text, tmp_path):
+    sweep = script("sweep")
+    message = f"configs: expected ROW,low=X,high=X,dual=X,lr=X or some of them, got {text!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        sweep.main(sweep.Config(train=True, configs=(text,), out=str(tmp_path)))
+
+
 def test_grpo_learns(tmp_path):
     """A third of the default run: the sampled reward from 0.1, greedy answers to new questions from 0.3."""
     run("grpo", "--steps", "50", "--eval-every", "50", "--out", tmp_path / "r")

@@ -15,7 +15,7 @@ __all__ = [
 # ---------- runs as their folders hold them
 
 
-_PICTURES = ("samples.png", "reliability.png")  # what the page does not draw itself
+_PICTURES = ("samples.png", "reliability.png", "estimators.png")  # what the page does not draw itself
 _APART = ("seed", "strategy.seed", "out", "override", "run_name", "project", "strategy.log_dir")
 
 

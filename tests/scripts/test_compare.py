@@ -1,0 +1,71 @@
+"""compare.py: its numbers on the embedded default, its errors, and the same on two processes."""
+
+import json
+import re
+
+import pytest
+from each_case import each
+from script_runs import script
+
+pytestmark = pytest.mark.slow
+
+SMALL = {"prompts": 4, "group": 4, "parts": 2, "reference_prompts": 4, "drift": 2}
+LOSS = """
+import rft_fn as rft
+
+
+def loss(out, b):
+    return rft.loss.ppo_clip(out.logp, b.old_logp, b.adv, low=1e-6, high=1e-6)
+"""
+
+
+def compared(folder, **changes):
+    """(the numbers of a small comparison, by row; the whole file)."""
+    compare = script("compare")
+    compare.main(compare.Config(**SMALL | changes, out=str(folder)))
+    assert (folder / "estimators.png").stat().st_size > 20_000
+    found = json.loads((folder / "estimators.json").read_text())
+    return found["rows"], found
+
+
+def test_rows_of_the_table_and_a_loss_of_a_file(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(LOSS)
+    names = ("grpo", "cispo", "rloo", "remax", f"{tmp_path}/mine.py:loss")
+    rows, found = compared(tmp_path, rows=names)
+    assert list(rows) == list(names)
+    printed = capsys.readouterr().out
+    assert "2 updates away from the samples" in printed and "rloo on 4 fresh prompts" in printed
+    assert rows[names[-1]]["stopped"] > rows["grpo"]["stopped"] > 0 == rows["rloo"]["stopped"]
+    assert all(-1 <= row["cosine"] <= 1 and row["cosine_se"] >= 0 for row in rows.values())
+    assert rows["rloo"]["length"] == pytest.approx(1) and abs(rows["grpo"]["length"]) < 0.5
+    assert found["buffer"]["log_ratio_std"] > 0 and 0 < found["reference"]["ceiling"] <= 1
+
+    # without a drift the policy is the sampler: nothing is stopped, and many rows coincide
+    rows, found = compared(tmp_path, rows=("grpo", "gspo", "sapo"), drift=0)
+    assert found["buffer"]["log_ratio_std"] < 1e-4
+    assert rows["gspo"]["cosine"] == pytest.approx(rows["grpo"]["cosine"], abs=1e-4)
+    assert rows["grpo"]["stopped"] == 0
+
+
+EXACT = {"reference": "exact", "least": 0.0, "max_new": 1, "drift": 0, "prompts": 32, "parts": 16}
+
+
+def test_an_exact_reference_has_no_noise(tmp_path):
+    rows, found = compared(tmp_path, rows=("rloo", "grpo"), **EXACT)
+    assert "exact, 96 responses with 100.00% of the probability" in found["reference"]["what"]
+    assert found["reference"]["ceiling"] == 1
+    assert rows["rloo"]["direction"] == pytest.approx(1, abs=0.3)
+
+
+@each(
+    ("change", "message"),
+    [
+        ({"parts": 3}, "parts: expected a divisor of the 4 prompts, got 3"),
+        ({"rows": ("gpro",)}, "algorithm: expected one of grpo, dr_grpo, "),
+        ({"rows": ("missing.py:loss",)}, "loss 'missing.py:loss': no such file: "),
+    ],
+)
+def test_wrong_options_are_named(change, message, tmp_path):
+    compare = script("compare")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        compare.main(compare.Config(**SMALL | change, out=str(tmp_path)))
