@@ -33,6 +33,7 @@ class Config(options.Sampling, options.Reward, options.Prompts, options.Model):
     prompts: Count = 32  # groups of the buffer; with an exact reference each part has the same prompts
     group: Several = 8  # responses per prompt
     parts: Several = 16  # parts of the buffer, each left out in turn for standard errors; divides prompts
+    largest: Whole = 10  # responses that have a column for their share of the gradient; 0 leaves it out
     probes: Whole = 1  # draws of random signs that measure the noise of tokens, a pass over the buffer each
     sampler: str = ""  # the model that drew the buffer; if empty, `model` itself before the drift
     drift: Whole = 4  # updates on the buffer between its samples and the policy that is looked at
@@ -98,8 +99,8 @@ def exact(cfg: Config, st, apply, state, score, tokenizer, prompts) -> tuple[est
         end=tokenizer.eos_token_id, sampling=sampling, least=cfg.least, budget=cfg.budget,
     )  # fmt: skip
     slope = rft.analysis.exact_slopes(every, rft.reward.judge_rows(score, every, prompts, tokenizer))
-    exp = rft.experience(every, adv=slope, w=every.mask.float())
-    ref = estimators.reference(st, state, apply, exp, slope, [range(len(slope))], budget=cfg.budget)
+    exp, rows = rft.experience(every, adv=slope, w=every.mask.float()), [range(len(slope))]
+    ref = estimators.reference(st, state, apply, exp, slope, rows, budget=cfg.budget)
     return ref, f"exact, {len(slope)} responses with {rft.analysis.mass(every):.2%} of the probability"
 
 
@@ -108,8 +109,8 @@ def by_samples(cfg: Config, st, apply, state, sample) -> tuple[estimators.Refere
     _, fresh, worth = sample(cfg.reference_prompts, 1)
     exp = weighted(TABLE["rloo"], fresh, worth)
     slope = estimators.slopes(TABLE["rloo"].loss, exp, fresh.logp)
-    lists = estimators.split_prompts(fresh.group, cfg.reference_prompts)
-    ref = estimators.reference(st, state, apply, exp, slope, lists, budget=cfg.budget)
+    rows = estimators.split_prompts(fresh.group, cfg.reference_prompts)
+    ref = estimators.reference(st, state, apply, exp, slope, rows, budget=cfg.budget)
     return ref, f"rloo on {cfg.reference_prompts} fresh prompts"
 
 
@@ -150,8 +151,8 @@ def main(cfg: Config) -> None:
         rft.sync.push(st, state, eng, version=cfg.drift)
         ref, about = by_samples(cfg, st, apply, state, sample)
     measured = estimators.compare(
-        st, state, apply, buffers, parts, ref, budget=cfg.budget, prompts=cfg.prompts, probes=cfg.probes,
-        key=cfg.seed,
+        st, state, apply, buffers, parts, ref, budget=cfg.budget, prompts=cfg.prompts, largest=cfg.largest,
+        probes=cfg.probes, key=cfg.seed,
     )  # fmt: skip
     found = {
         "config": cfg,
@@ -160,8 +161,7 @@ def main(cfg: Config) -> None:
         "rows": {name: next(measured)[1] for name in rft.run.track(list(rows), "rows", rank=st.rank)},
         "evidence": comparison.evidence(buffers, logp),
     }
-    if st.rank == 0:
-        comparison.write(found, Path(cfg.out))
+    comparison.write(found, Path(cfg.out), rank=st.rank)
     score.close()
     st.close()
 

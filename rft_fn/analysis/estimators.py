@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check, packing, rng, tree
-from rft_fn.analysis.gradients import Kept, keep, products
+from rft_fn.analysis.gradients import Kept, keep, local_parts
 from rft_fn.analysis.noise import Noise
 from rft_fn.loss.evaluate import evaluate
 from rft_fn.types import Apply, Experience, LossFn, Packed, Strategy, TokenOut, TrainState
@@ -200,6 +200,18 @@ def gradients_of_parts(
             yield None
 
 
+def _dot(st: Strategy, a: Kept | None, b: Kept | None) -> float:
+    """Return the inner product of two gradients, summed over all ranks; 0 if one is None or empty.
+
+    Each parameter's is in its own type, and their sum in float64: no copy of a gradient is made.
+    """
+    if not a or not b:
+        return 0.0
+    found = [float(torch.dot(a[name][0].flatten(), x.flatten())) / n for name, x, n in local_parts(st, b)]
+    total = torch.tensor(sum(found), dtype=torch.float64)
+    return float(st.all_reduce(total, "sum")) if st.world > 1 else float(total)
+
+
 def _add(total: Kept, part: Kept | None) -> None:
     """Add a gradient to a sum, in place."""
     for name, (x, copies) in (part or {}).items():
@@ -234,16 +246,15 @@ def reference(
     Rows in a single list are an exact gradient, without noise. Memory: two gradients. ValueError for slopes
     that are all 0.
     """
-    place = dict.fromkeys(state.params, 0)
     whole = Kept()
     squares = 0.0
     for part in gradients_of_parts(st, state, apply, exp, slope, rows, budget=budget):
         if part is not None:
             _add(whole, part)
-            squares += float(products(st, part, part, place).sum())
+            squares += _dot(st, part, part)
     if not whole:
         raise ValueError("reference: expected groups with different rewards, got none; take more prompts")
-    square = float(products(st, whole, whole, place).sum())
+    square = _dot(st, whole, whole)
     if len(rows) == 1:
         return Reference(whole, square, square)
     of = Totals(*(torch.tensor(x, dtype=torch.float64) for x in (len(rows), square, squares, 0.0)))
@@ -254,6 +265,7 @@ class Measured(NamedTuple):
     """What the gradient of a row is made of."""
 
     parts: Parts
+    with_first: float  # cosine with another gradient on this buffer; NaN without one
     tokens: float  # sum over tokens of the square of a token's gradient, by random signs
     largest: float  # share of |g|^2 that `largest` responses bring: <g_largest, g> / |g|^2
 
@@ -268,33 +280,32 @@ def measure(
     ref: Reference,
     *,
     budget: int,
+    first: Kept | None = None,
     largest: int = 10,
     probes: int = 1,
     key: int = 0,
-) -> Measured:
-    """Measure the gradient of slopes [B, S] over the parts `rows`, and its products with a reference.
+) -> tuple[Measured, Kept]:
+    """Measure the gradient of slopes [B, S] over the parts `rows`; return the gradient too.
+
+    Its products are with a reference, and its cosine is with `first`, another gradient on the same buffer.
 
     `largest` responses are the ones with the largest sum of squared slopes. `tokens` is the mean over
     `probes` draws of random signs on the slopes, E |sum_t +- g_t|^2 = sum_t |g_t|^2: the noise that
     independent tokens would make. Passes over the buffer: 1 + probes, and one over the largest responses.
-    Memory: 2 gradients and one for each part, in shards where they are sharded. All ranks call it alike.
+    Memory: 3 gradients and one for each part, in shards where they are sharded. All ranks call it alike.
     """
-    place = dict.fromkeys(state.params, 0)
 
     def gradient(c: Tensor, index: Sequence[int]) -> Kept | None:
         return next(gradients_of_parts(st, state, apply, exp, c, [index], budget=budget))
-
-    def dot(a: Kept | None, b: Kept | None) -> float:
-        return 0.0 if not a or not b else float(products(st, a, b, place).sum())
 
     found = list(gradients_of_parts(st, state, apply, exp, slope, rows, budget=budget))
     whole = Kept()
     for part in found:
         _add(whole, part)
-    square, onto, along = ([f(g) for g in found] for f in (
-        lambda g: dot(g, g), lambda g: dot(whole, g), lambda g: dot(ref.gradient, g)
-    ))  # fmt: skip
-    parts = Parts(*(torch.tensor(x, dtype=torch.float64) for x in (square, onto, along)))
+    squares = [_dot(st, g, g) for g in found]
+    onto = [_dot(st, whole, g) for g in found]
+    along = [_dot(st, ref.gradient, g) for g in found]
+    parts = Parts(*(torch.tensor(x, dtype=torch.float64) for x in (squares, onto, along)))
     del found
 
     tokens = 0.0
@@ -303,9 +314,12 @@ def measure(
         source = rng.generator(rng.fold_in(key, "signs", i))
         signs = torch.randint(0, 2, slope.shape, generator=source) * 2 - 1
         probe = gradient(slope * signs.to(slope), everything)
-        tokens += dot(probe, probe) / probes
+        tokens += _dot(st, probe, probe) / probes
     top = slope.double().square().sum(-1).argsort(descending=True, stable=True)[:largest].tolist()
-    return Measured(parts, tokens, dot(whole, gradient(slope, top)) / max(float(parts.onto.sum()), 1e-300))
+    brought = _dot(st, whole, gradient(slope, top)) if top else float("nan")
+    square = max(sum(onto), 1e-300)
+    near = _dot(st, whole, first) / (square * _dot(st, first, first)) ** 0.5 if first else float("nan")
+    return Measured(parts, near, tokens if probes else float("nan"), brought / square), whole
 
 
 # ---------- rows of a table of estimators
@@ -321,29 +335,37 @@ def compare(
     *,
     budget: int,
     prompts: int,
+    largest: int = 10,
     probes: int = 1,
     key: int = 0,
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield (name, numbers) of each estimator: a buffer with its advantages and weights, and slopes.
 
     Slopes are [B, S], `rows` the parts of the buffer, of `prompts` prompts in all. `cosine` and `direction`
-    are with the reference, `minus_first` is the cosine less the first row's on the same prompts, and NAME_se
-    is the standard error of NAME over draws of the prompts, with the reference as given. `noise_prompts` and
-    `noise_tokens` are shares of |g|^2: what the draw of prompts adds to it, and what tokens would if they
-    were independent. `noise_scale` is in prompts, `effective` in responses; `largest` and `longest` are the
-    shares of ten responses in the gradient, and of the longest quarter in the push; `length` is the
-    elasticity of the push per advantage.
+    are with the reference; `minus_first` is the cosine less the first row's on the same prompts, and
+    `with_first` the cosine of both gradients. NAME_se is the standard error of NAME over draws of the
+    prompts, with the reference as given. `noise_prompts` and `noise_tokens` are shares of |g|^2: what the
+    draw of prompts adds to it, and what tokens would if they were independent. `noise_scale` is in prompts,
+    `effective` in responses; `largest` and `longest` are the shares of the largest responses in the gradient,
+    and of the longest quarter in the push; `length` is the elasticity of the push per advantage.
 
     Slopes that are another row's up to a factor are measured once.
     """
     seen: list[tuple[Tensor, Measured]] = []  # slopes of norm 1, and what they gave
     first: Tensor | None = None
+    held: Kept | None = None  # the gradient of the first row
     for name, (exp, slope) in buffers.items():
         size = slope.double().norm()
         unit = slope.double() / size.clamp(min=1e-300)
         same = [found for other, found in seen if float((other - unit).abs().max()) < 1e-6]
         if not same:
-            same = [measure(st, state, apply, exp, unit, rows, ref, budget=budget, probes=probes, key=key)]
+            found, whole = measure(
+                st, state, apply, exp, unit, rows, ref,
+                budget=budget, first=held, largest=largest, probes=probes, key=key,
+            )  # fmt: skip
+            held = held or whole
+            del whole
+            same = [found]
             seen.append((unit, same[0]))
         t = totals(same[0].parts)
         cos, bias = cosine(t, ref.square), direction(t, ref.signal)
@@ -361,10 +383,11 @@ def compare(
                 "direction_se": standard_error(bias),
                 "minus_first": float(cos[0] - first[0]),
                 "minus_first_se": standard_error(cos - first),
+                "with_first": same[0].with_first if len(seen) > 1 and same[0] is not seen[0][1] else 1.0,
                 "norm": float(size * t.square[0].sqrt()),
                 "noise_prompts": float(noises[0] / t.square[0]),
                 "noise_prompts_se": standard_error(noises / t.square),
-                "noise_tokens": same[0].tokens / float(t.square[0]) if probes else float("nan"),
+                "noise_tokens": same[0].tokens / float(t.square[0]),
                 "noise_scale": Noise(float(signal(t)[0]), float(noises[0]), prompts).scale,
                 "effective": effective_size(push),
                 "stopped": stopped(slope, exp.adv, exp.mask),

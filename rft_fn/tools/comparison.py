@@ -55,8 +55,10 @@ def evidence(buffers: Mapping[str, tuple[Experience, Tensor]], logp: Tensor) -> 
     return found
 
 
-def write(found: Mapping[str, Any], folder: Path) -> None:
-    """Write estimators.json and estimators.png into a folder, and print the table."""
+def write(found: Mapping[str, Any], folder: Path, *, rank: int = 0) -> None:
+    """Write estimators.json and estimators.png into a folder, and print the table, on rank 0."""
+    if rank:
+        return
     plain = {name: jsonable(x) for name, x in found.items()}
     write_whole(folder / "estimators.json", json.dumps(plain, indent=1) + "\n")
     draw(plain, folder / "estimators.png")
@@ -76,6 +78,7 @@ def show(found: Mapping[str, Any]) -> None:
         f"policy: {of['drift']} updates away from the samples, log-ratios of std {of['log_ratio_std']:.3f}, "
         f"at most {of['log_ratio_max']:.2f}\n"
         f"reference: {ref['what']}; the true gradient has a cosine of {ref['ceiling']:.3f} with it"
+        + ("" if ref["ceiling"] else ", as no signal was seen: take more --reference-prompts")
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("row")
@@ -102,6 +105,7 @@ _COLUMNS = {
     "cosine": _with_error("cosine"),
     "vs first": _with_error("minus_first"),
     "direction": _with_error("direction"),
+    "with first": _number("with_first", ".3f"),
     "norm": _number("norm", ".3g"),
     "noise: prompts": _with_error("noise_prompts"),
     "tokens": _number("noise_tokens", ".2f"),

@@ -124,6 +124,12 @@ def flat(grads):
     return torch.cat([x.flatten() for x in rft.tree.leaves(grads)])
 
 
+def gradient_of(buffer, exp, slope):
+    apply, state, *_ = buffer
+    packs = ST.shard(rft.tree.replace(exp, w=slope), 64)
+    return ST.grad(state, apply, lambda out, b: out.logp, packs)[0]
+
+
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "cpgd", "gmpo", "rloo", "dppo_tv"])
 def test_slopes_give_the_gradient_of_the_loss(buffer, name):
     apply, state, rollout, reward, logp = buffer
@@ -143,7 +149,7 @@ def test_measures_are_those_of_the_gradients_of_parts_tokens_and_responses(buffe
     lists = estimators.split_prompts(rollout.group, 2)
     assert lists == [list(range(8)), list(range(8, 16))]
     ref = estimators.reference(ST, state, apply, exp, slope, lists, budget=64)
-    got = estimators.measure(
+    got, whole = estimators.measure(
         ST, state, apply, exp, slope, lists, ref, budget=64, largest=3, probes=200, key=1
     )
 
@@ -169,6 +175,7 @@ def test_measures_are_those_of_the_gradients_of_parts_tokens_and_responses(buffe
     top = slope.square().sum(-1).argsort(descending=True)[:3]
     share = each[torch.isin(rows, top)].sum(0) @ g / (g @ g)
     assert got.largest == pytest.approx(float(share), rel=1e-6)
+    assert torch.allclose(torch.cat([x.flatten() for x, _ in whole.values()]), g, rtol=1e-5, atol=1e-7)
     noise = 2 * (parts - g / 2).square().sum()
     assert ref.square == pytest.approx(float(g @ g), rel=1e-6)
     assert ref.signal == pytest.approx(float(g @ g - noise), rel=1e-5)
@@ -190,11 +197,14 @@ def test_rows_of_one_direction_are_measured_once_and_compared_on_the_same_prompt
     assert len(calls) == 2  # at ratio 1 GSPO is GRPO, and Dr. GRPO is RLOO up to a factor
     assert found["grpo"]["minus_first"] == 0
     assert found["gspo"]["cosine"] == pytest.approx(found["grpo"]["cosine"], abs=1e-6)
+    grads = {name: flat(gradient_of(buffer, *buffers[name])) for name in ("grpo", "rloo")}
+    near = float(torch.cosine_similarity(grads["grpo"], grads["rloo"], dim=0))
+    assert found["rloo"]["with_first"] == pytest.approx(near, abs=1e-6) and found["gspo"]["with_first"] == 1
     assert found["rloo"]["cosine"] == pytest.approx(1, abs=1e-6)
     assert found["rloo"]["norm"] == pytest.approx(ref.square**0.5, rel=1e-6)
     assert found["dr_grpo"]["norm"] == pytest.approx(found["rloo"]["norm"] * 3 / 4 / 1024, rel=1e-5)
     assert found["rloo"]["length"] == pytest.approx(1) and found["grpo"]["length"] == pytest.approx(
-        0, abs=1e-9
+        0, abs=1e-6
     )
 
 

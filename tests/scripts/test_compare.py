@@ -5,11 +5,11 @@ import re
 
 import pytest
 from each_case import each
-from script_runs import script
+from test_house import load_script as script
 
 pytestmark = pytest.mark.slow
 
-SMALL = {"prompts": 4, "group": 4, "parts": 2, "reference_prompts": 4, "drift": 2}
+SMALL = {"prompts": 4, "group": 4, "parts": 2, "reference_prompts": 32, "drift": 2}
 LOSS = """
 import rft_fn as rft
 
@@ -34,7 +34,7 @@ def test_rows_of_the_table_and_a_loss_of_a_file(tmp_path, capsys):
     rows, found = compared(tmp_path, rows=names)
     assert list(rows) == list(names)
     printed = capsys.readouterr().out
-    assert "2 updates away from the samples" in printed and "rloo on 4 fresh prompts" in printed
+    assert "2 updates away from the samples" in printed and "rloo on 32 fresh prompts" in printed
     assert rows[names[-1]]["stopped"] > rows["grpo"]["stopped"] > 0 == rows["rloo"]["stopped"]
     assert all(-1 <= row["cosine"] <= 1 and row["cosine_se"] >= 0 for row in rows.values())
     assert rows["rloo"]["length"] == pytest.approx(1) and abs(rows["grpo"]["length"]) < 0.5
