@@ -59,7 +59,9 @@ def write(found: Mapping[str, Any], folder: Path, *, rank: int = 0) -> None:
     """Write estimators.json and estimators.png into a folder, and print the table, on rank 0."""
     if rank:
         return
-    plain = {name: jsonable(x) for name, x in found.items()}
+    plain: dict[str, Any] = {name: jsonable(x) for name, x in found.items()}
+    rows = found["rows"].items()
+    plain["rows"] = {name: {k: x if math.isfinite(x) else None for k, x in row.items()} for name, row in rows}
     write_whole(folder / "estimators.json", json.dumps(plain, indent=1) + "\n")
     draw(plain, folder / "estimators.png")
     show(found)
@@ -157,7 +159,7 @@ def draw(found: Mapping[str, Any], out: Path) -> Path:
     for ax in axes[0]:
         ax.set_yticks(at, names, fontsize=8)
         ax.invert_yaxis()
-        ax.legend(frameon=False, fontsize=7, loc="best")
+        ax.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.5 / high), ncols=3)
 
     # a row differs from another by how it weighs responses, and by what it makes of a ratio
     for i, (name, row) in enumerate(seen.items()):
