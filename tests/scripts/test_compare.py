@@ -5,6 +5,7 @@ import re
 
 import pytest
 from each_case import each
+from script_runs import run
 from test_house import load_script as script
 
 pytestmark = pytest.mark.slow
@@ -69,3 +70,13 @@ def test_wrong_options_are_named(change, message, tmp_path):
     compare = script("compare")
     with pytest.raises(ValueError, match=re.escape(message)):
         compare.main(compare.Config(**SMALL | change, out=str(tmp_path)))
+
+
+def test_two_processes_measure_what_one_measures(tmp_path):
+    options = ("--prompts", 4, "--group", 4, "--parts", 2, "--reference-prompts", 8, "--drift", 1)
+    run("compare", *options, "--rows", "grpo", "rloo", "--out", tmp_path / "one")
+    run("compare", *options, "--rows", "grpo", "rloo", "--out", tmp_path / "two", world=2)
+    one, two = (json.loads((tmp_path / n / "estimators.json").read_text())["rows"] for n in ("one", "two"))
+    for name, row in one.items():
+        for key, x in row.items():
+            assert x is two[name][key] or two[name][key] == pytest.approx(x, rel=1e-2, abs=1e-3), (name, key)
