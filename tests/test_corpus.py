@@ -1,7 +1,7 @@
 """Configs in the forms of the public ones: each gives a command that its script takes, or a named reason.
 
-The texts of `corpus` were written for these tests. Each command is parsed; in the slow tier it is also run dry, with
-a small model and a few rows of the columns that the config names.
+The texts of `corpus` were written for these tests. Each command is parsed; in the slow tier it is also run
+dry, with a small model and a few rows of the columns that the config names.
 """
 
 import json
@@ -39,7 +39,10 @@ TOLD = {
     "verl/sft.sh": ["trainer.default_local_dir=$2: an argument of the script"],
     "openrlhf/dapo.sh": ["--rounds: it keeps groups whose rewards differ; theirs is a mean within"],
     "openrlhf/reinforce_baseline.sh": ["--warmup: theirs is 0.03 of the run"],
-    "lightrft/grpo.sh": ["the rule that the column label names", "freeze_prefix: --freeze visual, for a model"],
+    "lightrft/grpo.sh": [
+        "the rule that the column label names",
+        "freeze_prefix: --freeze visual, for a model",
+    ],
     "lightrft/cpgd.sh": ["--template: theirs is the whole prompt"],
     "trl/grpo_r1.yaml": ["whole ratio of trainer to sampler is above 3 (sequence_mask)", "one update ahead"],
     "trl/grpo_config.py": ["line 18: the script makes other rows"],
@@ -50,7 +53,7 @@ TOLD = {
 }
 # options of the command, where two readings were possible
 WANTED = {
-    "verl/gsm8k.sh": {"data": ("data/train.parquet",) * 2, "trackers": ("wandb",), "kl": 0.004, "budget": 256},
+    "verl/gsm8k.sh": {"data": ("data/train.parquet",) * 2, "trackers": ("wandb",), "budget": 256},
     "verl/dapo.sh": {"overlong": 64, "prompts": 16, "budget": 1536, "model": "models/mine", "warmup": 8},
     "verl/gspo_array.sh": {"steps": 40, "data_epochs": None, "warmup": 4, "save_every": 1000000, "group": 8},
     "verl/ppo.sh": {"freeze_actor_steps": 3, "kl": 0.002, "gae_lambda": 0.95, "value_clip": 0.4},
@@ -58,7 +61,7 @@ WANTED = {
     "verl/rloo.sh": {"kl_in_reward": 0.0015, "group": 5},
     "verl/reward_function.sh": {"reward": ("verl:rewards/verl_style.py:grade(bonus=0.25)",)},
     "verl/lora_sglang.sh": {"lora_rank": 16, "lora_alpha": 32.0, "lora_targets": "q_proj,v_proj"},
-    "openrlhf/ppo.sh": {"reward": ("openrlhf:rewards/openrlhf_style.py:reward_func",), "messages": ("messages",)},
+    "openrlhf/ppo.sh": {"reward": ("openrlhf:rewards/openrlhf_style.py:reward_func",), "max_new": 200},
     "openrlhf/icepop.sh": {"mismatch": "icepop", "cap": 4.0},
     "openrlhf/sft.sh": {"response": "{answer}", "batch": 32},
     "openrlhf/dpo_smooth.sh": {"loss": "cdpo", "label_smoothing": 0.05, "messages": ("chosen", "rejected")},
@@ -68,14 +71,17 @@ WANTED = {
     "trl/grpo_r1.yaml": {
         "reward": (
             "open_r1.rewards:accuracy_reward=1.0", "open_r1.rewards:format_reward=0.5",
-            "open_r1.rewards:get_cosine_scaled_reward()=0.25",
+            "open_r1.rewards:get_cosine_scaled_reward(min_value_wrong=0.0, max_value_wrong=-0.5, "
+            "min_value_correct=0.5, max_value_correct=1.0, max_len=200)=0.25",
         ),
         "prompts": 8, "save_every": 10, "lr_end": 0.15, "warmup": 4,
     },
     "trl/grpo_loss.yaml": {"mismatch": "tis", "cap": 2.5, "trackers": ("tensorboard",), "prompts": 8},
-    "trl/gspo.py": {"prompts": 8, "reward": ("gspo.py:correct",), "lora_targets": "q_proj,v_proj"},
+    "trl/gspo.py": {"prompts": 8, "reward": ("trl/gspo.py:correct",), "lora_targets": "q_proj,v_proj"},
     "trl/grpo_config.py": {"prompts": 4, "group": 4, "max_new": 128, "lora_rank": 8, "lora_alpha": 16.0},
-    "trl/grpo_cli.sh": {"prompts": 2, "reward": ("trl.rewards:accuracy_reward", "trl.rewards:think_format_reward")},
+    "trl/grpo_cli.sh": {
+        "prompts": 2, "reward": ("trl.rewards:accuracy_reward", "trl.rewards:think_format_reward"),
+    },
     "trl/rloo.py": {"algorithm": "rloo", "kl_in_reward": 0.03, "reward": ("rewards.trl_style:correct",)},
     "trl/sft_config.sh": {"steps": 30, "epochs": None, "lr": 1e-5, "out": "runs/more"},
     "trl/dpo.yaml": {"eval_every": 25, "warmup": 5, "loss": "dpo", "label_smoothing": 0.0},
@@ -93,9 +99,11 @@ def make_place(tmp_path_factory):
     return folder
 
 
-def translated(place, name, capsys):
+def translated(place, name, capsys, monkeypatch):
     """(exit status, what is printed, the script, its config) of a file of the corpus."""
-    status = main([str(place / name)])
+    monkeypatch.chdir(place)
+    capsys.readouterr()
+    status = main([name])
     printed, error = capsys.readouterr()
     if status:
         return status, error, "", None
@@ -119,9 +127,9 @@ def test_the_library_is_told_by_the_content(name, place):
 
 
 @each("name", CONFIGS)
-def test_a_config_gives_a_command_that_its_script_takes(name, place, capsys):
+def test_a_config_gives_a_command_that_its_script_takes(name, place, capsys, monkeypatch):
     """And nothing that the script refuses, no option that is not known, and the notes that matter."""
-    status, printed, _, cfg = translated(place, name, capsys)
+    status, printed, _, cfg = translated(place, name, capsys, monkeypatch)
     if name in REASONS:
         assert (status, printed.count("\n")) == (2, 1) and REASONS[name] in printed
         return
@@ -138,13 +146,16 @@ def test_a_config_gives_a_command_that_its_script_takes(name, place, capsys):
 
 QUESTION = [{"role": "user", "content": "2 1 3"}]
 ANSWER = {"role": "assistant", "content": "1 2 3"}
+WORSE = {"role": "assistant", "content": "3 2 1"}
 ROWS = {
-    "prompts.jsonl": {"messages": QUESTION, "prompt": QUESTION, "question": "2 1 3", "label": "123", "solution": "123"},
+    "prompts.jsonl": {
+        "messages": QUESTION, "prompt": QUESTION, "question": "2 1 3", "label": "123", "reference": "-",
+    },
     "chats.jsonl": {"messages": [*QUESTION, ANSWER]},
     "qa.jsonl": {"question": "2 1 3", "answer": "1 2 3"},
     "pairs.jsonl": {"prompt": "2 1 3", "chosen": "1 2 3", "rejected": "3 2 1"},
-    "chat_pairs.jsonl": {"chosen": [*QUESTION, ANSWER], "rejected": [*QUESTION, {**ANSWER, "content": "3 2 1"}]},
-    "chat_pairs3.jsonl": {"prompt": QUESTION, "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "3 2 1"}]},
+    "chat_pairs.jsonl": {"chosen": [*QUESTION, ANSWER], "rejected": [*QUESTION, WORSE]},
+    "chat_pairs3.jsonl": {"prompt": QUESTION, "chosen": [ANSWER], "rejected": [WORSE]},
     "train.parquet": {
         "prompt": QUESTION, "data_source": "mine", "extra_info": {"index": 0},
         "reward_model": {"style": "rule", "ground_truth": "123"},
@@ -153,14 +164,15 @@ ROWS = {
     "chats.parquet": {"messages": [*QUESTION, ANSWER]},
 }  # fmt: skip
 REWARDS = {
-    "rewards/verl_style.py": "def grade(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):\n"
+    "rewards/verl_style.py": "def grade(data_source, solution_str, ground_truth, extra_info, bonus=0.0):\n"
     "    return float(solution_str == ground_truth) + bonus\n",
-    "rewards/openrlhf_style.py": "def reward_func(queries, prompts, labels):\n    return [0.0 for _ in queries]\n",
+    "rewards/openrlhf_style.py": "def reward_func(queries, prompts, labels):\n"
+    "    return [0.0 for _ in queries]\n",
     "rewards/trl_style.py": "def correct(completions, **columns):\n    return [0.0 for _ in completions]\n",
     "reward_models_utils.py": "def reward_fn(model_reward_list, labels, queries, refs, label_map=None):\n"
     "    return [0.0 for _ in queries], {}\n",
 }
-UNINSTALLED = ("open_r1.", "trl.rewards")  # rewards of packages that are not here
+UNINSTALLED = ("open_r1.", "trl.rewards", "trl/")  # rewards of packages, and of files that need them
 
 
 @pytest.fixture(scope="module", name="stocked")
@@ -194,8 +206,7 @@ def test_the_command_runs_dry(name, stocked, capsys, monkeypatch):
     """Options, data, rewards, the model and its memory, in this process; nothing is trained."""
     from dataclasses import replace
 
-    monkeypatch.chdir(stocked)
-    _, _, script, cfg = translated(stocked, name, capsys)
+    _, _, script, cfg = translated(stocked, name, capsys, monkeypatch)
     if any(part in spec for spec in getattr(cfg, "reward", ()) for part in UNINSTALLED):
         cfg = replace(cfg, reward=("rewards/trl_style.py:correct",))
     with pytest.raises(SystemExit) as ended:

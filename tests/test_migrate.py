@@ -190,10 +190,11 @@ vllm_tensor_parallel_size: 2
 CASES = {
     "trl": ("a.yaml", TRL, "grpo", {
         "model": "my/model", "lr": 2e-6, "prompts": 16, "group": 4, "steps": 100, "algorithm": "dr_grpo",
+        "weight": "constant:512",
         "reward": ("my.py:first", "my.py:second(a b)"), "clip_low": 0.2, "clip_high": 0.2, "max_new": 512,
     }),
     "verl": ("a.sh", VERL, "grpo", {
-        "data": ("$HOME/train.parquet",), "prompts": 1024, "group": 5, "kl": 0.002, "algorithm": "grpo",
+        "data": ("${HOME}/train.parquet",), "prompts": 1024, "group": 5, "kl": 0.002, "algorithm": "grpo",
         "lr": 1e-6, "data_epochs": 15.0, "dual": 3.0, "schedule": "constant",
     }),
     "openrlhf": ("a.sh", OPENRLHF, "grpo", {
@@ -309,7 +310,7 @@ def test_what_cannot_be_said_is_listed(tmp_path, capsys):
     assert "# not translated: min_p=0.1: " in printed and "# not known: wibble" in printed
     (tmp_path / "a.sh").write_text(VERL)
     main(["verl", str(tmp_path / "a.sh")])
-    assert "# --reward: add FILE.py:FN" in capsys.readouterr().out
+    assert "# --reward: theirs is a rule that the column data_source names" in capsys.readouterr().out
 
 
 def test_sizes_of_updates_are_in_responses():
@@ -337,7 +338,7 @@ def test_aliases_of_yaml_are_read(tmp_path):
     path.write_text(
         "base: &b {lr: 1, seed: 2}\nactor: {<<: *b, lr: 3}\ncritic: *b\n" + f"note: {'x' * 2 * 10**6}"
     )
-    found = read(str(path)).options
+    found = read(str(path))[0].options
     assert [found[x] for x in ("actor.lr", "actor.seed", "critic.lr", "critic.seed")] == [3, 2, 1, 2]
 
 
@@ -415,7 +416,7 @@ def test_hints_and_translations_lead_to_the_same_option():
 NOT_ATTRIBUTES = {
     "all_images", "device_map", "forward", "sleep_engine", "train", "reward_func", "train_ppo_ray",
     "train_sft", "train_dpo", "train_rm", "serve_rm", "main_ppo", "fsdp_sft_trainer", "sft_trainer",
-    "per_device_train_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz",
+    "per_device_train_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "orchestrator", "uv",
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Options of OpenRLHF's train_ppo_ray, train_sft, train_dpo and train_rm: dotted and older names."""
 
+import shlex
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -162,6 +163,7 @@ _OLDER = {
 }
 _OLDER_OF_EXAMPLES = {
     "data.input_key": "input_key",
+    "data.input_template": "input_template",
     "data.output_key": "output_key",
     "data.prompt_key": "prompt_key",
     "data.chosen_key": "chosen_key",
@@ -212,6 +214,10 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
 def _columns(kind: str, given: Mapping[str, Any]) -> list[str]:
     """Return columns of messages where a chat template is applied to them, else of texts."""
     chat = str(given.get("apply_chat_template")).lower() == "true"
+    inner = given.get("input_template")
+    if kind == "sft" and inner:
+        text = str(inner).replace("{}", f"{{{given.get('input_key') or 'input'}}}")
+        return [f"--template {shlex.quote(text)}", f"--response '{{{given.get('output_key') or 'output'}}}'"]
     if kind == "sft" and chat and not given.get("output_key"):
         return [f"--messages {given.get('input_key') or 'input'}"]
     if kind == "sft":

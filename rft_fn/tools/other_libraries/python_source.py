@@ -146,6 +146,11 @@ def _of_trainer(
             notes.append(
                 f"line {item.lineno}: reward {text[:60]}: expected a function of this file, or imported"
             )
+    if any(x.startswith(f"{path}:") for x in rewards):
+        notes.append(
+            f"line {node.lineno}: the rewards are functions of this file, which is imported with all that it "
+            "imports; in a file of their own they need none of it"
+        )
     if rewards:
         options["reward_funcs"] = rewards
 

@@ -19,10 +19,16 @@ _OPEN_R1 = {
     "accuracy": "accuracy_reward", "format": "format_reward", "reasoning_steps": "reasoning_steps_reward",
     "length": "len_reward", "code": "code_reward", "binary_code": "binary_code_reward",
     "ioi_code": "ioi_code_reward", "cf_code": "cf_code_reward", "tag_count": "tag_count_reward",
-    "cosine": "get_cosine_scaled_reward()", "repetition_penalty": "get_repetition_penalty_reward",
+    "cosine": "get_cosine_scaled_reward", "repetition_penalty": "get_repetition_penalty_reward",
     "code_format": "get_code_format_reward", "soft_overlong_punishment": "get_soft_overlong_punishment",
 }  # fmt: skip
 _FACTORIES = {
+    "cosine": {
+        "min_value_wrong": ("cosine_min_value_wrong", 0.0),
+        "max_value_wrong": ("cosine_max_value_wrong", -0.5),
+        "min_value_correct": ("cosine_min_value_correct", 0.5),
+        "max_value_correct": ("cosine_max_value_correct", 1.0), "max_len": ("cosine_max_len", 1000),
+    },
     "repetition_penalty": {
         "ngram_size": ("repetition_n_grams", 3), "max_penalty": ("repetition_max_penalty", -1.0),
     },

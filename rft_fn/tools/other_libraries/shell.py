@@ -31,6 +31,8 @@ _DECLARE = ("export", "readonly", "local", "declare", "typeset")
 _OF_THE_SHELL = {"HOME", "PWD", "USER", "HOSTNAME"}  # any shell has them
 _MOST = 20_000  # characters that a variable may grow to
 _DEPTH = 5  # of commands within texts
+_BEFORE_COMMANDS = (["then"], ["else"], ["do"], ["{"], ["!"], ["time"])
+_ESCAPED = {"n": "\n", "t": "\t"}  # in $'...'
 _SPACE = "\ue000"  # a space within a text without a value, at which no word ends
 
 Value = str | list[str]  # an array is a list
@@ -108,6 +110,10 @@ class _Reader:
                 assigned.append((match[1], match[3], self.value()))
             else:
                 words += self.word()
+                if words in _BEFORE_COMMANDS:  # what follows is a command of its own
+                    if words == ["else"]:
+                        self.branch("else", [])
+                    words = []
         return words, assigned, ""
 
     def value(self) -> Value:
@@ -175,12 +181,10 @@ class _Reader:
 
     def act(self, words: list[str], assigned: list[tuple[str, str, Value]], line: int) -> None:
         """Do what a command does to variables and to the branch that is read, or note it."""
-        while words and words[0] in ("then", "do", "{", "}", "!", "time", "done", "esac") and words[0]:
-            if words[0] == "!":
-                words = [*words, "!"] if self.test(words[1:]) else words
+        while words and words[0] in ("}", "done", "esac"):
             words = words[1:]
         first = words[0] if words else ""
-        if first in ("if", "elif", "else", "fi", "while", "until"):
+        if first in ("if", "elif", "fi", "while", "until"):
             self.branch(first, words[1:])
             return
         if not all(read for read, _ in self.branches):
@@ -292,8 +296,9 @@ class _Reader:
                 some = some or bool(parts)
                 fields = [*fields[:-1], fields[-1] + "".join(parts[:1]), *parts[1:]]
             elif c == "$" or c == "`":
+                whole = not split or self.text.startswith("$'", self.i)
                 for k, part in enumerate(self.expansion(quoted=False)):
-                    pieces = part.split() if split and not part.startswith("$") else [part]
+                    pieces = [part] if whole or part.startswith("$") else part.split()
                     if k or (pieces and part[:1].isspace() and fields[-1]):
                         fields.append("")
                     fields = [*fields[:-1], fields[-1] + "".join(pieces[:1]), *pieces[1:]]
@@ -351,9 +356,9 @@ class _Reader:
         if rest[1:2] and (rest[1] in "@*#?$!-" or rest[1].isdigit()):
             self.i += 2
             return [] if rest[1] in "@*" else [self.kept(rest[:2], line)]
-        if rest.startswith("$'"):
-            self.i += 1
-            return []
+        if match := re.match(r"\$'((?:\\.|[^'\\])*)'", rest, re.S):
+            self.i += match.end()
+            return [re.sub(r"\\(.)", lambda x: _ESCAPED.get(x[1], x[1]), match[1], flags=re.S)]
         self.i += 1
         return ["$"]
 

@@ -1,0 +1,136 @@
+"""Files of other libraries as they are read: shell scripts and Python; what is unknown in them is named."""
+
+import time
+
+import pytest
+from each_case import each
+
+from rft_fn.tools.other_libraries import accepted, migrate, shell
+from rft_fn.tools.other_libraries.sources import read
+
+# a script and the words of its last command
+SHELL = {
+    "plain variables": ("a=1\nB='x y'\nrun $a \"$B\" ${a}b", ["run", "1", "x y", "1b"]),
+    "unquoted variables are split": ("O='--a 1 --b'\nrun $O", ["run", "--a", "1", "--b"]),
+    "defaults": ("run ${X:-7} ${Y-'c'} ${Z:=q} $Z", ["run", "7", "c", "q", "q"]),
+    "another text": ("A=1\nrun ${A:+--on} ${B:+--off} end", ["run", "--on", "end"]),
+    "arithmetic": ("n=3\nrun $((n * 2 + 1)) $(((1024+512)/n))", ["run", "7", "512"]),
+    "arrays": ("A=(--x 1\n  # no\n  '-y=a b')\nA+=(-z)\nr \"${A[@]}\"", ["r", "--x", "1", "-y=a b", "-z"]),
+    "all arguments": ('run "$@" $* --a 1', ["run", "--a", "1"]),
+    "continued lines": ("run --a 1 \\\n  # --b 2 \\\n  --c 3", ["run", "--a", "1", "--c", "3"]),
+    "a pipe": ("run --a 1 2>&1 | tee log.txt", ["run", "--a", "1"]),
+    "redirections": ("run --a 1 > out.txt 2> err.txt &", ["run", "--a", "1"]),
+    "and": ("cd x && run --a 1", ["run", "--a", "1"]),
+    "a document": ("read -r -d '' C <<EOF\n run \\\n  --a 1\nEOF\n$C --b", ["run", "--a", "1", "--b"]),
+    "a text of commands": ('bash -c "cd x; run --a 1"', ["run", "--a", "1"]),
+    "eval": ("C='run --a'\neval \"$C 1\"", ["run", "--a", "1"]),
+    "a condition that holds": ("if [ 3 -gt 2 ]; then A=1; else A=2; fi\nrun $A", ["run", "1"]),
+    "a condition that does not": (
+        'M=b\nif [[ "$M" == "a" ]]; then A=1\nelif [ $M = b ]; then A=2; fi\nrun $A', ["run", "2"],
+    ),
+    "arguments of the script": ('if [ "$#" -lt 2 ]; then A=1; else A=2; fi\nrun $A', ["run", "2"]),
+    "one side of or": ("[ -z \"$X\" ] && X=3\nrun $X", ["run", "3"]),
+    "the first of a loop": ("for s in 4 5; do\n run $s\ndone", ["run", "4"]),
+    "exports": ("export A=1\nreadonly B=$A\nrun $B", ["run", "1"]),
+    "ends of a value": ("p=a/b.c\nrun ${p##*/} ${p%.c} ${p/a/z} ${p^^}", ["run", "b.c", "a/b", "z/b.c", "A/B.C"]),
+    "basename": ("p=a/b.c\nrun $(basename $p .c) `dirname a/b`", ["run", "b", "a"]),
+    "escapes": (r"run $'a\nb' a\ b", ["run", "a\nb", "a b"]),
+    "no value": ('run --m "$MODEL/x" $(date +%F\' \'%T)', ["run", "--m", "${MODEL}/x", "$(date +%F' '%T)"]),
+}  # fmt: skip
+
+
+@each("name", SHELL)
+def test_a_shell_script_is_read_as_a_shell_does(name):
+    text, words = SHELL[name]
+    assert shell.commands(text)[-1].words == words
+
+
+def test_what_has_no_value_is_named_with_its_line():
+    command = shell.commands("A=1\nB=$NEW\nrun --a $A \\\n  --b $B --c $HOME --d $(nproc)")[-1]
+    assert (command.line, command.unknown) == (3, {"${NEW}": 2, "$(nproc)": 4})
+
+
+def test_a_script_that_doubles_a_text_ends():
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="grows to more than"):
+        shell.commands("a=xx\n" + "a=$a$a\n" * 60)
+    with pytest.raises(ValueError, match="without its"):
+        shell.commands("run ${a")
+    assert shell.commands("run $((9 ** 99999))")[0].words == ["run", "$((9 ** 99999))"]
+    assert time.perf_counter() - start < 5
+
+
+PYTHON = """
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+RATE, NAME = 1e-6, "x"
+STEPS = 10
+def own(completions, **columns):
+    return [0.0 for _ in completions]
+args = GRPOConfig(learning_rate=3e-6 * 2, max_steps=STEPS, run_name=f"r-{STEPS}", seed=pick())
+trainer = GRPOTrainer(model="m", args=args, reward_funcs=[own, accuracy_reward])
+"""
+
+
+def test_a_python_script_is_read_without_running_it(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(PYTHON)
+    [found] = read(str(path))
+    assert found.options == {
+        "learning_rate": 6e-6, "max_steps": 10, "run_name": "r-10", "model_name_or_path": "m",
+        "reward_funcs": [f"{path}:own", "trl.rewards:accuracy_reward"],
+    }  # fmt: skip
+    assert found.programs == ["grpo"] and any("line 8: seed=pick(): not a constant" in x for x in found.notes)
+
+
+def test_flags_win_over_the_file_that_a_command_names(tmp_path):
+    (tmp_path / "more.yaml").write_text("learning_rate: 1.0e-5\nseed: 4\n")
+    (tmp_path / "run.sh").write_text("trl sft --config more.yaml --learning_rate 2e-5")
+    [found] = read(str(tmp_path / "run.sh"))
+    assert found.options == {"learning_rate": "2e-5", "seed": 4}
+
+
+def test_processes_of_the_launcher_count(tmp_path, capsys):
+    """TRL's batch is of one process, so 4 of them have 4 times as many prompts."""
+    command = (
+        "accelerate launch --num_processes 4 -m trl.scripts.grpo --model_name_or_path m --num_generations 8"
+    )
+    (tmp_path / "a.sh").write_text(command)
+    assert migrate.main([str(tmp_path / "a.sh")]) == 0
+    printed = capsys.readouterr().out
+    assert "--prompts 4 " in printed and "of the 4 processes of theirs" in printed
+
+
+def test_a_value_that_is_no_number_is_a_note(tmp_path, capsys):
+    """And so is what a script refuses; neither ends the translation."""
+    (tmp_path / "a.sh").write_text(
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=$BATCH "
+        "actor_rollout_ref.rollout.n=1 actor_rollout_ref.rollout.temperature=-1"
+    )
+    assert migrate.main([str(tmp_path / "a.sh")]) == 0
+    printed = capsys.readouterr().out
+    assert "# data.train_batch_size=${BATCH}: not a number that the file tells, so it is left out" in printed
+    assert (
+        "# left out: --group 1, of actor_rollout_ref.rollout.n=1: group: expected >= 2 responses" in printed
+    )
+    assert (
+        "# left out: --temperature -1, of actor_rollout_ref.rollout.temperature=-1: temperature: ex"
+        in printed
+    )
+
+
+def test_a_script_takes_what_is_kept():
+    given = ["--lr 1e-3", "--wibble 3", "--kl x", "--steps 3", "--strategy.engine-tp-size 2"]
+    kept, refused = accepted.accepted("grpo", given)
+    assert kept == ["--lr 1e-3", "--steps 3", "--strategy.engine-tp-size 2"]
+    assert refused["--kl x"] == "kl: expected a number, got 'x'" and "unrecognized" in refused["--wibble 3"]
+    assert accepted.accepted("sft", ["--batch 4", "--strategy.engine-tp-size 2"])[0] == ["--batch 4"]
+
+
+def test_an_unknown_library_is_one_line(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("wibble: 1")
+    assert migrate.main([str(tmp_path / "a.yaml")]) == 2
+    assert capsys.readouterr().err == (
+        "error: system: expected options of one of trl, verl, openrlhf, lightrft, prime-rl, got none that they "
+        "have: wibble\n"
+    )
