@@ -26,13 +26,13 @@ SHELL = {
     "eval": ("C='run --a'\neval \"$C 1\"", ["run", "--a", "1"]),
     "a condition that holds": ("if [ 3 -gt 2 ]; then A=1; else A=2; fi\nrun $A", ["run", "1"]),
     "a condition that does not": (
-        'M=b\nif [[ "$M" == "a" ]]; then A=1\nelif [ $M = b ]; then A=2; fi\nrun $A', ["run", "2"],
+        'M=b\nif [[ $M == "a" ]]; then A=1\nelif [ $M = b ]; then A=2; fi\nrun $A', ["run", "2"],
     ),
     "arguments of the script": ('if [ "$#" -lt 2 ]; then A=1; else A=2; fi\nrun $A', ["run", "2"]),
     "one side of or": ("[ -z \"$X\" ] && X=3\nrun $X", ["run", "3"]),
     "the first of a loop": ("for s in 4 5; do\n run $s\ndone", ["run", "4"]),
     "exports": ("export A=1\nreadonly B=$A\nrun $B", ["run", "1"]),
-    "ends of a value": ("p=a/b.c\nrun ${p##*/} ${p%.c} ${p/a/z} ${p^^}", ["run", "b.c", "a/b", "z/b.c", "A/B.C"]),
+    "ends of a value": ("p=a/b.c\nr ${p##*/} ${p%.c} ${p/a/z} ${p^^}", ["r", "b.c", "a/b", "z/b.c", "A/B.C"]),
     "basename": ("p=a/b.c\nrun $(basename $p .c) `dirname a/b`", ["run", "b", "a"]),
     "escapes": (r"run $'a\nb' a\ b", ["run", "a\nb", "a b"]),
     "no value": ('run --m "$MODEL/x" $(date +%F\' \'%T)', ["run", "--m", "${MODEL}/x", "$(date +%F' '%T)"]),
@@ -131,6 +131,6 @@ def test_an_unknown_library_is_one_line(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text("wibble: 1")
     assert migrate.main([str(tmp_path / "a.yaml")]) == 2
     assert capsys.readouterr().err == (
-        "error: system: expected options of one of trl, verl, openrlhf, lightrft, prime-rl, got none that they "
-        "have: wibble\n"
+        "error: system: expected options of one of trl, verl, openrlhf, lightrft, prime-rl, got none that "
+        "they have: wibble\n"
     )

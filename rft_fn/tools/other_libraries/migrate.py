@@ -208,11 +208,22 @@ def _kind(library: Library, options: Mapping[str, Any], programs: Sequence[str],
     if not found:
         found = [kind for kind in library.trainers if _is_told(library, kind, options)]
     if len(found) != 1:
+        found = _most(library, found or list(library.trainers), options)
+    if len(found) != 1:
         raise ValueError(
             f"trainer: expected options of one of {kinds}, or --trainer to name it, got those of "
             f"{', '.join(found) or 'none'}"
         )
     return found[0]
+
+
+def _most(library: Library, kinds: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """Return the kinds whose trainers know most of the options that not all of them know; [] for none."""
+    rows = {kind: set(library.trainers[kind].rows) for kind in kinds}
+    telling = set(options) - set.intersection(*rows.values())
+    known = {kind: len(telling & rows[kind]) for kind in kinds}
+    most = max(known.values())
+    return [kind for kind in kinds if known[kind] == most] if most else []
 
 
 def _is_told(library: Library, kind: str, options: Mapping[str, Any]) -> bool:
@@ -296,9 +307,18 @@ def translated(config: Config, name: str = "", kind: str | None = None) -> Trans
     if config.processes > 1:
         options["processes"] = config.processes
     open_, given = _open(config.options)
-    found = translate(library, {**options, **given}, config.programs, kind)
+    found = translate(library, {**options, **given}, _programs(library, config), kind)
     notes = [*config.notes, *open_, *unresolved(config, found.command)]
     return found._replace(notes=[*notes, *found.notes])
+
+
+def _programs(library: Library, config: Config) -> Sequence[str]:
+    """Return the programs of a config; of a file that starts none, the one that its path names."""
+    if config.programs:
+        return config.programs
+    known = {x for trainer in library.trainers.values() for x in trainer.programs} | set(library.others)
+    named = [x for x in config.path if x in known]
+    return named if len(set(named)) == 1 else []
 
 
 # what a shell would not have, or would run: $1, $(cat x), ${LIST[@]}; a date is harmless

@@ -26,7 +26,7 @@ class Command(NamedTuple):
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
-_REDIRECTED = re.compile(r"(?:\d*|&)(?:>>|>&|>|<<-?|<<<|<)")
+_REDIRECTED = re.compile(r"(?:\d*|&)(?:>>|>&|>|<<<|<<-?|<)")
 _DECLARE = ("export", "readonly", "local", "declare", "typeset")
 _OF_THE_SHELL = {"HOME", "PWD", "USER", "HOSTNAME"}  # any shell has them
 _MOST = 20_000  # characters that a variable may grow to

@@ -28,6 +28,7 @@ class Config(NamedTuple):
     notes: Sequence[str] = ()  # what of the file could not be read, with its line
     unknown: Mapping[str, int] = MappingProxyType({})  # texts that no line gives a value -> their line
     processes: int = 1  # that the launcher starts, as far as it says
+    path: Sequence[str] = ()  # words of the file's name and folders, of a file that starts nothing
     started: str = ""  # the program as it is written, with its packages; "" where the file starts none
 
 
@@ -48,7 +49,8 @@ def read(path: str) -> list[Config]:
     if file.suffix in (".yaml", ".yml", ".json", ".toml"):
         options = _flat(_parsed(file, text))
         found = _of_text(file, str(options["run"])) if "verl" in str(options.get("run")) else []
-        found = found or [Config(options, [])]
+        words = re.split(r"[^a-z0-9]+", "/".join(file.parts[-4:]).lower())
+        found = found or [Config(options, [], path=words)]
     elif file.suffix == ".py" or re.match(r"#!.*python", text):
         found = _of_python(file, text)
     else:
@@ -158,7 +160,7 @@ def _of_command(file: Path, command: shell.Command) -> Config:
         else:
             options = {**_flat(_parsed(inner, inner.read_text())), **options}
     programs = [started.removesuffix(".py").rpartition("/")[2].rpartition(".")[2]] if started else []
-    return Config(options, programs, notes, command.unknown, processes, started)
+    return Config(options, programs, notes, command.unknown, processes, started=started)
 
 
 def _program(words: Sequence[str]) -> tuple[int, str]:
@@ -246,7 +248,7 @@ def _of_python(file: Path, text: str) -> list[Config]:
         module = python_source.read(text, file.as_posix())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{file}: expected Python, which cannot be read: {error}") from None
-    own = Config(module.options, module.programs, module.notes, {}, 1, module.started)
+    own = Config(module.options, module.programs, module.notes, started=module.started)
     commands: list[Config] = []
     if module.commands:
         try:

@@ -43,6 +43,14 @@ def _shared(options: Mapping[str, Any]) -> r.Combined:
         arguments.append(f"--data {' '.join(map(shlex.quote, named))}")
         notes.append("--data: theirs takes a share of each source, ours draws from each by its share")
 
+    mixer = {x.partition(".")[2]: share for x, share in options.items() if x.startswith("dataset_mixer.")}
+    if mixer:
+        used |= {x for x in options if x.startswith("dataset_mixer.")} | {"dataset_splits"}
+        splits = options.get("dataset_splits") or []
+        train = next((x for x in splits if str(x).startswith("train")), "")
+        named = [f"{x}@{train}={share}" if train else f"{x}={share}" for x, share in mixer.items()]
+        arguments.append(f"--data {' '.join(map(shlex.quote, named))}")
+
     # adapters are on with use_peft; the rank is then TRL's own where none is given
     used |= {"use_peft"}
     on = str(options.get("use_peft", "lora_r" in options)).lower() == "true"

@@ -125,6 +125,7 @@ TABLE: r.Table = {
             sglang="--strategy.engine-type sglang",
         ),
         "n": r.same("--group"),
+        "n_agent": r.same("--group", "of Search-R1"),
         "temperature": r.same("--temperature", "divides the logits in training too"),
         "top_p": r.same("--top-p", "cut in training too"),
         "top_k": r.choice(

@@ -88,7 +88,8 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     used |= {ACTOR + "optim.min_lr_ratio"}
 
     # tools are for conversations
-    if any(name.startswith(ROLLOUT + "multi_turn.") and "path" in name for name in options):
+    searched = any(name.startswith("retriever.") for name in options)
+    if searched or any(x.startswith(ROLLOUT + "multi_turn.") and "path" in x for x in options):
         notes.append(
             "multi_turn: theirs are conversations with tools, here each prompt has one answer; multi_turn.py "
             "--environment FILE.py:NAME is that, see docs/environments.md"
@@ -241,6 +242,9 @@ LIBRARY = r.Library(
                 "trainer.": "the folder of a run has its files and checkpoints",
                 "algorithm.": "write it into a copy of the script, docs/algorithms.md",
                 "data.": "docs/data.md has the forms of rows",
+                "retriever.": "multi_turn.py and rft_fn.environment",
+                "max_turns": "multi_turn.py --max-turns",
+                "env.": "multi_turn.py and rft_fn.environment",
                 "hydra.": "its parts are found by hydra",
                 "defaults": "its parts are found by hydra",
                 "transfer_queue.": "there is no Ray: torchrun starts the processes",
