@@ -1,12 +1,13 @@
 """Configs of other libraries that name an objective, and ours that `rft migrate` makes of them.
 
-Each config is one that a user may have; `objectives_record.py` has put the gradients that their own code makes
-of it into objectives.json: from rewards to log-probs, at three scales of log-ratios, with tool tokens in the
-middle of responses and one response without a token. `gradient` is what our command makes of that batch.
+Each config is one that a user may have. objectives.json has the gradients that their own code makes of it
+(`objectives_record.py`): from rewards to log-probs, at three scales of log-ratios, with tool tokens in the middle
+of responses and one response without a token. `gradient` is what our command makes of it.
 """
 
 import json
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +72,10 @@ TRL_PAIRS = {
         "sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero",
         "apo_down", "discopop", "sft", "sigmoid_norm",
     )
-} | {f"{kind}, smoothed": {"loss_type": kind, **SMOOTHED} for kind in ("sigmoid", "robust", "exo_pair")}  # fmt: skip
+}  # fmt: skip
+TRL_PAIRS |= {
+    f"{kind}, smoothed": {"loss_type": kind, **SMOOTHED} for kind in ("sigmoid", "robust", "exo_pair")
+}
 MODE, MEAN, EST = A + "policy_loss.loss_mode", A + "loss_agg_mode", "algorithm.adv_estimator"
 GRPO = {EST: "grpo"}
 GSPO = {**GRPO, MODE: "gspo", A + "clip_ratio_low": 0.1, A + "clip_ratio_high": 0.12}
@@ -79,8 +83,8 @@ VERL = {
     **{
         name: {EST: name}
         for name in (
-            "gae", "grpo", "rloo", "opo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg",
-            "grpo_passk",
+            "gae", "grpo", "rloo", "opo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+            "gpg", "grpo_passk",
         )
     },
     "grpo, unscaled": {**GRPO, "algorithm.norm_adv_by_std_in_grpo": False},
@@ -105,7 +109,8 @@ VERL = {
     "geo_mean, 0.4": {**GRPO, MODE: "geo_mean", A + "clip_ratio_low": 0.4, A + "clip_ratio_high": 0.3},
     "dppo_tv": {**GRPO, MODE: "dppo_tv", A + "clip_ratio_low": 0.15, A + "clip_ratio_high": 0.15},
     "dppo_kl": {
-        **GRPO, MODE: "dppo_kl", A + "clip_ratio_low": 0.05, A + "clip_ratio_high": 0.05, A + "clip_ratio_c": 20,
+        **GRPO, MODE: "dppo_kl", A + "clip_ratio_low": 0.05, A + "clip_ratio_high": 0.05,
+        A + "clip_ratio_c": 20,
     },
     "loss gpg": {**GRPO, MODE: "gpg"},
     "clip_cov": {**GRPO, MODE: "clip_cov"},
@@ -121,7 +126,9 @@ IS = "algo.advantage.is_correction_"
 OPENRLHF = {
     **{
         name: {**ORL, ADV: name}
-        for name in ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
+        for name in (
+            "gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce",
+        )
     },
     "gae, lambda 0.95": {**ORL, ADV: "gae", "algo.advantage.lambd": 0.95},
     "group_norm, limits": {**GROUP, "actor.eps_clip_low_high": [0.2, 0.28]},
@@ -159,32 +166,28 @@ SIZES = {
     "openrlhf": {"rollout.n_samples_per_prompt": 4},
     "lightrft": {"n_samples_per_prompt": 4},
 }
+RL = {"trl": TRL, "verl": VERL, "openrlhf": OPENRLHF, "lightrft": LIGHTRFT}
 CONFIGS: dict[str, Config] = {
-    **{f"trl/{key}": Config("trl", "rl", {**SIZES["trl"], **x}) for key, x in TRL.items()},
     **{f"trl dpo/{key}": Config("trl", "dpo", x) for key, x in TRL_PAIRS.items()},
-    **{f"verl/{key}": Config("verl", "rl", {**SIZES["verl"], **x}) for key, x in VERL.items()},
-    **{
-        f"openrlhf/{key}": Config("openrlhf", "rl", {**SIZES["openrlhf"], **x}) for key, x in OPENRLHF.items()
-    },
-    **{
-        f"lightrft/{key}": Config("lightrft", "rl", {**SIZES["lightrft"], **x}) for key, x in LIGHTRFT.items()
-    },
+    **{f"{name}/{key}": Config(name, "rl", SIZES[name] | x) for name in RL for key, x in RL[name].items()},
 }
 
 
 # ---------- our side
 
 
-def migrated(config: Config) -> tuple[str, list[str], Any]:
+@cache
+def migrated(key: str) -> tuple[str, list[str], Any]:
     """Return (the command, its notes, the config that its script makes of it)."""
-    found = translate(LIBRARIES[config.library], config.options, (), config.kind)
+    library, kind, options = CONFIGS[key]
+    found = translate(LIBRARIES[library], options, (), kind)
     words = shlex.split(" ".join(found.command))
-    options = load_script(Path(words[1]).stem).Config
-    return " ".join(words[1:]), found.notes, parsing.parse(options, parsing.qualify(words[2:], options))
+    script = load_script(Path(words[1]).stem).Config
+    return " ".join(words[1:]), found.notes, parsing.parse(script, parsing.qualify(words[2:], script))
 
 
 def data(library: str, scale: float) -> dict[str, Any]:
-    """Return the batch of a scale; LightRFT has no tools, and its loss is NaN where a response has no token."""
+    """Return the batch of a scale; without tools for LightRFT, and no empty response, where it is NaN."""
     other = library != "lightrft"
     return batches.scaled(scale, holes=other, silent=other)
 
@@ -214,7 +217,7 @@ def policy(cfg: Any, x: dict[str, Tensor], logp: Tensor) -> Tensor:
     mask, reward = x["mask"], x["reward"][0].view(4, 4)
     ones = torch.zeros(len(mask), dtype=torch.long)
     rollout = Rollout(
-        tokens=torch.zeros_like(mask, dtype=torch.long), mask=mask, logp=x["sampler_logp"], length=x["length"],
+        tokens=mask.long(), mask=mask, logp=x["sampler_logp"], length=x["length"],
         truncated=x["truncated"], group=torch.arange(16) // 4, version=ones, media=None,
     )  # fmt: skip
     if hasattr(cfg, "gae_lambda"):
@@ -234,9 +237,9 @@ def policy(cfg: Any, x: dict[str, Tensor], logp: Tensor) -> Tensor:
     if cfg.mismatch not in (None, "none"):
         w = w * collect.correction(cfg.mismatch, x["old_logp"], rollout, cap=cfg.cap, floor=cfg.floor)[0]
     flat = lambda t: (t * mask).reshape(-1)  # noqa: E731
+    ids, seq = torch.zeros(mask.numel(), dtype=torch.long), torch.arange(16).repeat_interleave(mask.shape[1])
     b = Packed(
-        tokens=torch.zeros(mask.numel(), dtype=torch.long), target=torch.zeros(mask.numel(), dtype=torch.long),
-        pos=torch.zeros(mask.numel(), dtype=torch.long), seq=torch.arange(16).repeat_interleave(mask.shape[1]),
+        tokens=ids, target=ids, pos=ids, seq=seq,
         mask=mask.reshape(-1), old_logp=flat(x["old_logp"]), adv=flat(adv.expand(mask.shape)), w=flat(w),
         ref_logp=flat(x["ref_logp"]), old_value=None, ret=None, media=None, num_seqs=16,
     )  # fmt: skip
@@ -248,14 +251,14 @@ def policy(cfg: Any, x: dict[str, Tensor], logp: Tensor) -> Tensor:
 
 
 def error(theirs: Tensor, ours: Tensor, mask: Tensor) -> float:
-    """Return |theirs - ours| / |theirs|, but for a response without tokens that their mean counts and ours not."""
+    """Return |theirs - ours| / |theirs|, where a response without tokens counts in no mean."""
     rows = mask.any(-1).double().mean()
     return min(float((t - ours).norm() / t.norm().clamp(min=1e-30)) for t in (theirs, theirs / rows))
 
 
 def errors(key: str, recorded: dict[str, Any]) -> list[float]:
     """Return the error of our command at each scale."""
-    _, _, cfg = migrated(CONFIGS[key])
+    _, _, cfg = migrated(key)
     found = []
     for scale in batches.SCALES:
         theirs = torch.tensor(recorded["grad"][str(scale)], dtype=torch.float64)
