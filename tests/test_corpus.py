@@ -16,8 +16,8 @@ from test_house import load_script
 
 from rft_fn import parsing
 from rft_fn.tools.other_libraries import LIBRARIES
+from rft_fn.tools.other_libraries.foreign_files import read
 from rft_fn.tools.other_libraries.migrate import main, system
-from rft_fn.tools.other_libraries.sources import read
 
 FOLDER = Path(__file__).parent / "corpus"
 CONFIGS = {

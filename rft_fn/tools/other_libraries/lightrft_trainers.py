@@ -14,6 +14,7 @@ __all__ = ["LIBRARY", "NUMBERS", "UNUSED", "combine", "pair", "script"]
 # ------------------------------------------------------------------------------ options that count together
 
 
+# One function, since its parts share what is used, and follow each other as they do in a command.
 def combine(
     options: Mapping[str, Any], objective: Callable[[Mapping[str, Any]], r.Combined] = objectives.lightrft
 ) -> r.Combined:

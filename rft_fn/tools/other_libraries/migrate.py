@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from rft_fn.check import printable
 from rft_fn.tools.other_libraries import LIBRARIES, accepted
+from rft_fn.tools.other_libraries.foreign_files import Config, read
 from rft_fn.tools.other_libraries.rows import Library, Row, Trainer
-from rft_fn.tools.other_libraries.sources import Config, read
 
 __all__ = ["KINDS", "Translation", "main", "read", "table", "translate"]
 
@@ -236,7 +236,7 @@ def _is_told(library: Library, kind: str, options: Mapping[str, Any]) -> bool:
 
 
 def system(config: Config) -> str:
-    """Return the library that a config is for: by the package of its program, else by names of its options.
+    """Return the library of a config: by the package of its program, else by names of its options.
 
     ValueError for a config that tells none.
     """

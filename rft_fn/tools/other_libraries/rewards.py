@@ -1,4 +1,4 @@
-"""Translates rewards of other libraries: functions, models, servers and rules, as --reward of our scripts."""
+"""Translates rewards of other libraries: functions, models, servers and rules, as --reward here."""
 
 import math
 import re

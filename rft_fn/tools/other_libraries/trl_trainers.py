@@ -22,7 +22,7 @@ _OF_THE_SERVER = (
 
 
 def _shared(options: Mapping[str, Any]) -> r.Combined:
-    """Return the data with its config and split, adapters of TRL's size, the schedule, and when it saves."""
+    """Return the data with its config and split, adapters of TRL's size, the schedule, and its length."""
     arguments: list[str] = []
     notes: list[str] = []
     used = {"dataset_name", "dataset_config", "dataset_train_split", "lr_scheduler_kwargs", "processes"}
@@ -69,6 +69,15 @@ def _shared(options: Mapping[str, Any]) -> r.Combined:
             floor = r.number(more, "min_lr") / r.number(options, "learning_rate", default=1.0)
         arguments.append(f"--schedule cosine --lr-end {floor:.6g}")
 
+    saves = _saves(options)
+    return r.Combined([*arguments, *saves.arguments], used | saves.used, [*notes, *saves.notes])
+
+
+def _saves(options: Mapping[str, Any]) -> r.Combined:
+    """Return the steps between checkpoints and evaluations, which may be shares of the run."""
+    arguments: list[str] = []
+    notes: list[str] = []
+    used: set[str] = set()
     # a number of steps counts more than one of passes; fractions are of the run
     steps = r.number(options, "max_steps", default=-1)
     used |= {"max_steps"} | ({"num_train_epochs"} if steps > 0 else set())

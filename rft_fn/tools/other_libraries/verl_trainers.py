@@ -15,6 +15,7 @@ _MEGATRON = "torchrun with several processes shards with FSDP2, by --strategy.fs
 # ------------------------------------------------------------------------------ options that count together
 
 
+# One function, since its parts share what is used, and follow each other as they do in a command.
 def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     """Return the objective, sizes, the length of a run, rewards, and what has a switch."""
     objective = objectives.verl(options)

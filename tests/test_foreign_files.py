@@ -6,7 +6,7 @@ import pytest
 from each_case import each
 
 from rft_fn.tools.other_libraries import accepted, migrate, shell
-from rft_fn.tools.other_libraries.sources import read
+from rft_fn.tools.other_libraries.foreign_files import read
 
 # a script and the words of its last command
 SHELL = {
