@@ -347,7 +347,7 @@ def check_reward(
     def work() -> dict[str, Scored] | None:
         for joint in (joints or {}).values():
             joint.values()
-        return None if strategy.rank else check(score, rows, joints=joints)
+        return None if strategy.rank else check(score, rows, joints=joints, tokenizer=tokenizer)
 
     return _together(strategy, score, work, timeout)[0] or {}
 

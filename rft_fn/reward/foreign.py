@@ -8,6 +8,7 @@ row of `ADAPTERS`.
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from rft_fn.data.table import column_at
 from rft_fn.reward.rubrics import verifiers
 from rft_fn.reward.signature import (
+    GIVEN,
     Columns,
     Messages,
     RewardFn,
@@ -30,8 +32,8 @@ from rft_fn.reward.signature import (
 )
 
 __all__ = [
-    "ADAPTERS", "Adapter", "ForeignFn", "call", "lightrft", "like", "messages", "missing", "openrlhf",
-    "read_columns", "required_columns", "texts", "tinyzero", "verl", "whole_texts",
+    "ADAPTERS", "Adapter", "ForeignFn", "areal", "call", "lightrft", "like", "messages", "missing", "nemo_rl",
+    "openrlhf", "read_columns", "required_columns", "slime", "texts", "tinyzero", "verl", "whole_texts",
 ]  # fmt: skip
 
 Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
@@ -278,6 +280,114 @@ def _score(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) and result else result
 
 
+# ---------- AReaL, NeMo-RL and slime: one call for each response
+
+
+def areal(fn: ForeignFn, answer: str = "answer") -> RewardFn:
+    """Call AReaL's `reward_fn(prompt, completions, prompt_ids, completion_ids, **data)`, once per row.
+
+    As of AReaL 1.0. `prompt` and `completions` are the texts of one response, and the columns of the data
+    come by their names; `answer` is the column for a parameter `answer`. Async functions run together.
+    """
+    own = ("prompt", "completions", "prompt_ids", "completion_ids")
+    paths = {name: answer if name == "answer" else name for name in required(fn) if name not in own}
+
+    def given(prompt: str, response: str, ids: tuple[Any, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        texts = {"prompt": prompt, "completions": response}
+        return {**row, **texts, "prompt_ids": ids[0], "completion_ids": ids[1]}
+
+    return _each_row(fn, paths, given)
+
+
+def nemo_rl(fn: ForeignFn, answer: str = "ground_truth") -> RewardFn:
+    """Call NeMo-RL's `reward(ground_truth, response)`, of its environments, once per row.
+
+    As of NeMo-RL 0.4: the result is (score, whether it is right), of which the score is read.
+    """
+    paths = {"ground_truth": answer}
+
+    def given(prompt: str, response: str, ids: tuple[Any, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"ground_truth": row["ground_truth"], "response": response}
+
+    return _each_row(fn, paths, given)
+
+
+class _Sample(SimpleNamespace):
+    """What a reward of slime reads of one response."""
+
+    prompt: str
+    response: str
+    label: Any
+    metadata: Mapping[str, Any]  # the columns of the row
+    tokens: Sequence[int]
+    response_length: int
+
+
+def slime(fn: ForeignFn, answer: str = "label") -> RewardFn:
+    """Call slime's `custom_rm(args, sample)`, or (response, label) as its own rewards, once per row.
+
+    As of slime 0.2, async or not; one of (args, samples) is called once for the batch. A sample has `prompt`,
+    `response`, `label` (the column `answer`), `tokens`, `response_length` and `metadata`, the columns of the
+    row; `args` is empty.
+    """
+    names = [p.name for p in parameters(fn)]
+    paths = {"label": answer}
+
+    def sample(prompt: str, response: str, ids: tuple[Any, Any], row: Mapping[str, Any]) -> _Sample:
+        tokens = [*(ids[0] or ()), *(ids[1] or ())]
+        length = len(ids[1] or ())
+        return _Sample(
+            prompt=prompt, response=response, label=row["label"], metadata=row, tokens=tokens,
+            response_length=length,
+        )  # fmt: skip
+
+    if "samples" in names:
+        return _each_row(lambda samples: fn(SimpleNamespace(), samples), paths, sample, together=True)
+    if "sample" in names:
+        return _each_row(lambda sample: fn(SimpleNamespace(), sample), paths, sample, one=True)
+    return _each_row(
+        fn, paths, lambda prompt, response, ids, row: {"response": response, "label": row["label"]}
+    )
+
+
+def _each_row(
+    fn: ForeignFn,
+    paths: Mapping[str, str],
+    given: Callable[..., Any],
+    *,
+    one: bool = False,
+    together: bool = False,
+) -> RewardFn:
+    """Call fn(**given(prompt, response, (prompt ids, completion ids), row)) for each row of a batch.
+
+    `paths` is parameter -> column. With `one` what `given` returns is the only argument, with `together` the
+    argument is the list of all.
+    """
+
+    @reads(*paths.values())
+    def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Any:
+        count = len(completions)
+        read = {name: column_at(columns, path, count, default=None) for name, path in paths.items()}
+        for name, values in read.items():
+            if None in values:
+                raise ValueError(missing(paths[name], name, columns))
+        asked = columns.get("prompt_texts") or [text(x) for x in prompts]
+        ids = [columns.get(name) or [None] * count for name in ("prompt_ids", "completion_ids")]
+        known = {name: values for name, values in columns.items() if name not in GIVEN} | read
+        rows = [
+            given(asked[i], text(completions[i]), (ids[0][i], ids[1][i]), {k: v[i] for k, v in known.items()})
+            for i in range(count)
+        ]
+        if together:
+            return fn(rows)
+        results = [fn(row) if one else call(fn, row) for row in rows]
+        if any(inspect.isawaitable(x) for x in results):
+            return _gather(results)
+        return [_score(x) for x in results]
+
+    return reward
+
+
 # ---------- the adapters by name
 
 
@@ -292,5 +402,8 @@ ADAPTERS: dict[str, Adapter] = {
     "openrlhf": openrlhf,
     "lightrft": lightrft,
     "verifiers": verifiers,
+    "areal": areal,
+    "nemo_rl": nemo_rl,
+    "slime": slime,
 }
 """By the name that comes before a file or a module on the command line."""

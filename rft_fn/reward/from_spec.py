@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rft_fn import check
@@ -44,13 +45,18 @@ _NAMELESS = "<lambda>"  # Python's name for a function without one
 
 _OWN_COLUMNS = ("", "messages", "text")  # adapters of functions that name the columns that they read
 
-# A parameter of functions that are written for another library -> the adapter for them.
+# Parameters of functions that are written for another library -> the adapter for them.
 _FOREIGN = {
     "model_reward_list": "lightrft",
     "queries": "openrlhf",
     "solution_str": "verl",
     "solution_strs": "verl",
     "completion": "verifiers",
+    "args sample": "slime",
+    "args samples": "slime",
+    "response label": "slime",
+    "ground_truth response": "nemo_rl",
+    "prompt completions completion_ids": "areal",
 }
 
 
@@ -60,11 +66,13 @@ def load(spec: str) -> RewardFn:
     "math", "numeric", "exact", "boxed" (numeric on the content of the last box), followed by ":COLUMN" where
     the answer is not in the column `answer`: a path such as "math:reward_model.ground_truth"; "format" (a
     box) and "tags". "task:NAME": the built-in task's verifier. "path/file.py:function" and
-    "package.module:function": a function of yours, installed or in the working directory. A factory is called
-    with literal arguments: "file.py:cosine(max_len=512)", "numeric(boxed=True)".
+    "package.module:function", also "file.py:Class.method": a function of yours, installed or in the working
+    directory. A factory is called with literal arguments: "file.py:cosine(max_len=512)",
+    "numeric(boxed=True)".
 
-    A function that is not written for TRL has its library first: "verl:", "openrlhf:", "lightrft:" or
-    "verifiers:" (see `reward.foreign`), and ":COLUMN" last where the answer has another column than there.
+    A function that is not written for TRL has its library first: "verl:", "openrlhf:", "lightrft:",
+    "areal:", "nemo_rl:", "slime:" or "verifiers:" (see `reward.foreign`), and ":COLUMN" last where the answer
+    has another column than there.
     "messages:" and "text:" give a function prompts and completions in that form, whatever the data has.
 
     "https://HOST/score", or several with commas between them: what servers say, with the options of
@@ -216,12 +224,14 @@ def _find(spec: Spec, words: Sequence[str]) -> Any:
         for word in get_close_matches(spec.source, words, n=1):
             error.add_note(f"did you mean {spec.text.replace(spec.source, word, 1)!r}?")
         raise
-    if not hasattr(module, spec.name):
+    fn: Any = module
+    for part in spec.name.split("."):
+        fn = getattr(fn, part, None)
+    if fn is None:
         functions = ", ".join(n for n, x in vars(module).items() if inspect.isfunction(x)) or "none"
         raise ValueError(f"reward {spec.text!r}: no {spec.name!r} in the file; its functions: {functions}")
 
     # without arguments it is the reward itself
-    fn = getattr(module, spec.name)
     if spec.adapter == "verifiers" and not isinstance(fn, type) and spec.call is None:
         return fn  # an object, which need not be a function
     if not callable(fn):
@@ -254,22 +264,59 @@ def _check_convention(spec: Spec, fn: Callable[..., Any]) -> None:
     if spec.adapter not in _OWN_COLUMNS:
         return
 
-    # a function of completions, or else the advice for the kind that it seems to be
+    # a method of an object, which is to be made first
     names = [p.name for p in parameters(fn)]
-    if "completions" in names:
+    if "." in spec.name and names[:1] == ["self"]:
+        owner = spec.name.rpartition(".")[0]
+        raise ValueError(
+            f"reward {spec.text!r}: {spec.name!r} is a method of an object of {owner}"
+            + _wrapper(spec, fn, names[1:], owner)
+        )
+
+    # a function of completions, or else the advice for the kind that it seems to be
+    if "completions" in names and not {"prompt", "completion_ids"} <= set(names):
         return
     for name, adapter in _FOREIGN.items():
-        if name in names:
-            raise ValueError(
-                f"reward {spec.text!r}: it takes {name}, as functions for {adapter} do; write "
-                f"{adapter}:{spec.text}"
-            )
+        if not set(name.split()) <= set(names) or (name == "completion" and set(names) - _OF_VERIFIERS):
+            continue
+        raise ValueError(
+            f"reward {spec.text!r}: it takes {name.replace(' ', ' and ')}, as functions for {adapter} do; "
+            f"write {adapter}:{spec.text}"
+        )
     if not takes_all(fn) and not set(names) & set(GIVEN):
         example = ", ".join(f"{name}=..." for name in names)
         raise ValueError(
             f"reward {spec.text!r}: expected a function of completions, got one of ({', '.join(names)}); if "
-            f"it makes reward functions, call it: {spec.text}({example})"
+            f"it makes reward functions, call it: {spec.text}({example})" + _wrapper(spec, fn, names)
         )
+
+
+_RESPONSES = (
+    "response", "completion", "solution", "prediction", "pred", "output", "generated_text", "text",
+)  # fmt: skip
+_OF_VERIFIERS = {"prompt", "completion", "answer", "state", "info", "task", "parser"}
+
+
+def _wrapper(spec: Spec, fn: Callable[..., Any], names: Sequence[str], owner: str = "") -> str:
+    """Return the advice to wrap a function of responses in three lines; "" for one of something else."""
+    response = next((x for x in names if x in ("completions", *_RESPONSES)), "")
+    if not response:
+        return ""
+    module = Path(spec.source).stem
+    name = f"{owner}().{spec.name.rpartition('.')[2]}" if owner else spec.name
+    waits, define = ("await ", "async def") if inspect.iscoroutinefunction(fn) else ("", "def")
+    columns = [x for x in names if x != response and x not in GIVEN]
+    if response == "completions":
+        inside = ", ".join(f"{x}={x}" for x in [response, *columns])
+        body = f"return {waits}{name}({inside})"
+    else:
+        inside = ", ".join([f"{response}=c", *(f"{x}={x}[i]" for x in columns)])
+        body = f"return [{waits}{name}({inside}) for i, c in enumerate(completions)]"
+    given = ", ".join(["completions", *columns, "**_"])
+    return (
+        f"; or write three lines into a file beside it: `from {module} import "
+        f"{(owner or name).split('.')[0]}`, `{define} reward({given}):`, `    {body}`"
+    )
 
 
 # ---------- rewards by a column of the data: each kind of row has its rewards and weights

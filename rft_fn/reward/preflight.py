@@ -1,5 +1,6 @@
 """Check rewards on made-up responses, before a model is loaded."""
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,12 @@ _ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "
 
 
 def check(
-    score: Score, rows: Sequence[Any], *, answer: str = "", joints: Mapping[str, Joint] | None = None
+    score: Score,
+    rows: Sequence[Any],
+    *,
+    answer: str = "",
+    joints: Mapping[str, Joint] | None = None,
+    tokenizer: Any = None,
 ) -> dict[str, Scored]:
     r"""Score made-up completions, so that a broken reward fails early.
 
@@ -35,7 +41,9 @@ def check(
     Raises what `score` raises, and ValueError for no rows. A reward that cannot read completions in the form
     of the data, but could in the other (text or messages), is a ValueError with that advice. Warns of a
     reward that gives everything the same score, and where no reference scores above the garbage (the reward
-    cannot tell right from wrong, or wants another format: look at the returned parts).
+    cannot tell right from wrong, or wants another format: look at the returned parts). With the
+    `tokenizer` of the prompts it also warns of a reward that looks for a tag, such as <think>, that the chat
+    template has already opened at the end of the prompts.
     """
     if not rows:
         raise ValueError("rows: expected at least one row of the dataset, got none")
@@ -54,6 +62,11 @@ def check(
         return scored
 
     scored = _run_or_explain(score, run, asked)
+    opened = _opened(asked, tokenizer)
+    if opened and "tags" in scored and isinstance(score, Weighted):
+        inside = [text.partition(opened)[2] for text in tries["tags"]]
+        known = None if joints is None else joints["tags"].of_rows(range(len(rows)))
+        _warn_of_opened(score, opened, scored["tags"], _score(score, asked, inside, table, known))
     constant = isinstance(score, Weighted) and _warn_of_constants(score, scored, run, asked)
     if "answer" in scored and not constant:
         known = torch.stack([scored[name].total for name in ("answer", "boxed", "tags")])
@@ -172,6 +185,32 @@ def _score(
         media=[x.media for x in asked],
         known=known,
     )
+
+
+# ---------- a tag that the chat template opens
+
+
+def _opened(asked: Sequence[_Question], tokenizer: Any) -> str:
+    """Return the tag, such as <think>, that all prompts end with; "" for none."""
+    if tokenizer is None:
+        return ""
+    ends = [re.search(r"<\w+>(?=\s*$)", tokenizer.decode(x.ids[-16:])) for x in asked]
+    tags = {end[0] if end else "" for end in ends}
+    return tags.pop() if len(tags) == 1 else ""
+
+
+def _warn_of_opened(score: Weighted, tag: str, whole: Scored, inside: Scored) -> None:
+    """Warn of parts that score a response less where its opening tag is at the end of the prompt."""
+    for name in score.components:
+        if not (whole.parts[name] > inside.parts[name]).any():
+            continue
+        warnings.warn(
+            f"reward {name!r}: it looks for {tag} in the response, and the chat template writes {tag} at the "
+            "end of the prompt, so no response has it; three lines in a file put it back: `from FILE import "
+            f"NAME`, `def reward(completions, **columns):`, `    return NAME(completions=[{tag!r} + c for c "
+            "in completions], **columns)`",
+            stacklevel=3,
+        )
 
 
 # ---------- the other form

@@ -25,7 +25,7 @@ class Spec(NamedTuple):
     text: str  # all of it
     adapter: str  # "" for none
     source: str  # "math", "task", path/file.py or package.module
-    name: str  # the function, or the task; "" for the named ones
+    name: str  # the function, Class.method, or the task; "" for the named ones
     column: str  # of the answer; "" where none is named
     call: ast.Call | None  # the arguments
     target: str = ""  # a folder or an address, of a source that is no function
@@ -105,7 +105,7 @@ def split(
         return Spec(text, adapter, first, "", rest, call)
     if first == "task" and call is None:
         return Spec(text, adapter, first, rest, "", call)
-    match = re.fullmatch(r"(?P<source>.+\.py|[\w.]+):(?P<name>\w+)(?::(?P<column>.+))?", target)
+    match = re.fullmatch(r"(?P<source>.+\.py|[\w.]+):(?P<name>\w+(?:\.\w+)*)(?::(?P<column>.+))?", target)
     if match is None or (match["column"] and call):
         known = ", ".join(named)
         raise ValueError(
