@@ -331,6 +331,20 @@ def a_star_po(x: Responses):
     return sum((1e-3 * (sum(logp) - sum(ref)) - a) ** 2 for logp, ref, a in rows) / len(rows)
 
 
+def online_dpo(x: Responses):
+    """-log sigmoid(0.1 h) of the best and the worst of each group whose rewards differ. The mean over groups
+    is by the responses that have tokens, as all means are."""
+    total, first = 0.0, 0
+    for group in x.reward:
+        whole = [sum(x.logp[first + i]) - sum(x.ref_logp[first + i]) for i in range(len(group))]
+        best, worst = group.index(max(group)), group.index(min(group))
+        if best != worst and (x.logp[first + best] or x.logp[first + worst]):
+            h = whole[best] - whole[worst]
+            total = total - len(group) * (1 / (1 + (-0.1 * h).exp())).log()
+        first += len(group)
+    return total / sum(bool(own) for own in x.logp)
+
+
 def raw(x: Responses) -> list[float]:
     return [r for group in x.reward for r in group]
 
@@ -357,6 +371,7 @@ LOSS = {
     "gpg": per_token(made_up, score, token_mean),
     "best_minus_second": per_token(best_only, score, seq_sum),
     "a_star_po": a_star_po,
+    "online_dpo": online_dpo,
     "rloo": per_token(leave_one_out, score, seq_sum),
     "opo": per_token(length_weighted, score, seq_sum),
     "remax": remax,

@@ -43,15 +43,25 @@ def batch(name, reward, seed=0):
     return row, c.apply, c.params, experience(rollout, w=row.weight(rollout.mask), **fields)
 
 
+def together(name, group):
+    """Rows that share a pack: those of a group, if the loss compares them."""
+    return group if getattr(algorithm.TABLE[name], "together", False) else 1
+
+
+def whole(name, exp, group, rows=range(8)):
+    return packing.pack(exp, rows, unit=together(name, group))
+
+
 @each_name
 @settings(max_examples=5)
 @given(seed=seeds)
 def test_no_cut_of_the_batch_changes_the_gradient_and_no_extreme_breaks_it(name, seed):
     row = algorithm.TABLE[name]
-    testing.check_all(row.loss, weight=row.weight, seed=seed)
+    testing.check_all(row.loss, weight=row.weight, seed=seed, unit=together(name, 4))
 
 
-@each("name", [name for name in algorithm.TABLE if name != "a_star_po"])  # a regression
+# a regression, and a preference
+@each("name", [name for name in algorithm.TABLE if name not in ("a_star_po", "online_dpo")])
 @settings(max_examples=5)
 @given(seed=seeds)
 def test_on_policy_every_row_is_the_policy_gradient(name, seed):
@@ -65,11 +75,12 @@ def test_on_policy_every_row_is_the_policy_gradient(name, seed):
 def test_from_rewards_to_gradient_at_any_world_size(name, seed, budget, world):
     reward = torch.rand(4, 2, generator=torch.Generator().manual_seed(seed))
     row, apply, params, exp = batch(name, reward, seed)
-    want = testing.total_and_grad(row.loss, apply, params, [packing.pack(exp, range(8))])
-    packs = [p for rank in packing.shard(exp, budget, world) for p in rank]
+    want = testing.total_and_grad(row.loss, apply, params, [whole(name, exp, 2)])
+    unit = together(name, 2)
+    packs = [p for rank in packing.shard(exp, budget * unit, world, unit=unit) for p in rank]
     got = testing.total_and_grad(row.loss, apply, params, packs)
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
-    assert want[1]["bigram"].abs().max() > 1e-6 or name.startswith("gspo")  # 3e-4 can stop every sequence
+    assert want[1]["bigram"].abs().max() > 1e-6 or name.startswith(("gspo", "luspo"))  # limits that can stop all
 
 
 @each_name
@@ -77,7 +88,7 @@ def test_rewards_one_and_zero_in_turn_teach_something(name):
     """A fault of other systems: an estimator whose advantages are 0 for every reward,
     and a run that never learns."""
     row, apply, params, exp = batch(name, torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]))
-    _, g = testing.total_and_grad(row.loss, apply, params, [packing.pack(exp, range(8))])
+    _, g = testing.total_and_grad(row.loss, apply, params, [whole(name, exp, 2)])
     assert g["bigram"].abs().max() > 1e-6
 
 
@@ -91,12 +102,12 @@ def test_groups_without_variance_give_no_gradient_and_do_not_disturb_the_others(
     for everyone goes through as noise."""
     flat = torch.full((2, 4), 0.1)
     row, apply, params, exp = batch(name, flat)
-    total, g = testing.total_and_grad(row.loss, apply, params, [packing.pack(exp, range(8))])
+    total, g = testing.total_and_grad(row.loss, apply, params, [whole(name, exp, 4)])
     assert total == 0 and all((x == 0).all() for x in tree.leaves(g))
     mixed = torch.cat([flat[:1], torch.tensor([[0.0, 1.0, 0.0, 1.0]])])
     row, apply, params, exp = batch(name, mixed)
-    both = testing.total_and_grad(row.loss, apply, params, [packing.pack(exp, range(8))])
-    second = testing.total_and_grad(row.loss, apply, params, [packing.pack(exp, range(4, 8))])
+    both = testing.total_and_grad(row.loss, apply, params, [whole(name, exp, 4)])
+    second = testing.total_and_grad(row.loss, apply, params, [whole(name, exp, 4, range(4, 8))])
     torch.testing.assert_close(both, second)
 
 
@@ -108,7 +119,7 @@ def test_the_rows_differ_where_their_papers_differ():
         found = {}
         for name in algorithm.TABLE:
             row, apply, params, exp = batch(name, reward, seed)
-            _, g = testing.total_and_grad(row.loss, apply, params, [packing.pack(exp, range(8))])
+            _, g = testing.total_and_grad(row.loss, apply, params, [whole(name, exp, 4)])
             found[name] = g["bigram"]
         equal = {(a, b) for a, b in itertools.combinations(found, 2) if torch.allclose(found[a], found[b])}
         same = equal if same is None else same & equal

@@ -119,8 +119,9 @@ def assert_equal(got, want):
 
 def compare(name, x, logits, value):
     """The row's loss and gradient on several packs, to the paper's on the whole batch."""
-    packs = [b for rank in packing.shard(batch_of(name, x), 100, 2) for b in rank]
-    assert len(packs) >= 4
+    unit = G if getattr(algorithm.TABLE[name], "together", False) else 1
+    packs = [b for rank in packing.shard(batch_of(name, x), 100 * unit, 2, unit=unit) for b in rank]
+    assert len(packs) >= 4 / unit
     got = total(algorithm.TABLE[name].loss, table_policy(logits, value), packs)
     want = ref_rows.LOSS[name](ref_rows.responses(x, logits, value))
     assert_equal(got, want)

@@ -47,7 +47,8 @@ def minibatches(cfg: Config, algo, exp: rft.Experience, step: int) -> Iterator[r
     """Yield the minibatches of a rollout, pass after pass, each weighted by its own mask."""
     for epoch in range(cfg.epochs):
         key = rft.rng.fold_in(cfg.seed, "updates", step, epoch)
-        for part in rft.packing.minibatches(exp, rft.run.updates_per_pass(cfg), key):
+        unit = cfg.group if algo.together else 1
+        for part in rft.packing.minibatches(exp, rft.run.updates_per_pass(cfg), key, unit=unit):
             yield weighted(algo, part)
 
 
@@ -75,7 +76,8 @@ def main(cfg: Config) -> None:
     collector = env.collector()
     shaping = env.shaping(kl=cfg.kl_in_reward)
     loss_fn = partial(policy_loss, cfg, algo)
-    tokens = env.tokens(loss_fn, group=cfg.group)
+    unit = cfg.group if algo.together else 1  # rows that share a pack
+    tokens = env.tokens(loss_fn, group=cfg.group, unit=unit)
 
     # the state of a run: the model's, and one tree of all else that a checkpoint brings back
     loop = {"step": 0, "floor": 0.0, "entropy": cfg.entropy}
@@ -102,7 +104,7 @@ def main(cfg: Config) -> None:
         logs = []
         with env.phase("train"):
             for part in minibatches(cfg, algo, exp, step):
-                packs = st.shard(part, cfg.budget, halves=not logs and env.halves(step))
+                packs = st.shard(part, cfg.budget, unit=unit, halves=not logs and env.halves(step))
                 grads, metrics = st.grad(state, apply, loss_fn, packs)
                 if not logs:  # before the first update trainer and sampler have the same weights
                     gap, floor = env.check_gap(loop["floor"], metrics, own, batch, state, packs)

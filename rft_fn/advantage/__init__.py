@@ -20,6 +20,7 @@ from rft_fn.advantage.by_group import (
 )
 from rft_fn.advantage.groups import (
     a_star,
+    best_against_worst,
     best_minus_second,
     cpgd,
     gdpo,
@@ -46,9 +47,9 @@ from rft_fn.advantage.of_tokens import (
 )
 
 __all__ = [
-    "a_star", "best_minus_second", "cpgd", "cpgd_by", "decoupled_gae", "discounted_return", "gae", "gdpo",
-    "gdpo_by", "gpg", "grpo", "grpo_by", "length_adaptive_lambda", "lite_ppo", "max_at_k", "maxrl", "opo",
-    "opo_by", "optimal_token_baseline", "pass_at_k", "pass_at_k_by", "quantile", "quantile_by", "rae",
-    "reinforce_pp", "reinforce_pp_baseline", "reinforce_pp_baseline_by", "remax", "remax_by", "rloo",
-    "rloo_by", "whiten",
+    "a_star", "best_against_worst", "best_minus_second", "cpgd", "cpgd_by", "decoupled_gae",
+    "discounted_return", "gae", "gdpo", "gdpo_by", "gpg", "grpo", "grpo_by", "length_adaptive_lambda",
+    "lite_ppo", "max_at_k", "maxrl", "opo", "opo_by", "optimal_token_baseline", "pass_at_k",
+    "pass_at_k_by", "quantile", "quantile_by", "rae", "reinforce_pp", "reinforce_pp_baseline",
+    "reinforce_pp_baseline_by", "remax", "remax_by", "rloo", "rloo_by", "whiten",
 ]  # fmt: skip

@@ -9,9 +9,9 @@ from torch import Tensor
 from rft_fn import check
 
 __all__ = [
-    "a_star", "advantage_of_subsets", "best_minus_second", "cpgd", "gdpo", "gpg", "grpo", "lite_ppo",
-    "max_at_k", "maxrl", "opo", "pass_at_k", "place_of_quantile", "quantile", "reinforce_pp_baseline",
-    "remax", "rloo",
+    "a_star", "advantage_of_subsets", "best_against_worst", "best_minus_second", "cpgd", "gdpo", "gpg",
+    "grpo", "lite_ppo", "max_at_k", "maxrl", "opo", "pass_at_k", "place_of_quantile", "quantile",
+    "reinforce_pp_baseline", "remax", "rloo",
 ]  # fmt: skip
 
 
@@ -228,6 +228,18 @@ def best_minus_second(reward: Tensor, *, scale: bool = False, eps: float = 1e-6)
     top = reward.topk(2, -1).values
     best = torch.zeros_like(reward).scatter(-1, reward.argmax(-1, keepdim=True), top[:, :1] - top[:, 1:])
     return best / (reward.std(-1, keepdim=True) + eps) if scale else best
+
+
+def best_against_worst(reward: Tensor) -> Tensor:
+    """Return 1 for the best response of each group, -1 for the worst, 0 for the others, [N, G].
+
+    The first of equally good ones; all 0 in a group whose rewards are equal. The pairs of `loss.online_dpo`.
+    ValueError for groups of one.
+    """
+    _size_of_groups(reward)
+    best, worst = reward.argmax(-1, keepdim=True), reward.argmin(-1, keepdim=True)
+    one = torch.ones_like(reward[:, :1])
+    return torch.zeros_like(reward).scatter_add(-1, best, one).scatter_add(-1, worst, -one)
 
 
 def max_at_k(reward: Tensor, *, k: int) -> Tensor:

@@ -14,6 +14,7 @@ from rft_fn.algorithm.with_metrics import (
     a_star,
     beyond_clip,
     beyond_log_clip,
+    online_dpo,
     outside_clip,
     outside_default_clip,
     outside_trust_region,
@@ -127,6 +128,7 @@ class Algorithm(NamedTuple):
     group: int = 1  # fewest responses per prompt for which the advantage is defined
     greedy: bool = False  # whether `advantage` also takes greedy_reward [N]
     reference: bool = False  # whether `loss` reads the initial model's log-probs, b.ref_logp
+    together: bool = False  # whether all rows of a group share a pack, because `loss` compares them
 
 
 class ActorCritic(NamedTuple):
@@ -187,6 +189,15 @@ TABLE: dict[str, Algorithm | ActorCritic] = {
     "best_minus_second": Algorithm(_best, reinforce, weight.seq_sum, "2503.19595", 2),
     "a_star_po": Algorithm(
         per_group(advantage.a_star), a_star, weight.seq_mean, "2505.20686", 2, reference=True
+    ),
+    "online_dpo": Algorithm(
+        per_group(advantage.best_against_worst),
+        online_dpo,
+        weight.seq_mean,
+        "2402.04792",
+        2,
+        reference=True,
+        together=True,
     ),
     "rloo": Algorithm(_rloo, reinforce, weight.seq_sum, "2402.14740", 2),
     "opo": Algorithm(opo, reinforce, weight.seq_sum, "2505.23585", 2),

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from rft_fn import check, loss, metric
+from rft_fn import check, loss, metric, packing
 from rft_fn.metric import Metric
 from rft_fn.types import Packed, TokenOut
 
 __all__ = [
-    "Evaluated", "a_star", "beyond_clip", "beyond_log_clip", "outside_clip", "outside_default_clip",
-    "outside_trust_region", "per_sequence", "per_token", "reinforce", "token_ratio", "value_clip",
-    "with_options_of",
+    "Evaluated", "a_star", "beyond_clip", "beyond_log_clip", "online_dpo", "outside_clip",
+    "outside_default_clip", "outside_trust_region", "per_sequence", "per_token", "reinforce",
+    "token_ratio", "value_clip", "with_options_of",
 ]  # fmt: skip
 
 
@@ -142,6 +142,16 @@ def a_star(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[st
     """Return A*-PO's regression on the advantage, by the reference's log-probs."""
     (ref_logp,) = check.given(ref_logp=b.ref_logp)
     return loss.a_star(out.logp, ref_logp, b.adv, b.mask, b.seq, b.num_seqs, **options), {}
+
+
+@with_options_of(loss.online_dpo)
+def online_dpo(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
+    """Return the loss of the best and the worst response of each group, whose rows share a pack."""
+    (ref_logp,) = check.given(ref_logp=b.ref_logp)
+    if b.unit == 1 and b.num_seqs > 1:
+        raise ValueError("unit: expected packs of whole groups, shard(..., unit=group), got unit = 1")
+    unit = packing.unit_of(b)
+    return loss.online_dpo(out.logp, ref_logp, b.adv, b.mask, b.seq, b.num_seqs, unit, **options), {}
 
 
 @with_options_of(loss.value_clip)

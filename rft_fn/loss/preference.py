@@ -19,8 +19,8 @@ from rft_fn import check, segment
 from rft_fn.loss.targets import smoothed
 
 __all__ = [
-    "PREFERENCES", "Preference", "apo_down", "apo_zero", "bco", "cpo", "dpo", "exo", "hinge", "ipo", "kto",
-    "length_desensitized", "nca", "orpo", "robust_dpo", "rpo", "simpo", "sppo",
+    "PREFERENCES", "Preference", "apo_down", "apo_zero", "bco", "cpo", "dpo", "exo", "hinge", "ipo",
+    "kto", "length_desensitized", "nca", "online_dpo", "orpo", "robust_dpo", "rpo", "simpo", "sppo",
 ]  # fmt: skip
 
 Scalar = float | Tensor
@@ -327,6 +327,43 @@ def bco(
     """
     ratio, sign = _signed(logp, ref_logp, desirable)
     return -F.logsigmoid(sign * (beta * ratio - baseline))
+
+
+# ---------- the best and the worst of a group
+
+
+def online_dpo(
+    logp: Tensor,
+    ref_logp: Tensor,
+    adv: Tensor,
+    mask: Tensor,
+    seq: Tensor,
+    num_seqs: int,
+    unit: Tensor,
+    *,
+    beta: Scalar = 0.1,
+) -> Tensor:
+    """Return the loss of online DPO on the tokens of a group's best and worst response, [T].
+
+        `dpo` with h = log(pi / ref)(best) - log(pi / ref)(worst)
+
+    The advantages of `advantage.best_against_worst` say which these are, by their sign; `unit` [K] is the
+    group of each sequence (`packing.unit_of`); its rows share a pack. Under `weight.seq_mean` it is the mean
+    over groups, in which one without a preference counts 0. arXiv 2402.04792.
+    """
+    check.given(ref_logp=ref_logp)
+    check.shapes(logp=(logp, "T"), ref_logp=(ref_logp, "T"), adv=(adv, "T"), mask=(mask, "T"), seq=(seq, "T"))
+    check.shapes(unit=(unit, "K"), num_seqs=(logp.new_zeros(num_seqs), "K"))
+    side = segment.mean(adv, mask, seq, num_seqs).sign()
+    ratio = segment.sum(logp - ref_logp, mask, seq, num_seqs)
+
+    def of_units(x: Tensor) -> Tensor:
+        return x.new_zeros(num_seqs).index_add(0, unit, x)
+
+    # a mean over all rows of a group is of those that are compared
+    loss = smoothed(beta * of_units(side * ratio), 0.0)
+    share = of_units(torch.ones_like(side)) / of_units(side.abs()).clamp(min=1)
+    return ((share * loss)[unit] * side.abs())[seq]
 
 
 # ---------- lengths, and the table
