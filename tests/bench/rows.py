@@ -63,7 +63,7 @@ def draw(found, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, ax = plt.subplots(figsize=(9, 5), layout="constrained")
+    figure, ax = plt.subplots(figsize=(10, 5), layout="constrained")
     for i, (name, x) in enumerate(found.items()):
         y = [
             sum(part) / len(part)
@@ -74,7 +74,7 @@ def draw(found, path):
     ax.set(xlabel="share of the run (140 steps of grpo.py, 60 of ppo.py)", ylabel="reward, mean of 5 steps")
     ax.set_ylim(0, 1)
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=8, ncols=2)
+    figure.legend(fontsize=8, loc="outside right center")
     figure.savefig(path, dpi=110)
 
 
