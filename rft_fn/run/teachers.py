@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rft_fn import collect, data, engine, loss, model, optim, packing, rng, rollout, tree
+from rft_fn import check, collect, data, engine, loss, model, optim, packing, rng, rollout, tree
 from rft_fn.collect import Batch
 from rft_fn.data.chat import Chat
 from rft_fn.data.responses import prompt_of_text
@@ -90,8 +90,10 @@ class _Member:
             fields = ("top_words", "words_logp") if cfg.top_k else ("hidden",)
             out = st.score(apply, params, rows, cfg.budget, fields=fields)
         if cfg.top_k:
-            return {WORDS: out.top_words, LOGP: out.words_logp}, out.logp, None
-        return {HIDDEN: out.hidden}, out.logp, asked.head
+            words, words_logp = check.given(top_words=out.top_words, words_logp=out.words_logp)
+            return {WORDS: words, LOGP: words_logp}, out.logp, None
+        (hidden,) = check.given(hidden=out.hidden)
+        return {HIDDEN: hidden}, out.logp, asked.head
 
 
 class Teachers:
