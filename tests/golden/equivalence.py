@@ -272,6 +272,18 @@ DIVERGENCE = [
         "distillation/reverse kl", "`GKDTrainer.generalized_jsd_loss(beta=1)`",
         "loss.reverse_kl(logits.log_softmax(-1), teacher_logits.log_softmax(-1)).mean()",
     ),
+    Row(
+        "distillation/forward kl", "`GKDTrainer.generalized_jsd_loss(beta=0)`",
+        "loss.forward_kl(logits.log_softmax(-1), teacher_logits.log_softmax(-1)).mean()",
+    ),
+    Row(
+        "distillation/jsd", "`GKDTrainer.generalized_jsd_loss(beta=0.5)`",
+        "loss.jsd(logits.log_softmax(-1), teacher_logits.log_softmax(-1), beta=0.5).mean()",
+    ),
+    Row(
+        "distillation/jsd 0.9, temperature", "`generalized_jsd_loss(beta=0.9, temperature=0.7)`",
+        "loss.jsd((logits / 0.7).log_softmax(-1), (teacher_logits / 0.7).log_softmax(-1), beta=0.9).mean()",
+    ),
 ]  # fmt: skip
 
 WEIGHTS = "torch.tensor([1.0, 0.5])"

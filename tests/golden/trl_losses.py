@@ -150,6 +150,9 @@ def others() -> dict:
         "logits/logp, temperature": partial(logits, temperature=0.7),
         "logits/entropy": entropy,
         "distillation/reverse kl": reverse_kl,
+        "distillation/forward kl": partial(jsd, beta=0),
+        "distillation/jsd": partial(jsd, beta=0.5),
+        "distillation/jsd 0.9, temperature": partial(jsd, beta=0.9, temperature=0.7),
     }
 
 
@@ -292,6 +295,15 @@ def reverse_kl():
 
     x, f = tensor("logits").requires_grad_(), GKDTrainer.generalized_jsd_loss
     total = f(x.unsqueeze(0), tensor("teacher_logits").unsqueeze(0), tensor("target").unsqueeze(0), beta=1)
+    return result(total, {"logits": x}, [f])
+
+
+def jsd(beta, temperature=1.0):
+    from trl.experimental.gkd import GKDTrainer
+
+    x, f = tensor("logits").requires_grad_(), GKDTrainer.generalized_jsd_loss
+    options = {"beta": beta, "temperature": temperature}
+    total = f(x.unsqueeze(0), tensor("teacher_logits").unsqueeze(0), tensor("target").unsqueeze(0), **options)
     return result(total, {"logits": x}, [f])
 
 
