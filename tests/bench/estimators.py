@@ -25,7 +25,8 @@ COMMAND = (
     "python train_scripts/compare.py --model smollm2-135m --data gsm8k/train.jsonl "
     "--template '{question} Answer with a number only.' --system '' "
     "--reward docs/estimators/closeness.py:closeness --max-prompt 80 --max-new 16 --prompts 6 --group 4 "
-    "--parts 3 --reference-prompts 12 --probes 0 --largest 0 --drift 0 --budget 512 --strategy.engine-batch 48 "
+    "--parts 3 --reference-prompts 12 --probes 0 --largest 0 --drift 0 --budget 512 "
+    "--strategy.engine-batch 48 "
     "--rows rloo grpo dr_grpo dapo gspo gspo_token cispo sapo gmpo cpgd dppo_tv dppo_kl opo remax reinforce "
     "reinforce_pp reinforce_pp_baseline"
 )
