@@ -194,3 +194,32 @@ def test_a_run_goes_on_with_its_own_rows(name, here):
         write(here / "b.jsonl", 7, start=50)
         with pytest.raises(ValueError, match=r"other data: eval_data: b.jsonl had 6 rows and has 7"):
             run(name, **options, steps=3)
+
+
+# ------------------------------------------------------------------------------ dry runs
+
+
+DRY = {"grpo": {}, "ppo": {"prompts": 8}, "sft": {}, "dpo": {}, "train_rm": {}, "multi_turn": {}}
+
+
+@each("name", DRY)
+def test_a_dry_run_checks_all_and_leaves_nothing(name, here, capsys, whole_run):
+    script = load_script(name)
+    strategy = rft.strategy.StrategyConfig(zero_stage=3, sp_size=2)
+    with pytest.raises(SystemExit) as ended:
+        script.main(script.Config(**DRY[name], dry_run=True, strategy=strategy, out=str(here / name)))
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0 and "nothing was trained" in printed and "optimizer" in printed
+    assert "without trying zero_stage, sp_size" in printed and not (here / name).exists()
+
+
+def test_a_dry_run_refuses_what_a_run_would(here):
+    """A column that the rows do not have, a reward that is no function, and a limit that the loss has not."""
+    grpo = load_script("grpo")
+    for options, line in (
+        ({"data": ("a.jsonl",), "template": "{ask}", "reward": ("mine.py:size",)}, "no column 'ask'"),
+        ({"data": ("a.jsonl",), "template": "{question}", "reward": ("mine.py:none",)}, "none"),
+        ({"algorithm": "rloo", "clip_low": 0.1}, "rloo has no such limit"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            grpo.main(grpo.Config(**options, dry_run=True))
