@@ -23,7 +23,6 @@ __all__ = [
 SERVED = ("openai", "sglang")
 FROM_REWARDS = ("success", "feedback")  # places of a hint that are no columns
 
-
 Losses = Literal[
     "reverse_kl", "forward_kl", "jsd", "skew_reverse_kl", "skew_forward_kl", "sampled", "to_go", "nll"
 ]
@@ -33,18 +32,14 @@ Losses = Literal[
 class Distillation(options.Data, subject="Teacher"):
     """Who teaches, what the teacher sees, and what is learned of it."""
 
-    teacher: tuple[
-        str, ...
-    ] = ()  # model or run folder, self, ema, openai:URL, sglang:URL; NAME=... by column
+    teacher: tuple[str, ...] = ()  # a model, a run, self, ema, openai:URL, sglang:URL; NAME=... by column
     teacher_column: str = ""  # column of the rows that names their teacher, where there are several
     teacher_temperature: Positive | None = None  # of the teacher's distributions; None: as sampled
     teacher_top_p: PositiveShare = 1.0  # of responses that the teacher samples
     hint: str = ""  # the teacher's prompt; {NAME} is a column, {success}, {feedback}; empty: the student's
     success_at: Finite = 1.0  # least reward of a response that {success} may be
 
-    loss: Losses = (
-        "reverse_kl"  # sampled, to_go: the teacher's log-probs as advantages; nll: of the responses
-    )
+    loss: Losses = "reverse_kl"  # sampled, to_go: advantages by the teacher; nll: of the responses
     top_k: Whole = 0  # likeliest words of the teacher that are compared, the rest as one; 0: all words
     jsd_beta: Share = 0.5  # share of the teacher in the mixture of jsd; 0 is forward_kl, 1 reverse_kl
     skew: Decay = 0.1  # share of the left side in the mixture of skewed KLs
