@@ -27,6 +27,7 @@ class Config(
     options.Recorded,
     options.HeldOut,
     options.Optimizer,
+    options.Reference,
     options.Examples,
     options.Policy,
     options.Data,
@@ -186,11 +187,11 @@ def main(cfg: Config) -> None:
     loss_fn = partial(policy_loss, cfg)
     names = () if cfg.unpaired else ("chosen", "rejected")
     tokens = env.tokens(loss_fn, group=cfg.unit, unit=cfg.unit, names=names)
-    loop = {"step": 0, "shift": 0.0} if cfg.loss == "bco" else {"step": 0}
+    loop = {"step": 0, "reference": env.reference} | ({"shift": 0.0} if cfg.loss == "bco" else {})
     state, loop = env.restore(env.policy.state, loop)
     shift = loop.get("shift", 0.0)  # of the rewards, which only bco reads
 
-    # the rows of the evaluations, whose reference log-probs never change
+    # the rows of the evaluations, whose reference log-probs change only with the reference
     unseen, _ = rft.data.take(task.unseen, cfg.eval_pairs, cfg.seed)
     held_out = preferences.with_reference(cfg, env, state, unseen, shift)
 
@@ -223,7 +224,11 @@ def main(cfg: Config) -> None:
         if env.evaluates(step + 1):
             values |= evaluate(state, shift)
         env.run.write(step, values, tokens=int(exp.length.sum()))
-        loop = {name: shift if name == "shift" else step + 1 for name in loop}
+        reference = env.follow(loop["reference"], state, step + 1)
+        if reference is not None and (step + 1) % cfg.ref_every == 0:
+            held_out = preferences.with_reference(cfg, env, state, unseen, shift)
+        now = {"step": step + 1, "reference": reference, "shift": shift}
+        loop = {name: now[name] for name in loop}
         env.checkpoint(state, loop)
     env.finish(state)
 

@@ -16,13 +16,13 @@ from rft_fn.run import options
 
 
 @dataclass(frozen=True)
-class Config(options.ReinforcementRun, options.Collect, options.Entropy):
+class Config(options.ReinforcementRun, options.Collect, options.Entropy, options.Reference):
     """A resumed run may change the options that change no result; for others it needs --override."""
 
     # the algorithm
     algorithm: str = "grpo"  # a row of rft_fn.algorithm.TABLE
     advantage: Filled | None = None  # another row of that table, to take its advantage; None: the algorithm's
-    kl: AtLeast0 = 0.0  # coefficient of KL(policy, initial model) in the loss
+    kl: AtLeast0 = 0.0  # coefficient of KL(policy, reference) in the loss; the reference is the initial model
     kl_in_reward: AtLeast0 = 0.0  # coefficient of log(policy / initial model), off the reward of a response
 
     # other defaults than those of the subjects
@@ -73,14 +73,13 @@ def main(cfg: Config) -> None:
     anchor = cfg.kl > 0 or cfg.kl_in_reward > 0 or algo.reference
     env = rft.run.setup(cfg, usual=140, optimizer=optimizer, anchor=anchor, greedy=algo.greedy)
     cfg, st, apply = env.cfg, env.st, env.apply
-    collector = env.collector()
-    shaping = env.shaping(kl=cfg.kl_in_reward)
+    collector, shaping = env.collector(), env.shaping(kl=cfg.kl_in_reward)
     loss_fn = partial(policy_loss, cfg, algo)
     unit = cfg.group if algo.together else 1  # rows that share a pack
     tokens = env.tokens(loss_fn, group=cfg.group, unit=unit)
 
     # the state of a run: the model's, and one tree of all else that a checkpoint brings back
-    loop = {"step": 0, "floor": 0.0, "entropy": cfg.entropy}
+    loop = {"step": 0, "floor": 0.0, "entropy": cfg.entropy, "reference": env.reference}
     loop |= {"collect": collector.init(), "shaping": shaping.init()}
     state, loop = env.restore(env.policy.state, loop)
     env.push(state, version=loop["step"])
@@ -89,7 +88,7 @@ def main(cfg: Config) -> None:
         # collect: the same batch on every rank
         values = env.evaluation(0) if step == 0 else {}
         batch, collected = collector.next(loop["collect"], step)
-        rollout, learned = batch.rollout, env.learned(batch.rollout)  # learned: in its mask what counts
+        rollout, learned = batch.rollout, batch.learned  # all responses, and what of them is learned from
         ref_logp = env.reference_logp(state, rollout)  # None without a KL
         own = env.trainer_logp(state, learned, step, entropy=loop["entropy"])  # the sampler's, or corrected
         tokens.before(step, state.params, rollout)
@@ -119,7 +118,8 @@ def main(cfg: Config) -> None:
         values |= shaped | batch.metrics | rft.metric.average(logs) | gap | {"lr": rate}
         values |= rft.metric.spread("adv", exp.adv, exp.mask) | env.evaluation(step + 1)
         score = env.report(step, batch, reward, values)
-        loop = {"step": step + 1, "floor": floor, "entropy": own.entropy}
+        reference = env.follow(loop["reference"], state, step + 1)
+        loop = {"step": step + 1, "floor": floor, "entropy": own.entropy, "reference": reference}
         loop |= {"collect": collected, "shaping": moments}
         env.checkpoint(state, loop, score=score, collector=collector)
     env.finish(state)

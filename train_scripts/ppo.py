@@ -17,7 +17,7 @@ from rft_fn.run import options
 
 
 @dataclass(frozen=True)
-class Config(options.ReinforcementRun, options.ActorCritic, options.Entropy, options.Ptx):
+class Config(options.ReinforcementRun, options.ActorCritic, options.Entropy, options.Reference, options.Ptx):
     """A resumed run may change the options that change no result; for others it needs --override."""
 
     # a further term of the actor's loss
@@ -96,7 +96,7 @@ def main(cfg: Config) -> None:
     tokens = env.tokens(loss_fn, group=cfg.group)
 
     # the state of a run: those of both models, and one tree of all else that a checkpoint brings back
-    loop = {"step": 0, "floor": 0.0, "kl": cfg.kl, "entropy": cfg.entropy}
+    loop = {"step": 0, "floor": 0.0, "kl": cfg.kl, "entropy": cfg.entropy, "reference": env.reference}
     loop |= {"collect": collector.init(), "shaping": shaping.init()}
     states, loop = env.restore({"actor": env.policy.state, "critic": env.critic.state}, loop)
     actor, critic = states["actor"], states["critic"]
@@ -155,7 +155,8 @@ def main(cfg: Config) -> None:
         values["value/explained_variance"] = rft.model.explained_variance(value, ret, mask)
         score = env.report(step, batch, reward, values | env.evaluation(step + 1))
         coef = env.steered(loop["kl"], kl, len(mask))
-        loop = {"step": step + 1, "floor": floor, "kl": coef, "entropy": own.entropy}
+        reference = env.follow(loop["reference"], actor, step + 1)
+        loop = {"step": step + 1, "floor": floor, "kl": coef, "entropy": own.entropy, "reference": reference}
         loop |= {"collect": collected, "shaping": moments}
         env.checkpoint({"actor": actor, "critic": critic}, loop, score=score, collector=collector)
 

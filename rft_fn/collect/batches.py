@@ -6,11 +6,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from rft_fn import data
+from rft_fn import data, tree
 from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, due
 from rft_fn.collect.gather import gather_and_generate
 from rft_fn.collect.partial import VariedGroups, judged_groups, sample_partial, sample_varied_groups
-from rft_fn.data import curriculum as shares
+from rft_fn.data.curriculum import by_prompt, by_source
 from rft_fn.reward import Judged
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
@@ -41,6 +41,7 @@ class Batch(NamedTuple):
     judged: Judged  # reward [N, G]
     greedy: tuple[Rollout, Judged] | None = None  # one greedy answer to each prompt, where they are asked for
     metrics: Mapping[str, float] = MappingProxyType({})  # how the groups were drawn
+    learned: Rollout | None = None  # the rollout with only what is learned from in its mask
 
 
 class Collector(NamedTuple):
@@ -62,7 +63,9 @@ def collector(
     rounds: int = 1,
     curriculum: int = 0,
     floor: float = 0.02,
+    prompt_shares: bool = False,
     greedy: bool = False,
+    mask_truncated: bool = False,
 ) -> Collector:
     """Return the collector of batches of `prompts` prompts with `group` responses each.
 
@@ -72,8 +75,11 @@ def collector(
         rounds          most rounds of sampling, to fill the batch with groups whose rewards differ
                         (`sample_varied_groups`)
         curriculum      prompts in the mean success of each source of the dataset, which decides its share;
-                        `floor` is the least p (1 - p). It excludes `ahead`
+                        `floor` is the least p (1 - p). It excludes `ahead`. With `prompt_shares` each row of
+                        the dataset has its own share, by its last `curriculum` visits
         greedy          whether a batch also has a greedy answer to each prompt, as ReMax needs
+        mask_truncated  whether nothing is learned from responses that are cut off (DAPO's overlong filter);
+                        their rewards count in the advantages of their group
 
     Keys name what is drawn, so a batch is a function of the state, the step and the weights. ValueError for
     ways that exclude each other.
@@ -81,13 +87,15 @@ def collector(
     check_ways(ahead=ahead, partial_budget=partial_budget, rounds=rounds, curriculum=curriculum)
     samples = source.samples
     sampling = source.sampling
-    by_shares = curriculum > 0 and len(source.dataset.parts) > 1
-    if curriculum and not by_shares:
+    rule = None
+    if curriculum and (prompt_shares or len(source.dataset.parts) > 1):
+        rule_of = by_prompt if prompt_shares else by_source
+        rule = rule_of(source.dataset, seed=source.seed, window=curriculum, floor=floor)
+    elif curriculum:
         source.strategy.print(f"curriculum: off, for there is one source of data, {source.dataset.name}")
 
     def init() -> State:
-        levels = shares.init(source.dataset) if by_shares else None
-        return {"ahead": [], "waiting": None, "curriculum": levels}
+        return {"ahead": [], "waiting": None, "curriculum": None if rule is None else rule.init()}
 
     def draw(step: int, i: int = 0) -> tuple[list[Any], list[int]]:
         """Return the prompts of round i of a step, and a key for each."""
@@ -121,16 +129,16 @@ def collector(
 
         def draw_round(i: int) -> tuple[list[Any], list[int]]:
             nonlocal levels
-            if levels is None:
+            if rule is None:
                 return draw(step, i)
-            asked, keys, levels = shares.draw(levels, source.dataset, prompts, step, source.seed, floor=floor)
+            asked, keys, levels = rule.draw(levels, prompts, step)
             return asked, keys
 
         def answer_round(asked: Sequence[Any], keys: Sequence[int]) -> tuple[Rollout, Judged]:
             nonlocal levels
             rollout, judged = answer(asked, keys, step)
-            if levels is not None:
-                levels = shares.observe(levels, source.dataset, asked, judged.reward, window=curriculum)
+            if rule is not None:
+                levels = rule.observe(levels, asked, judged.reward)
             return rollout, judged
 
         return sample_varied_groups(answer_round, draw_round, prompts, rounds=rounds), levels
@@ -153,9 +161,12 @@ def collector(
             keys = range(len(groups.prompts))
             graded = answer(groups.prompts, keys, step, 1, Sampling(temperature=0, max_new=sampling.max_new))
         metrics = groups.metrics()
-        if levels is not None:
-            metrics |= shares.metrics(levels, source.dataset, floor=floor)
-        batch = Batch(groups.prompts, groups.rollout, groups.judged, graded, metrics)
+        if rule is not None:
+            metrics |= rule.metrics(levels)
+        learned = groups.rollout
+        if mask_truncated:
+            learned = tree.replace(learned, mask=learned.mask & ~learned.truncated.unsqueeze(-1))
+        batch = Batch(groups.prompts, groups.rollout, groups.judged, graded, metrics, learned)
         return batch, {"ahead": [], "waiting": waiting, "curriculum": levels}
 
     def save(state: State) -> State:

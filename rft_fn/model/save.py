@@ -35,10 +35,13 @@ def local(x: Tensor) -> Tensor:
     return x if part is None else part()
 
 
-def put(p: Any, whole: Any) -> None:
-    """Copy a whole tensor, or the slice of one in a file, into `p`; only a part if `p` is sharded."""
+def put(p: Any, whole: Any, share: float = 1.0) -> None:
+    """Copy a whole tensor, or the slice of one in a file, into `p`; only a part if `p` is sharded.
+
+    With a share below 1, p + share (whole - p).
+    """
     if not hasattr(p, "device_mesh"):
-        p.copy_(whole[...])
+        _mix(p, whole[...], share)
         return
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -46,23 +49,39 @@ def put(p: Any, whole: Any) -> None:
     index = tuple(slice(start, start + n) for start, n in zip(offset, shape))
     part = local(p)
     if part.numel():
-        part.copy_(whole[index])
+        _mix(part, whole[index], share)
+
+
+def _mix(p: Tensor, x: Any, share: float) -> None:
+    """Move `p` in place by a share of the way to x."""
+    if share == 1:
+        p.copy_(x)
+    else:
+        p.lerp_(x.to(p), share)
 
 
 # ---------- weights copied into a bound model: a new reference, an average, another model's parameters
 
 
 @torch.no_grad()
-def assign(params: Mapping[str, Tensor], source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+def assign(
+    params: Mapping[str, Tensor],
+    source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    *,
+    share: float = 1.0,
+) -> None:
     """Copy `source` into the tensors of `params`, by name and in place.
 
-    Tensors that `source` does not have keep their values. `params` are those of `bind` or of a state,
-    sharded by FSDP2 or by ZeRO or whole; `source` is another model's params, sharded or not, a dict, or
-    what `Strategy.export` gives. All ranks call it alike. Moments and masters in an optimizer's state do
+    With a `share` in (0, 1] they go only that part of the way: params + share (source - params), in their
+    own type. Tensors that `source` does not have keep their values. `params` are those of `bind` or of a
+    state, sharded by FSDP2 or by ZeRO or whole; `source` is another model's params, sharded or not, a dict,
+    or what `Strategy.export` gives. All ranks call it alike. Moments and masters in an optimizer's state do
     not follow. ValueError for a name or a shape that `params` does not have, for a source without a
-    tensor, and for weights that a ZeRO optimizer holds. After an error from a mapping nothing has changed;
-    after one from an iterable, only the tensors before it.
+    tensor, for another share, and for weights that a ZeRO optimizer holds. After an error from a mapping
+    nothing has changed; after one from an iterable, only the tensors before it.
     """
+    if not 0 < share <= 1:
+        raise ValueError(f"share: expected 0 < share <= 1, got {share}")
     pairs: Any = source
     if isinstance(source, Mapping):
         named: Any = source
@@ -77,9 +96,9 @@ def assign(params: Mapping[str, Tensor], source: Mapping[str, Tensor] | Iterable
             from deepspeed import zero
 
             with zero.GatheredParameters([p], modifier_rank=0):
-                p.data.copy_(x)
+                _mix(p.data, x, share)
         else:
-            put(p, x)
+            put(p, x, share)
         count += 1
     if not count:
         raise ValueError("source: expected a tensor or more, got none (an export is read only once)")

@@ -25,8 +25,9 @@ from rft_fn.run.run_folder import Run
 from rft_fn.types import Apply, Sampling, Strategy, Transform
 
 __all__ = [
-    "actor_critic", "data_options", "end_dry", "free_options", "initial_model", "load_critic",
-    "load_data", "load_policy", "load_processing", "objective", "open_folder", "optimizer", "plan_steps",
+    "actor_critic", "check_reference", "data_options", "end_dry", "free_options", "initial_model",
+    "load_critic", "load_data", "load_policy", "load_processing", "objective", "open_folder",
+    "optimizer", "plan_steps",
     "print_preflight", "start", "updates_per_pass", "updates_per_step", "with_processor",
 ]  # fmt: skip
 
@@ -382,6 +383,17 @@ def initial_model(
     if cfg.lora_rank:
         return model.without_adapters(module, apply), None
     return st.bind(model.load(cfg.model, meta=st.world > 1), sampling=sampling)
+
+
+def check_reference(cfg: Any, *, anchor: bool) -> None:
+    """Raise ValueError for a reference that is to follow the policy, and cannot."""
+    every: int = getattr(cfg, "ref_every", 0)
+    if every and not anchor:
+        raise ValueError(f"ref_every: expected 0 without a KL to a reference, got {every}; give --kl too")
+    if every and cfg.strategy.zero_stage == 3:
+        raise ValueError(
+            f"ref_every: expected 0 with zero_stage 3, whose checkpoints hold no second model, got {every}"
+        )
 
 
 # ---------- within a step

@@ -44,9 +44,8 @@ from rft_fn.strategy import StrategyConfig
 __all__ = [
     "ActorCritic", "Collect", "Data", "ENGINE", "Entropy", "Evaluation", "Examples", "Heads", "HeldOut",
     "Labelled", "Length", "Limits", "Model", "Optimizer", "Options", "Policy", "Prompts", "Ptx",
-    "Recorded",
-    "Reinforcement", "ReinforcementRun", "Reward", "Rollouts", "Run", "Sampling", "ScoredRun", "Shaping",
-    "Updates",
+    "Recorded", "Reference", "Reinforcement", "ReinforcementRun", "Reward", "Rollouts", "Run",
+    "Sampling", "ScoredRun", "Shaping", "Updates",
 ]  # fmt: skip
 
 
@@ -171,6 +170,7 @@ class Collect(Rollouts, subject="Rollouts"):
 
     rounds: Count = 1  # most sampling rounds of a step, to fill it with groups whose rewards differ (DAPO)
     curriculum: Whole = 0  # prompts in the mean success p of a source, whose share is p (1 - p); 0: off
+    curriculum_by: Literal["source", "prompt"] = "source"  # prompt: p and a share of each, of so many visits
     curriculum_floor: Positive = 0.02  # least p (1 - p)
     mask_truncated: bool = False  # learn nothing from responses that are cut off, which count in their group
 
@@ -179,6 +179,8 @@ class Collect(Rollouts, subject="Rollouts"):
         check_ways(
             ahead=self.ahead, partial_budget=self.partial, rounds=self.rounds, curriculum=self.curriculum
         )
+        if self.curriculum_by == "prompt" and not self.curriculum:
+            raise ValueError("curriculum: expected above 0, as curriculum_by is prompt, got 0")
         if self.curriculum_floor > 0.25:
             raise ValueError(
                 f"curriculum_floor: expected at most 0.25, the largest p (1 - p), got {self.curriculum_floor}"
@@ -292,6 +294,25 @@ class Entropy(Options, subject="Updates"):
         if not self.entropy_target and self.entropy_delta != Entropy.entropy_delta:
             raise ValueError(
                 f"entropy_target: expected one, as entropy_delta is {self.entropy_delta}, got none"
+            )
+
+
+@dataclass(frozen=True)
+class Reference(Options, subject="Updates"):
+    """The model that a KL is to: the initial one, or one that follows the policy."""
+
+    ref_every: Whole = 0  # steps after which the reference of the KL moves to the policy; 0: it never does
+    ref_mix: PositiveShare = 1.0  # the policy's part in it then: 1 resets it, less is a moving average
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.ref_every and self.ref_mix != 1:
+            raise ValueError(f"ref_every: expected above 0, as ref_mix is {self.ref_mix}, got 0")
+        rank = getattr(self, "lora_rank", 0)
+        if self.ref_every and rank:
+            raise ValueError(
+                f"ref_every: expected 0 with lora_rank {rank}, where the reference is the policy without its "
+                f"adapters, got {self.ref_every}"
             )
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from rft_fn import collect, data, engine, model, packing, reward, tree
+from rft_fn.data.curriculum import check_rows
 from rft_fn.data.labelled import NEW_LINE
 from rft_fn.engine import EngineDead
 from rft_fn.engine.lifetime import deferred
@@ -314,6 +315,8 @@ def load_task(cfg: options.Reinforcement, st: Strategy, **more: Any) -> Task:
         max_new=cfg.max_new,
         **more,
     )
+    if getattr(cfg, "curriculum_by", "") == "prompt":
+        check_rows(dataset, cfg.prompts)
     if processing is not None:
         check_engine_media(st, cfg.model, dataset)
     task = Task(tokenizer, dataset, unseen, score, processing)

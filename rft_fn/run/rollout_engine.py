@@ -308,14 +308,14 @@ def correct_mismatch(
     *,
     budget: int,
     version: int,
-    entropy: float = 0.0,
+    bonus: float = 0.0,
 ) -> Corrected:
     """Return the log-probs that an update starts from, and what the options make of each token's weight.
 
     Without `mismatch` or a band, old_logp is the sampler's. With one the trainer scores the rollout, so that
     the loss has its ratio to the trainer's own policy, and the weights hold the ratio of that one to the
     sampler's. The trainer scores it too where the entropy chooses tokens (`weight.high_entropy`, of the whole
-    rollout), or steers the coefficient of its bonus, which is `entropy` at the start of the step. `version` is
+    rollout), or steers the coefficient of its bonus, which is `bonus` at the start of the step. `version` is
     of the trainer's weights.
     """
     name = correction_of(cfg)
@@ -354,7 +354,7 @@ def correct_mismatch(
     if each is not None and target:
         mean = float((each * inside).double().sum() / inside.sum().clamp(min=1))
         delta: float = getattr(cfg, "entropy_delta", 0.0)
-        coef, later = loss.adaptive_entropy(entropy, mean, target=target, delta=delta)
+        coef, later = loss.adaptive_entropy(bonus, mean, target=target, delta=delta)
         metrics["entropy/coef"] = coef
     if coef or target:
         extra["entropy"] = torch.full((len(inside),), coef)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from rft_fn import check, collect, metric, model, reward, reward_shaping, tree
+from rft_fn import check, collect, metric, model, reward, reward_shaping
 from rft_fn.collect import AsyncSampler, Batch
 from rft_fn.optim import Schedule
 from rft_fn.run import opening, options
@@ -87,7 +87,9 @@ class Setup:
         """
         state, found = restore_latest(self.st, self.run, state, dict(loop))
         self.run.resume(found["step"])
-        return state, found
+        if self.reference is not None and found["reference"] is not None:
+            model.assign(self.reference, found["reference"])  # a sharded model takes only its own parameters
+        return state, {**found, "reference": self.reference} if "reference" in loop else found
 
     def finish(self, state: TrainState, *, merge: bool = True) -> None:
         """Save the model that came out, and end the run, its engine and its processes.
@@ -130,7 +132,9 @@ class Setup:
             rounds=getattr(cfg, "rounds", 1),
             curriculum=getattr(cfg, "curriculum", 0),
             floor=getattr(cfg, "curriculum_floor", options.Collect.curriculum_floor),
+            prompt_shares=getattr(cfg, "curriculum_by", "") == "prompt",
             greedy=self.greedy,
+            mask_truncated=getattr(cfg, "mask_truncated", False),
         )
 
     @property
@@ -222,6 +226,19 @@ class Setup:
         with self.run.phase("score"):
             return self.st.score(apply, params, batch, self.cfg.budget, unit=unit).logp
 
+    @property
+    def reference(self) -> Any:
+        """Return the parameters of a reference that follows the policy, which a run saves; None without."""
+        if self.initial is None or not getattr(self.cfg, "ref_every", 0):
+            return None
+        return self.initial[1]
+
+    def follow(self, reference: Any, state: TrainState, step: int) -> Any:
+        """Return the reference after `step` steps, moved to the policy if it is time. Donates `reference`."""
+        if reference is not None and step % self.cfg.ref_every == 0:
+            model.assign(reference, self.st.export(state), share=self.cfg.ref_mix)  # TR-DPO, 2404.09656
+        return reference
+
     def value(self, state: TrainState, rollout: Rollout) -> Tensor:
         """Return the critic's values [B, S] of a rollout, without gradient."""
         assert self.critic is not None, "there is no critic"
@@ -232,30 +249,21 @@ class Setup:
         (value,) = check.given(value=found.value)
         return value
 
-    def learned(self, rollout: Rollout) -> Rollout:
-        """Return a rollout with what is learned in its mask: nothing of cut off rows, if options say so."""
-        if not getattr(self.cfg, "mask_truncated", False):
-            return rollout
-        return tree.replace(rollout, mask=rollout.mask & ~rollout.truncated.unsqueeze(-1))
-
     def trainer_logp(
         self, state: TrainState, rollout: Rollout, step: int, *, entropy: float = 0.0
     ) -> Corrected:
-        """Return the log-probs that the update starts from: the sampler's, unless --mismatch corrects it.
-
-        They come with factors of the tokens' weights and with the coefficient of the entropy bonus, which is
-        `entropy` at the start of the step.
-        """
+        """Return the log-probs that an update starts from, factors of weights, and the entropy's bonus."""
+        cfg = self.cfg
         with self.run.phase("score"):
             return correct_mismatch(
-                self.cfg,
+                cfg,
                 self.st,
                 self.apply,
                 state.params,
                 rollout,
-                budget=self.cfg.budget,
+                budget=cfg.budget,
                 version=step,
-                entropy=entropy,
+                bonus=entropy,
             )
 
     def update_kl(self, state: TrainState, rollout: Rollout, own: Corrected) -> dict[str, float]:
@@ -278,16 +286,9 @@ class Setup:
         the trainer's log-probs, with metrics that come along.
         """
         samples, sampling = self._engine()
+        inner, values = samples.engine, metric.results(metrics) | own.metrics
         gap, floor = check_gap(
-            self.cfg,
-            floor,
-            metric.results(metrics) | own.metrics,
-            batch.rollout,
-            sampling,
-            self.apply,
-            state.params,
-            packs,
-            engine=samples.engine,
+            self.cfg, floor, values, batch.rollout, sampling, self.apply, state.params, packs, engine=inner
         )
         return own.metrics | gap, floor
 
@@ -404,6 +405,7 @@ def setup(
         if greedy and getattr(cfg, name):
             raise ValueError(f"{name}: expected {off} with {cfg.algorithm}: its baseline is a raw reward")
     st = opening.start(cfg, unread=() if sampled else options.ENGINE)
+    opening.check_reference(cfg, anchor=anchor)
     model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
 
     # data and rewards, and the folder of the run

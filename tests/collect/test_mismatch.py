@@ -207,11 +207,11 @@ def test_the_bonus_follows_the_entropy_of_the_policy():
     mean = float(own[r.mask].double().mean())
     for target, applied, later in ((mean + 0.01, 0.02, 0.025), (mean - 0.01, 0.0, 0.015)):
         cfg = Chosen(entropy=0.5, entropy_target=target)
-        found = correct_mismatch(cfg, strategy, apply, params, r, budget=64, version=0, entropy=0.02)
+        found = correct_mismatch(cfg, strategy, apply, params, r, budget=64, version=0, bonus=0.02)
         assert found.entropy == pytest.approx(later) and found.metrics["entropy/coef"] == applied
         assert found.extra["entropy"].tolist() == pytest.approx([applied] * len(r.tokens))
     fixed = correct_mismatch(
-        Chosen(entropy=0.5), strategy, apply, params, r, budget=64, version=0, entropy=0.02
+        Chosen(entropy=0.5), strategy, apply, params, r, budget=64, version=0, bonus=0.02
     )
     assert fixed.entropy == 0.5 and set(fixed.extra["entropy"].tolist()) == {0.5}
     assert not any(name.startswith("entropy/") for name in fixed.metrics)

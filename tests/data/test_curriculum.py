@@ -147,6 +147,60 @@ def test_a_state_that_was_saved_goes_on_to_the_same_prompts(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(state), tree.leaves(whole[2])))
 
 
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 9), st.floats(-1, 2)), max_size=20), st.integers(1, 9))
+def test_the_shares_of_prompts_are_the_rule_of_one_after_the_other(visits, window):
+    """Of ten rows, the first three of a source with twice the share of the other, seven of that one."""
+    dataset = mixed(counts=(3, 7), weights=(2, 1))
+    rule = curriculum.by_prompt(dataset, seed=0, window=window, floor=0.02)
+    state = rule.init()
+    index = [dataset.mixture.place(0, j) for j in range(3)] + [dataset.mixture.place(1, j) for j in range(7)]
+    for row, reward in visits:
+        state = rule.observe(state, [dataset.prompt(index[row])], torch.tensor([[reward] * 2]))
+    weights = [2 / 3] * 3 + [1 / 7] * 7
+    want, shares = ref.curriculum([(row, [x] * 2) for row, x in visits], weights, window=window, floor=0.02)
+    torch.testing.assert_close(state.success, torch.tensor(want, dtype=torch.float64), atol=1e-6, rtol=0)
+    effective = 1 / sum(x * x for x in shares) / len(shares)
+    assert rule.metrics(state)["curriculum/effective"] == pytest.approx(effective, rel=1e-4)
+
+
+def test_prompts_are_drawn_one_after_the_other_by_their_shares():
+    """The ordered pairs of a draw of two have the probabilities w_i w_j / (1 - w_i)."""
+    dataset = data.from_rows(rows(3, "a"), tiny.tokenizer(), name="three")
+    w = [0.5, 0.3, 0.2]
+    # p (1 - p) is 0.25, 0.15 and 0.1
+    success = torch.tensor([0.5, (1 - 0.4**0.5) / 2, (1 - 0.6**0.5) / 2], dtype=torch.float64)
+    count, draws = {}, 6000
+    for seed in range(draws):
+        rule = curriculum.by_prompt(dataset, seed=seed, window=1, floor=0.02)
+        state = tree.replace(rule.init(), success=success)
+        prompts, _, after = rule.draw(state, 2, 0)
+        pair = tuple(p.index for p in prompts)
+        count[pair] = count.get(pair, 0) + 1
+        assert after.drawn.sum() == 2 and pair[0] != pair[1]
+    for (i, j), n in count.items():
+        want = w[i] * w[j] / (1 - w[i])
+        assert abs(n / draws - want) < 4 * (want * (1 - want) / draws) ** 0.5, (i, j)
+    assert len(count) == 6
+
+
+def test_prompts_that_teach_come_more_often_and_all_come():
+    """Of twelve, two are solved half of the time, the others always or never; keys are never drawn twice."""
+    dataset = data.from_rows(rows(12, "a"), tiny.tokenizer(), name="twelve")
+    rule = curriculum.by_prompt(dataset, seed=1, window=1, floor=0.02)
+    state, keys = rule.init(), []
+    for step in range(60):
+        prompts, drawn, state = rule.draw(state, 4, step)
+        keys += drawn
+        rewards = [[float(p.index % 2)] * 2 if p.index > 1 else [0.0, 1.0] for p in prompts]
+        state = rule.observe(state, prompts, torch.tensor(rewards))
+    assert state.drawn[:2].min() > 2 * state.drawn[2:].max() and state.drawn.min() > 2
+    assert len(set(keys)) == len(keys) == 240
+    found = rule.metrics(state)
+    assert found["curriculum/seen"] == 1 and found["curriculum/effective"] < 0.5
+    assert state.success.tolist() == [0.5, 0.5] + [float(i % 2) for i in range(2, 12)]
+
+
 def test_errors_name_what_is_wrong():
     dataset = mixed()
     state = curriculum.init(dataset)
@@ -161,6 +215,20 @@ def test_errors_name_what_is_wrong():
         curriculum.observe(state, dataset, prompts, torch.ones(1, 2), window=0)
     with pytest.raises(ValueError, match=r"reward: expected \[N, G\] with N = 1, got \[2, 2\]"):
         curriculum.observe(state, dataset, prompts, torch.ones(2, 2), window=4)
+
+
+def test_rows_that_never_come_again_have_no_shares():
+    levels = data.load(list(LEVELS[:2]), tiny.tokenizer(), template="{short}")
+    with pytest.raises(
+        ValueError, match=r"curriculum_by: expected source with rows that never come again, s"
+    ):
+        curriculum.by_prompt(levels, seed=0, window=1, floor=0.02)
+    rule = curriculum.by_prompt(mixed(), seed=0, window=1, floor=0.02)
+    with pytest.raises(ValueError, match=r"prompts: expected at most the 20 rows of .*, got 21"):
+        rule.draw(rule.init(), 21, 0)
+    other = curriculum.by_prompt(mixed(counts=(3, 3, 3)), seed=0, window=1, floor=0.02)
+    with pytest.raises(ValueError, match=r"data: expected the 20 rows so far, got 9"):
+        other.draw(rule.init(), 2, 0)
 
 
 def run(out, **options):
@@ -204,10 +272,60 @@ def test_a_run_that_stopped_goes_on_to_the_bit(straight, tmp_path):
     ).read_bytes()
 
 
-def on_ranks(rank, folder):
+def questions(folder):
+    """The options of a run on a file of 24 rows, with a share of each."""
+    file = folder / "rows.jsonl"
+    file.write_text(
+        "".join(json.dumps({"question": f"{i}{3 * i}=", "answer": str(i)}) + "\n" for i in range(24))
+    )
+    how = {"data": (str(file),), "template": "{question}", "reward": ("task:sort_digits",), "eval_share": 0.0}
+    return how | {"curriculum": 2, "curriculum_by": "prompt", "reward": (f"{folder}/reward.py:score",)}
+
+
+REWARD = """
+def score(completions, answer, **_):
+    return [(int(a) + len(c)) % 3 / 2 for c, a in zip(completions, answer)]
+"""
+
+
+@pytest.fixture(scope="module")
+def by_prompt(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prompts")
+    (folder / "reward.py").write_text(REWARD)
+    how = questions(folder)
+    return folder, how, run(folder / "straight", **how)
+
+
+def test_a_run_with_shares_of_prompts_goes_on_to_the_bit(by_prompt, tmp_path):
+    folder, how, metrics = by_prompt
+    assert metrics[0]["curriculum/seen"] == 6 / 24 < metrics[-1]["curriculum/seen"]
+    run(tmp_path / "r", **how, steps=2)
+    again = run(tmp_path / "r", **how, steps=4)
+    assert [no_evaluation(row) for row in again] == [no_evaluation(row) for row in metrics]
+    same = (folder / "straight/model/model.safetensors").read_bytes()
+    assert (tmp_path / "r/model/model.safetensors").read_bytes() == same
+    plain = run(tmp_path / "plain", **how | {"curriculum": 0, "curriculum_by": "source"})
+    assert [row["reward/mean"] for row in plain] != [row["reward/mean"] for row in metrics]
+
+
+def on_ranks(rank, folder, **more):
     torch.set_num_threads(1)
-    cfg = grpo.Config(**(SMALL | {"data": LEVELS, "curriculum": 8, "out": folder}))
+    cfg = grpo.Config(**(SMALL | {"data": LEVELS, "curriculum": 8, "out": folder} | more))
     grpo.main(cfg)
+
+
+def test_two_ranks_draw_the_prompts_that_one_draws(by_prompt, tmp_path):
+    _, how, metrics = by_prompt
+    ranks.run(2, "test_curriculum:by_prompt_on_ranks", str(tmp_path / "two"), how)
+    two = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").read_text().splitlines()]
+    for a, b in zip(metrics, two, strict=True):
+        for name in a:
+            if name.startswith(("curriculum/", "reward/")):
+                assert b[name] == pytest.approx(a[name], abs=1e-6)
+
+
+def by_prompt_on_ranks(rank, folder, how):
+    on_ranks(rank, folder, **how)
 
 
 def test_two_ranks_draw_what_one_draws(straight, tmp_path):
@@ -242,6 +360,14 @@ def test_one_source_is_a_run_without_a_curriculum(tmp_path, capsys):
         ({"ahead": 1}, "curriculum: expected it without ahead and partial.* got ahead 1, partial 0"),
         ({"partial": 3}, "curriculum: expected it without ahead and partial.* got ahead 0, partial 3"),
         ({"curriculum_floor": 0.5}, r"curriculum_floor: expected at most 0\.25.* got 0\.5"),
+        (
+            {"curriculum_by": "prompt"},
+            r"curriculum_by: expected source with rows that never come again, sort",
+        ),
+        (
+            {"curriculum_by": "prompt", "curriculum": 0},
+            r"curriculum: expected above 0, as curriculum_by is pr",
+        ),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_at_once(options, message, tmp_path):

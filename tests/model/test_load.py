@@ -339,6 +339,14 @@ def test_assign_puts_weights_in_place():
     assert torch.equal(params["model.norm.weight"], one["model.norm.weight"])
     assert not torch.equal(want["model.norm.weight"], one["model.norm.weight"])
 
+    # a share of the way, in the type of the parameters
+    before = params["model.embed_tokens.weight"].detach().clone()
+    model.assign(params, {"model.embed_tokens.weight": torch.zeros_like(before).double()}, share=0.25)
+    torch.testing.assert_close(params["model.embed_tokens.weight"].detach(), 0.75 * before)
+    for share in (0.0, 1.5):
+        with pytest.raises(ValueError, match=rf"share: expected 0 < share <= 1, got {share}"):
+            model.assign(params, one, share=share)
+
 
 @pytest.mark.parametrize(
     ("source", "message"),
@@ -378,6 +386,13 @@ def assigned(rank, kind):
     else:
         model.assign(params, state.params)  # shards to shards
         assert torch.equal(model.score(apply, params, packs)[0], out[-1])
+        model.assign(params, dict(tiny.llama(1).named_parameters()), share=0.5)
+        half = {
+            n: (p + dict(tiny.llama(2).named_parameters())[n]) / 2
+            for n, p in tiny.llama(1).named_parameters()
+        }
+        for name, p in params.items():
+            torch.testing.assert_close(p.full_tensor(), half[name].detach())
     return out
 
 

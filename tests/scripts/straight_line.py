@@ -300,5 +300,12 @@ def averaged(updates):
     return {name: mean(u[name] for u in updates if name in u) for name in names}
 
 
+@torch.no_grad()
+def move(ref, lm, share):
+    """Move a reference to a policy by a share of the way."""
+    for old, new in zip(ref.parameters(), lm.parameters(), strict=True):
+        old.copy_((1 - share) * old + share * new)
+
+
 def copy_of(lm):
     return copy.deepcopy(lm).requires_grad_(False)

@@ -42,12 +42,15 @@ SMALL = [
 ]
 
 
+STATES = ["--ema", "0.9", "--kl", "0.01", "--ref-every", "3", "--ref-mix", "0.5", "--normalize-reward"]
+STATES += ["--entropy-target", "9", "--entropy-delta", "0.001"]
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """One uninterrupted run with all that has a state: EMA, KL to the initial model, reward moments."""
+    """One uninterrupted run with all that has a state: averages, moments, the entropy's coefficient."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
-    options = ["--ema", "0.9", "--kl", "0.01", "--normalize-reward"]
-    run("grpo", *SMALL, "--out", folder, *options, whole=True)
+    run("grpo", *SMALL, "--out", folder, *STATES, whole=True)
     return folder
 
 
@@ -126,7 +129,7 @@ def test_normalised_parts_train_alike_whatever_their_scale(tmp_path, script):
 def test_kill_9_and_the_same_command_again(straight, tmp_path, after, seconds):
     """Killed after step `after`, before the first checkpoint or later, wherever it is: equal files at the
     end."""
-    args = [*SMALL, "--out", tmp_path / "straight", "--ema", "0.9", "--kl", "0.01", "--normalize-reward"]
+    args = [*SMALL, "--out", tmp_path / "straight", *STATES]
     process = start("grpo", *args, interrupted=(signal.SIGKILL, after, seconds))
     path = tmp_path / "straight" / "metrics.jsonl"
     process.communicate()
@@ -144,7 +147,7 @@ def test_kill_9_and_the_same_command_again(straight, tmp_path, after, seconds):
 def test_a_signal_finishes_the_step_and_saves_it(straight, tmp_path, number, code):
     """The files end with the step at which it stopped; the same command makes them those of a whole run."""
     args = [*SMALL, "--save-every", "100", "--out", tmp_path / "straight"]
-    args += ["--ema", "0.9", "--kl", "0.01", "--normalize-reward"]
+    args += [*STATES]
     process, path = start("grpo", *args, interrupted=(number, 1, 0.02)), tmp_path / "straight/metrics.jsonl"
     _, err = process.communicate(timeout=600)
     assert process.returncode == code and "Traceback" not in err
@@ -164,12 +167,33 @@ def test_a_reader_that_leaves_does_not_end_a_run(tmp_path):
     assert len(rows(tmp_path / "r")) == 30
 
 
+def test_a_checkpoint_without_a_newer_part_of_the_loop_resumes(tmp_path):
+    """An option that has a state may be switched on, or off, and an older checkpoint has no place for it."""
+    grpo = script("grpo")
+    small = {
+        "prompts": 4,
+        "group": 4,
+        "eval_prompts": 4,
+        "lr_end": 1.0,
+        "kl": 0.1,
+        "out": str(tmp_path / "r"),
+    }
+    grpo.main(grpo.Config(**small, steps=2))
+    more = {"ref_every": 1, "entropy_target": 9.0, "override": True}
+    grpo.main(grpo.Config(**small, **more, steps=4))
+    grpo.main(grpo.Config(**small, steps=5, override=True))
+    found = rows(tmp_path / "r")
+    assert [x.get("entropy/coef") for x in found] == [None, None, 0.0, 0.005, None]
+    # the reference is the initial model in step 3, the newest policy in step 4, the initial one again
+    assert found[3]["policy/kl_ref"] < 1e-6 < found[2]["policy/kl_ref"] < found[4]["policy/kl_ref"]
+
+
 def test_a_remedy_that_an_error_names_can_be_taken(straight, tmp_path):
     """The budget is raised and fewer are sampled at a time in mid-run; other changes are noted."""
     folder = tmp_path / "straight"
     shutil.copytree(straight, folder)
     shutil.rmtree(folder / "checkpoints" / "step_00000008")
-    args = [*SMALL, "--out", folder, "--ema", "0.9", "--kl", "0.01", "--normalize-reward"]
+    args = [*SMALL, "--out", folder, *STATES]
     run(
         "grpo", *args, "--budget", "512", "--engine-batch", "4", "--gradient-checkpointing", "--timeout", "99"
     )
@@ -187,7 +211,7 @@ def test_checkpoints_that_are_gone_are_named(straight, tmp_path):
     shutil.copytree(straight, folder)
     shutil.rmtree(folder / "checkpoints")
     before = (folder / "metrics.jsonl").read_bytes()
-    err = run("grpo", *SMALL, "--out", folder, "--ema", "0.9", "--kl", "0.01", "--normalize-reward", code=2)
+    err = run("grpo", *SMALL, "--out", folder, *STATES, code=2)
     assert "no checkpoint is left" in err and "Traceback" not in err
     assert (folder / "metrics.jsonl").read_bytes() == before
 
@@ -326,6 +350,9 @@ OPTIONS = {
     "beta1": {"epochs": 2, "beta1": 0.5},
     "beta2": {"epochs": 2, "beta2": 0.5},
     "weight_decay": {"weight_decay": 10.0},
+    "two steps": {"steps": 2, "kl": 0.5},
+    "ref_every": {"steps": 2, "kl": 0.5, "ref_every": 1},
+    "ref_mix": {"steps": 2, "kl": 0.5, "ref_every": 1, "ref_mix": 0.5},
     "entropy": {"entropy": 0.05},
     "entropy_target": {"entropy": 0.1, "entropy_target": 9.0},
     "entropy_share": {"entropy_share": 0.2},
@@ -387,8 +414,9 @@ def test_what_a_step_logs(straight):
     last = rows(straight)[-1]
     assert last["lr"] == pytest.approx(1e-3 * 8 / 15)
     assert last["adv/min"] < 0 < last["adv/max"] and last["adv/std"] > 0
-    assert last["loss"] == pytest.approx(last["policy/loss"] + 0.01 * last["policy/kl_ref"], rel=0.5)
-    assert last["loss"] != last["policy/loss"]
+    bonus = last["entropy/coef"] * last["policy/entropy"]
+    assert last["loss"] + bonus == pytest.approx(last["policy/loss"] + 0.01 * last["policy/kl_ref"], abs=5e-4)
+    assert last["entropy/coef"] == pytest.approx(0.007) and last["loss"] != last["policy/loss"]
     timing = rows(straight, "timing.jsonl")
     phases = {"generate", "judge", "score", "train", "sync"}
     for row in timing:
@@ -685,7 +713,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(straight, tmp_path):
     shutil.copytree(straight, folder)
     newest = folder / "checkpoints" / "step_00000008" / "rank_00000.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
-    args = [*SMALL, "--out", folder, "--ema", "0.9", "--kl", "0.01", "--normalize-reward"]
+    args = [*SMALL, "--out", folder, *STATES]
     before = (folder / "metrics.jsonl").read_bytes()
     err = run("grpo", *args, code=2)
     assert "step_00000008 is damaged" in err and "delete it to resume from step_00000006" in err

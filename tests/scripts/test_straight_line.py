@@ -603,6 +603,8 @@ def dpo_by_hand(cfg, lm, tokenizer):
         values |= {"grad/norm": norm, "grad/skipped": 0.0}
         if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
             values |= dpo_evaluation(cfg, task, tokenizer, lm, ref)
+        if cfg.ref_every and (step + 1) % cfg.ref_every == 0:
+            line.move(ref, lm, cfg.ref_mix)
         log.append(values)
     return log, opt.params
 
@@ -611,7 +613,15 @@ AVERAGE = {"loss": "ipo", "average": True}
 
 
 @pytest.mark.parametrize(
-    "row", [{"loss": "dpo", "nll": 0.3}, {"loss": "cdpo", "label_smoothing": 0.2}, {"loss": "ipo"}, AVERAGE]
+    "row",
+    [
+        {"loss": "dpo", "nll": 0.3},
+        {"loss": "cdpo", "label_smoothing": 0.2},
+        {"loss": "ipo"},
+        AVERAGE,
+        {"ref_every": 3},
+        {"ref_every": 1, "ref_mix": 0.3},
+    ],
 )
 def test_dpo_is_its_definition(wide, tmp_path, row):
     dpo = script("dpo")
