@@ -42,7 +42,7 @@ from rft_fn.run.cli import without
 from rft_fn.strategy import StrategyConfig
 
 __all__ = [
-    "ActorCritic", "Collect", "Data", "ENGINE", "Entropy", "Evaluation", "Examples", "Heads", "HeldOut",
+    "ENGINE", "ActorCritic", "Collect", "Data", "Entropy", "Evaluation", "Examples", "Heads", "HeldOut",
     "Labelled", "Length", "Limits", "Model", "Optimizer", "Options", "Policy", "Prompts", "Ptx",
     "Recorded", "Reference", "Reinforcement", "ReinforcementRun", "Reward", "Rollouts", "Run",
     "Sampling", "ScoredRun", "Shaping", "Updates",

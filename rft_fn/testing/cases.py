@@ -54,7 +54,7 @@ def tabular(seed: int = 0) -> tuple[Apply, tree.Named]:
 
     It is the smallest that notices a wrong token, target or position:
 
-        logits = bigram[token] + position[pos],    value = table[token] = score[0]
+        logits = bigram[token] + position[pos],    value = table[token],    score = [value, -value]
 
     Its outputs are 0 outside mask.
     """
@@ -75,7 +75,7 @@ def _apply(params: Any, b: Packed) -> TokenOut:
         entropy=entropy * b.mask,
         sum_p2=logp.exp().square().sum(-1) * b.mask,
         value=value,
-        score=value.unsqueeze(-1),
+        score=torch.stack([value, -value], -1),
         words_logp=words_logp,
     )
 

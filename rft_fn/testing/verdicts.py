@@ -66,6 +66,8 @@ def verdicts(
             call()
         except AssertionError as error:
             found.append(Verdict(name, str(error) or "failed"))
+        except (RuntimeError, IndexError, ZeroDivisionError) as error:
+            found.append(Verdict(name, f"raised {type(error).__name__}: {str(error).splitlines()[0]}"))
         else:
             found.append(Verdict(name, ""))
     return found
