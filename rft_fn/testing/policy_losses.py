@@ -72,7 +72,7 @@ def _shifts(mask: Tensor) -> dict[str, Tensor]:
     """Return name -> log-ratios [B, S] in nats, of all tokens or of the middle one of each row."""
     count = mask.cumsum(-1)
     middle = mask & (count == (count[:, -1:] + 1) // 2)
-    of_all = {f"log-ratio {s:+g}": s * mask.double() for s in (0.0, 50.0, -50.0)}
+    of_all = {f"log-ratio {s:+g}": s * mask.double() for s in (0.0, 50.0, -50.0, 100.0, -100.0)}
     return of_all | {f"log-ratio {s:+g} of one token per row": s * middle.double() for s in (50.0, -50.0)}
 
 
@@ -108,8 +108,8 @@ def check_finite(
 ) -> None:
     """Check that value and gradient are finite at any log-ratio.
 
-    They are evaluated in float64 and float32, at log-ratios of 0 and +-50, of all tokens and of one token
-    among others at 0. Masked rows and empty packs give exactly 0.
+    They are evaluated in float64 and float32, at log-ratios of 0, +-50 and +-100, of all tokens and of one
+    token among others at 0. Masked rows and empty packs give exactly 0.
     """
     c = case(seed, weight=weight, extra=extra)
     logp = log_probs(c.apply, c.params, c.exp)

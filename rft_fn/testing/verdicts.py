@@ -206,7 +206,7 @@ def _cut(f: _Facts) -> bool:
 
 def _unlimited(f: _Facts) -> bool:
     finite = f.failed.get("finite", "log-ratio +50")
-    return finite.startswith(("log-ratio +50", "log-ratio -50")) and bool(
+    return finite.startswith(("log-ratio +50", "log-ratio -50", "log-ratio +100", "log-ratio -100")) and bool(
         {"bound", "finite"} & f.failed.keys()
     )
 
@@ -228,7 +228,7 @@ CAUSES: dict[str, Callable[[_Facts], bool]] = {
         "finite" in f.failed and not _unlimited(f)
     ),
     "advantages or log-probs of another token of the sequence: a shift by one": lambda f: (
-        "packing" not in f.failed and _shifted(f)
+        ("packing" not in f.failed or not f.changed) and _shifted(f)
     ),
     "tokens outside the mask in a statistic of a sequence": lambda f: (
         "masked" in f.failed and "packing" not in f.failed
@@ -240,23 +240,26 @@ CAUSES: dict[str, Callable[[_Facts], bool]] = {
         "packing" in f.failed or "partition" in f.failed
     ),
     "the sign: a loss is minus what is to grow": lambda f: (
-        "on-policy" in f.failed and _close(f.slope.abs(), f.adv.abs())
+        "on-policy" in f.failed and _close(f.slope.abs(), f.adv.abs()) and not _close(f.slope, -f.adv)
     ),
     "max in place of min in a clip": lambda f: "do not learn" in f.failed.get("sides", "") and f.runs_on,
     "a clip that stops tokens on the side from which they have to come back": lambda f: (
         "do not learn" in f.failed.get("sides", "")
     ),
-    "an exponential without a limit": _unlimited,
     "limits on other sides than claimed: low and high exchanged": lambda f: (
         "expected tokens with" in f.failed.get("sides", "")
     ),
+    "an exponential without a limit": _unlimited,
     "the reference in place of the old policy": lambda f: _close(f.to_reference, -f.adv),
     "log-probs without the old policy beside them": _old,
     "a term without the advantage, such as a KL or an entropy: on_policy=False": lambda f: (
-        bool((f.none != 0).any()) and _close(f.slope - f.none, -f.adv)
+        "on-policy" in f.failed and _close(f.slope - f.none, -f.adv)
     ),
     "a constant factor, which belongs in the learning rate": lambda f: (
         "on-policy" in f.failed and _constant(_factor(f))
+    ),
+    "the advantage is changed inside the loss: capped, or nothing but its sign": lambda f: (
+        "on-policy" in f.failed and bool((f.slope[f.adv.argsort()].diff() <= 1e-12).all())
     ),
 }
 

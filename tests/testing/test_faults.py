@@ -175,13 +175,23 @@ FAULTS = {
         "kl": lambda o, b: clip(o, b) + 0.1 * loss.kl(o.logp, b.ref_logp),
         "k3": lambda o, b: clip(o, b) + 0.1 * loss.kl_k3(o.logp, b.ref_logp),
         "k1, whose gradient is none": lambda o, b: clip(o, b) + 0.1 * (o.logp - b.ref_logp),
+        "entropy bonus": lambda o, b: clip(o, b) - 0.01 * o.entropy,
         "squared log-ratio to the reference": lambda o, b: clip(o, b) + 0.1 * (o.logp - b.ref_logp).square(),
+    },
+    "the advantage is changed": {
+        "only its sign": lambda o, b: loss.ppo_clip(o.logp, b.old_logp, b.adv.sign()),
+        "capped": lambda o, b: loss.ppo_clip(o.logp, b.old_logp, b.adv.clamp(-0.5, 0.5)),
     },
     "without a limit": {
         "ratio": lambda o, b: -(o.logp - b.old_logp).exp() * b.adv,
         "steep": lambda o, b: -(10 * (o.logp - b.old_logp)).exp() * b.adv / 10,
         "square": lambda o, b: -r(o, b).square() * b.adv / 2,
         "inverse": lambda o, b: (b.old_logp - o.logp).exp() * b.adv,
+        "ratio in a clip": lambda o, b: (
+            -torch.min(
+                (o.logp - b.old_logp).exp() * b.adv, (o.logp - b.old_logp).exp().clamp(0.8, 1.2) * b.adv
+            )
+        ),
     },
     "logarithm of 0": {
         "divides outside the mask": lambda o, b: clip(o, b) * torch.where(b.mask, o.logp / o.logp, 0.0),
