@@ -123,7 +123,7 @@ def _assert_flat(estimator: Estimator, group: int) -> None:
             adv = _advantages(estimator, torch.full((2, group), value, dtype=dtype))
             if not (adv.abs() <= 4 * torch.finfo(dtype).eps * abs(value)).all():  # rounding of a mean
                 raise AssertionError(
-                    f"{group} equal rewards of {value:.4g} in {dtype}: expected advantages of 0, "
+                    f"{group} equal rewards of {value:.4g} in {dtype}: expected advantages of exactly 0, "
                     f"got {_short(adv[0])}"
                 )
 

@@ -1,0 +1,119 @@
+"""Certificates: a loss of a file, its bias by enumeration, and losses of other libraries."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rft_fn import loss, testing
+from rft_fn.tools import commands
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+import certificates
+
+FILE = """
+import torch, rft_fn as rft
+NUMBER = 3
+def clipped(out, b): return rft.loss.ppo_clip(out.logp, b.old_logp, b.adv)
+def clamped(out, b): return -rft.loss.ratio(out.logp, b.old_logp).clamp(0.8, 1.2) * b.adv
+def scalar(out, b): return (out.logp * b.adv).mean()
+def halves(mask): return mask.double() / 2
+def shares(exp): return {"share": exp.adv.abs().sum(-1)}
+def shared(out, b): return rft.loss.ppo_clip(out.logp, b.old_logp, b.adv) + 0 * b.extra["share"]
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "my_loss.py").write_text(FILE)
+    return f"{tmp_path / 'my_loss.py'}:"
+
+
+def certify(*args):
+    """The exit status of `rft certify`."""
+    try:
+        commands.main(["certify", *args])
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def test_a_right_loss_is_certified(file, tmp_path, capsys):
+    out = str(tmp_path / "c.json")
+    assert certify(f"{file}clipped", "--low", "0.2", "--high", "0.2", "--json", out) == 0
+    assert "All 9 checks pass, on 3 batches." in capsys.readouterr().out
+    found = json.loads(Path(out).read_text())
+    assert found["certified"] and found["cause"] == "" and len(found["sha256"]) == 64
+    assert [v["passed"] for v in found["verdicts"]] == [True] * 9 and len(found["cases"]) == 3
+    assert found["versions"].keys() == {"rft_fn", "torch", "python"}
+    at, near, far = found["bias"]
+    assert at["bias"] < 1e-12 < near["bias"] < far["bias"]
+
+
+def test_a_wrong_loss_is_not(file, capsys):
+    assert certify(f"{file}clamped") == 1
+    assert "1 of 9 checks fail. The likeliest cause: a clip that stops tokens" in capsys.readouterr().out
+    assert certify(f"{file}scalar") == 1
+    assert "9 of 9 checks fail. The likeliest cause: a mean or a sum inside" in capsys.readouterr().out
+    assert certify(f"{file}clipped", "--high", "0.3") == 1
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--weight", "seq_mean"),
+        ("--weight", "{}halves"),
+        ("--extra", "{}shares"),
+        ("--unit", "2"),
+        ("--no-policy",),
+    ],
+)
+def test_options_of_a_certificate(file, args, capsys):
+    name = "shared" if "--extra" in args else "clipped"
+    assert certify(f"{file}{name}", *(x.format(file) for x in args)) == 0
+    policy = not {"--unit", "--no-policy"} & {*args}
+    assert f"All {9 if policy else 6} checks pass" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("nothing.py:x", "loss 'nothing.py:x': no such file"),
+        ("{}NUMBER", "loss: expected a function of "),
+        ("{}missing", "(clamped, clipped, halves, scalar, shared, shares), got 'missing'"),
+        ("word", "loss: expected FILE.py:NAME, got 'word'"),
+    ],
+)
+def test_what_is_no_loss_is_one_line(file, capsys, loss, message):
+    assert certify(loss.format(file)) == 2
+    line = capsys.readouterr().err
+    assert message in line and line.count("\n") == 1
+
+
+def unclipped(out, b):
+    return -loss.ratio(out.logp, b.old_logp) * b.adv
+
+
+def of_sequences(out, b):
+    """The exact importance weight of a response."""
+    log_ratio = torch.zeros(b.num_seqs).double().index_add(0, b.seq, (out.logp - b.old_logp).detach())
+    return -log_ratio.exp()[b.seq] * b.adv * out.logp
+
+
+def test_only_ratios_of_whole_responses_have_no_bias():
+    assert testing.loss_bias(of_sequences, gap=0.5).bias < 1e-12
+    assert testing.loss_bias(unclipped).bias < 1e-12
+    assert 0.1 < testing.loss_bias(unclipped, gap=0.5).bias
+
+
+def test_means_of_other_libraries_depend_on_the_micro_batch_or_not():
+    """The file of results has what is measured."""
+    found = certificates.measure()
+    recorded = json.loads(certificates.RESULTS.read_text())
+    for name, errors in found.items():
+        own = "bnpo" in name or name.endswith("=token-mean`")
+        assert all((x > 0.1) == own and (own or x < 1e-9) for x in errors.values()), name
+        if own:
+            assert [*recorded[name].values()] == pytest.approx([*errors.values()], rel=1e-3)
