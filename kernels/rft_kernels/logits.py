@@ -110,12 +110,11 @@ class _FromLogits(torch.autograd.Function):
         ctx.save_for_forward(z, y, scale)
 
     @staticmethod
-    def jvp(ctx: Any, dz: Tensor | None, *_: Any) -> Any:
-        """The derivative in the direction dz, by plain operations on whole logits."""
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """The derivative in the direction of z's tangent, by plain operations on whole logits."""
         z, y, scale = ctx.saved_tensors
-        if dz is None:
-            dz = torch.zeros_like(z)
-        _, (dlogp, dentropy) = torch.func.jvp(_definition(y, scale, ctx.options), (z,), (dz,))
+        along = (_or_zeros(tangents[0], z),)
+        dlogp, dentropy = torch.func.jvp(_definition(y, scale, ctx.options), (z,), along)[1]
         return dlogp, dentropy if ctx.options.entropy else None, None
 
     @staticmethod
