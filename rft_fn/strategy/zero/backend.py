@@ -182,7 +182,8 @@ class ZeroBackend(Backend):
     ) -> tuple[ZeroGrads, dict[str, metric.Metric]]:
         """Compute (gradients, metrics) of (w * loss).sum() over the packs of all ranks.
 
-        The gradients stay in DeepSpeed. Every rank brings the same number of packs, at least one.
+        The gradients stay in DeepSpeed. Their noise is not measured with adam_offload. Every rank brings the
+        same number of packs, at least one.
         """
         model = deepspeed_engine.model_of(state)
         if not isinstance(apply, ZeroApply) or apply.model is not model:
@@ -194,7 +195,7 @@ class ZeroBackend(Backend):
         # DeepSpeed adds a pack's gradients to those that are there: of earlier packs, and of an earlier batch
         model.clear()
         mine: dict[str, metric.Metric] = {}
-        noise = step.noise_meter(packs)
+        noise = None if model.stage.offloads else step.noise_meter(packs)
         held: list[Tensor] = []
         for i, pack in enumerate(packs):
             pack = to_device(pack, device)

@@ -170,6 +170,12 @@ class Stage(ABC):
         self.optimizer = optimizer
         self.copies = 1  # of the gradients, over all ranks
 
+    @property
+    def offloads(self) -> bool:
+        """Return whether gradients go to the host as they are made, with norms that are noted there."""
+        offload = getattr(self.optimizer, "offload_optimizer", False)
+        return bool(offload or getattr(self.optimizer, "cpu_offload", False))
+
     @abstractmethod
     def flat_weights(self) -> list[Tensor]:
         """Return this rank's part of the float32 weights, one tensor per parameter group."""
