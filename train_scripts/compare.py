@@ -14,9 +14,10 @@ from typing import Literal
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.algorithm import TABLE, Algorithm
+from rft_fn.algorithm import Algorithm, get_algorithm
 from rft_fn.analysis import estimators
 from rft_fn.check import Count, Filled, Positive, Seed, Several, Share, Whole
+from rft_fn.reward.spec import find_module
 from rft_fn.run import options
 from rft_fn.strategy import StrategyConfig
 from rft_fn.tools import comparison
@@ -48,10 +49,11 @@ def row(name: str, group: int) -> Algorithm:
     """Return the row of a name, or GRPO's with the loss of FILE.py:LOSS."""
     file, _, function = name.rpartition(":")
     if not file:
-        return rft.algorithm.get_algorithm(name, group=group)
-    if not callable(loss := getattr(rft.reward.spec.find_module(file, name, kind="loss"), function, None)):
+        return get_algorithm(name, group=group)
+    loss = getattr(find_module(file, name, kind="loss"), function, None)
+    if not callable(loss):
         raise ValueError(f"rows: expected a loss {function} in {file}, got none")
-    return TABLE["grpo"]._replace(loss=loss)
+    return get_algorithm("grpo")._replace(loss=loss)
 
 
 def weighted(algo: Algorithm, rollout: rft.Rollout, reward: Tensor, **more: Tensor) -> rft.Experience:
@@ -107,8 +109,8 @@ def exact(cfg: Config, st, apply, state, score, tokenizer, prompts) -> tuple[est
 def by_samples(cfg: Config, st, apply, state, sample) -> tuple[estimators.Reference, str]:
     """Return RLOO's gradient on fresh prompts, and what it is."""
     _, fresh, worth = sample(cfg.reference_prompts, 1)
-    exp = weighted(TABLE["rloo"], fresh, worth)
-    slope = estimators.slopes(TABLE["rloo"].loss, exp, fresh.logp)
+    exp = weighted(get_algorithm("rloo"), fresh, worth)
+    slope = estimators.slopes(get_algorithm("rloo").loss, exp, fresh.logp)
     rows = estimators.split_prompts(fresh.group, cfg.reference_prompts)
     ref = estimators.reference(st, state, apply, exp, slope, rows, budget=cfg.budget)
     return ref, f"rloo on {cfg.reference_prompts} fresh prompts"
@@ -126,9 +128,7 @@ def main(cfg: Config) -> None:
     times = cfg.parts if cfg.reference == "exact" else 1
     prompts, rollout, reward = sample(cfg.prompts // times, 0, times=times)
     parts = estimators.split_prompts(rollout.group, cfg.parts)
-
-    # the policy some updates away from its samples
-    away = TABLE["cispo"]  # it stops no gradient
+    away = get_algorithm("cispo")  # for the updates away from the samples: it stops no gradient
     for _ in range(cfg.drift):
         packs = st.shard(weighted(away, rollout, reward), cfg.budget)
         state, _ = st.update(state, st.grad(state, apply, away.loss, packs)[0])
