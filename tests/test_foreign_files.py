@@ -5,7 +5,7 @@ import time
 import pytest
 from each_case import each
 
-from rft_fn.tools.other_libraries import accepted, migrate, shell
+from rft_fn.tools.other_libraries import LIBRARIES, accepted, migrate, shell
 from rft_fn.tools.other_libraries.foreign_files import read
 
 # a script and the words of its last command
@@ -134,3 +134,27 @@ def test_an_unknown_library_is_one_line(tmp_path, capsys):
         "error: system: expected options of one of trl, verl, openrlhf, lightrft, prime-rl, got none that "
         "they have: wibble\n"
     )
+
+
+def test_a_command_runs_nothing_that_a_value_holds(tmp_path, capsys):
+    """Values are words of a shell; only variables and dates stay what they are."""
+    (tmp_path / "a.yaml").write_text(
+        "model_name_or_path: 'm; touch pwned'\nnum_generations: 4\nrun_name: '$(touch pwned) `x`'\n"
+        "dataset_prompt_column: 'a b'\noutput_dir: $HOME/x\nreward_funcs: ['f.py:g; ls']\n"
+    )
+    assert migrate.main([str(tmp_path / "a.yaml")]) == 0
+    printed = capsys.readouterr().out
+    for word in (
+        "--model 'm; touch pwned'",
+        "--template '{a b}'",
+        '--out "$HOME/x"',
+        "--reward 'f.py:g; ls'",
+    ):
+        assert f"{word} \\\n" in printed, printed
+    assert "# run_name=$(touch pwned) `x`: what a command prints, so it is left out" in printed
+
+
+def test_a_form_that_cannot_be_read_is_a_note():
+    found = migrate.translate(LIBRARIES["openrlhf"], {"actor.eps_clip_low_high": 0.2}, kind="rl")
+    assert found.notes[0].startswith("actor.eps_clip_low_high=0.2: not of a form that can be read")
+    assert "--clip-high 0.2" in found.command

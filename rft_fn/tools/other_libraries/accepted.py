@@ -38,8 +38,8 @@ def accepted(script: str, arguments: Sequence[str]) -> tuple[list[str], dict[str
 def _refusal(script: str, arguments: Sequence[str]) -> str:
     """Return the line by which a script refuses a command; empty where it accepts it."""
     module = _script(script)
-    words = [word for argument in arguments for word in shlex.split(argument)]
     try:
+        words = [word for argument in arguments for word in shlex.split(argument)]
         cfg = parsing.parse(module.Config, parsing.qualify(words, module.Config))
         _check(module, cfg)
     except ValueError as error:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from rft_fn.check import printable
 from rft_fn.tools.other_libraries import LIBRARIES, accepted
+from rft_fn.tools.other_libraries import rows as r
 from rft_fn.tools.other_libraries.foreign_files import Config, read
-from rft_fn.tools.other_libraries.rows import Library, Row, Trainer
+from rft_fn.tools.other_libraries.rows import Combined, Library, Row, Trainer
 
 __all__ = ["KINDS", "Translation", "main", "read", "table", "translate"]
 
@@ -49,8 +50,7 @@ def translate(
     """
     trainer = library.trainers[_kind(library, options, programs, kind)]
     options, notes = _numbers(trainer, _switched_off(trainer, options))
-    whole = {name: x for name, x in {**trainer.defaults, **options}.items() if not _is_null(x)}
-    arguments, used, more = trainer.combine(whole)
+    (arguments, used, more), whole = _combined(trainer, options)
     notes, used = [*notes, *more], used | {"processes"}
     if "processes" in options:
         notes.append(f"processes: torchrun --nproc-per-node {options['processes']} starts as many as theirs")
@@ -68,7 +68,7 @@ def translate(
                 without[f"{name}={value}"] = row.note or "ours have no such value"
             else:
                 arguments = [*arguments, found]
-                theirs[found] = f"{name}={value}", row.note
+                theirs[_safe(found) if found else ""] = f"{name}={value}", row.note
         elif section is not None:
             without[name] = section
         else:
@@ -81,7 +81,7 @@ def translate(
 
     # what the script refuses; then what nobody can do without, and what few configs name
     script = trainer.script(whole)
-    arguments, engine = _of_engine(arguments)
+    arguments, engine = _of_engine([_safe(argument) for argument in arguments])
     arguments, refused = accepted.accepted(script, arguments)
     notes += [*engine, *(_refused(script, x, why, *theirs.get(x, ("", ""))) for x, why in refused.items())]
     wanted = {"--data": "add a file or a hub name; without it the rows are those of a built-in task"}
@@ -91,6 +91,16 @@ def translate(
         if not any(text.startswith(f"{name} ") for text in arguments):
             notes = [*notes, f"{name}: {what}"]
     return Translation([f"python train_scripts/{script}.py", *arguments], notes, without, unknown)
+
+
+def _safe(argument: str) -> str:
+    """Return an argument in which each word is one to a shell, so that a value runs nothing."""
+    try:
+        first, *words = shlex.split(argument)
+    except ValueError:
+        first, _, rest = argument.partition(" ")
+        words = [rest]
+    return " ".join([first, *(x if x.startswith("--") else r.word(x) for x in words)])
 
 
 _OF_VLLM = ("mem-util", "tp-size", "max-model-len", "dtype")
@@ -122,6 +132,35 @@ def _refused(script: str, argument: str, why: str, theirs: str, note: str) -> st
         why = f"{script}.py has no such option" + (f"; {note}" if note else "")
     origin = f", of {theirs}" if theirs else ""
     return f"left out: {argument}{origin}: {why}"
+
+
+_ODD = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
+
+
+def _combined(trainer: Trainer, options: Mapping[str, Any]) -> tuple[Combined, dict[str, Any]]:
+    """Return what a trainer makes of options together, and the options with its defaults.
+
+    An option of a form that it cannot read, as a list in the place of a name, is left out with a note.
+    """
+    given = {name: x for name, x in options.items() if not _is_null(x)}
+    unlimited = {name for name in _UNLIMITED if name in options and name not in given}
+    usual = {name: x for name, x in trainer.defaults.items() if name not in unlimited}
+    whole = {**usual, **given}
+    try:
+        return trainer.combine(whole), whole
+    except _ODD:
+        whole, notes = dict(usual), []
+    for name, x in given.items():
+        try:
+            trainer.combine({**whole, name: x})
+            whole[name] = x
+        except _ODD:
+            notes.append(f"{name}={x}: not of a form that can be read, so it is left out")
+    found = trainer.combine(whole)
+    return found._replace(notes=[*notes, *found.notes]), whole
+
+
+_UNLIMITED = ("max_length",)  # options in which null is a value: no limit
 
 
 def _switched_off(trainer: Trainer, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,13 +219,13 @@ def _arguments(row: Row, value: Any) -> str | None:
     elif not row.ours:
         return None
 
+    # a name of a column, in braces
+    flag, _, pattern = row.ours.partition(" ")
+    if pattern.startswith("'"):
+        return f"{flag} {r.word(pattern.strip(chr(39)).format(x=row.separator.join(items)))}"
+
     # a variable of the shell stays one
-    return row.ours.format(x=row.separator.join(_quoted(item) for item in items))
-
-
-def _quoted(item: str) -> str:
-    """Return a value as a word of the shell; a variable in it stays one."""
-    return f'"{item}"' if re.search(r"\$[A-Za-z{(]", item) and '"' not in item else shlex.quote(item)
+    return row.ours.format(x=row.separator.join(r.word(item) for item in items))
 
 
 def _kind(library: Library, options: Mapping[str, Any], programs: Sequence[str], named: str | None) -> str:

@@ -121,14 +121,14 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
     path = options.get("custom_reward_function.path")
     on = str(options.get("reward_model.enable", False)).lower() == "true"
     if on and options.get("reward_model.model.path"):
-        arguments.append(f"--reward {_word('model:' + str(options['reward_model.model.path']))}")
+        arguments.append(f"--reward {r.word('model:' + str(options['reward_model.model.path']))}")
         used |= {"reward_model.enable"}
     if path:
         head = "custom_reward_function.reward_kwargs."
         given = {name.removeprefix(head): x for name, x in options.items() if name.startswith(head)}
         call = f"({', '.join(f'{k}={_literal(x)}' for k, x in given.items())})" if given else ""
         spec = f"verl:{path}:{options.get('custom_reward_function.name') or 'compute_score'}{call}"
-        arguments = [f"--reward {' '.join([*(x.partition(' ')[2] for x in arguments), _word(spec)])}"]
+        arguments = [f"--reward {' '.join([*(x.partition(' ')[2] for x in arguments), r.word(spec)])}"]
     if not arguments:
         arguments.append("--reward math:reward_model.ground_truth")
         notes.append(
@@ -145,11 +145,6 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
                 notes.append("--overlong: its penalty rises to 1")
     used |= {"reward_model.reward_kwargs.max_resp_len"}
     return r.Combined(arguments, used, notes)
-
-
-def _word(text: str) -> str:
-    """Return a word of the shell in which variables stay variables."""
-    return f'"{text}"' if "$" in text else shlex.quote(text)
 
 
 def _literal(x: Any) -> str:

@@ -1,6 +1,8 @@
 """Rows that say what an option of another library is here, and what rows of several libraries share."""
 
+import math
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -164,9 +166,11 @@ def number(options: Mapping[str, Any], *names: str, default: float = 0.0) -> flo
     """Return the first option of these names that is a number."""
     for name in names:
         try:
-            return float(str(options[name]))
+            found = float(str(options[name]))
         except (KeyError, ValueError):
             continue
+        if math.isfinite(found):
+            return found
     return default
 
 
@@ -174,6 +178,19 @@ def integer(options: Mapping[str, Any], *names: str, default: int = 0) -> int:
     """Return the first option of these names that is a number, without a fraction."""
     found = number(options, *names, default=default)
     return int(found) if abs(found) < 1e15 else default
+
+
+# variables, and a date: nothing else of a value may mean something to a shell
+_KEPT = re.compile(
+    r"(?:[^$`\"\\!]|\$[A-Za-z_]\w*|\$\{\w+\}|\$\(date (?:[\w+%:./ -]|\"[\w+%:./ -]*\")*\))*", re.S
+)
+
+
+def word(text: str) -> str:
+    """Return a value as one word of a shell, in which variables stay variables."""
+    if "$" in text and _KEPT.fullmatch(text):
+        return f'"{text}"'
+    return shlex.quote(text)
 
 
 # ------------------------------------------------------------------------------ making rows

@@ -174,8 +174,8 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     processes = r.integer(options, "processes", default=1)
     device = r.integer(options, "per_device_train_batch_size", default=8) * processes
     accumulated = r.integer(options, "gradient_accumulation_steps", default=1)
-    group = r.integer(options, "num_generations", default=8)
-    update = device * accumulated
+    group = max(r.integer(options, "num_generations", default=8), 1)
+    update = max(device * accumulated, 1)
     rollout = r.integer(options, "steps_per_generation", default=accumulated) * device
     rollout = r.integer(options, "generation_batch_size", default=rollout)
 
@@ -189,7 +189,7 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
         arguments.append(f"--strategy.train-batch-size {update}")
 
     # theirs count updates, ours rollouts
-    updates = max(rollout // update, 1) * r.integer(options, "num_iterations", default=1)
+    updates = max(rollout // update, 1) * max(r.integer(options, "num_iterations", default=1), 1)
     steps = r.number(options, "max_steps", default=-1)
     warmup = _warmup(options, steps, updates)
     arguments += warmup.arguments
