@@ -158,7 +158,7 @@ def _of_trainer(
 
 def _of_data(call: ast.Call, given: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
     """Return the name, the config and the split of load_dataset's arguments."""
-    found = dict(zip(("dataset_name", "dataset_config"), call.args))
+    found: dict[str, ast.expr] = dict(zip(("dataset_name", "dataset_config"), call.args))
     for theirs, ours in (
         ("path", "dataset_name"),
         ("name", "dataset_config"),
