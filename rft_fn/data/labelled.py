@@ -56,9 +56,10 @@ def lists_from_rows(
 
     The column `completions` holds two or more responses of text to the prompt that `template` makes. Their
     ranks are in the column `ranks`, the lowest is the best; where a row has none they come from `scores`, the
-    highest is the best. Equal numbers are ties. With `messages` (prompt, completions) the prompt is a
-    conversation, and each response a list of messages. The other options are options of `pairs_from_rows`;
-    all responses of a list fit into a pack of `max_tokens` together.
+    highest is the best. Equal numbers are ties. Responses may be objects with "response" and "overall_score",
+    as UltraFeedback's. With `messages` (prompt, completions) the prompt is a conversation, and each response
+    a list of messages. The other options are options of `pairs_from_rows`; all responses of a list fit into a
+    pack of `max_tokens` together.
 
     ValueError for rows that cannot be used, as from `pairs_from_rows`: also for a number of ranks other than
     that of the responses, for two responses that are the same, and for a list in which all are equally good.
@@ -105,6 +106,7 @@ def _list(
     read: Reading, row: Row, place: str, index: int, *, completions: str, ranks: str, scores: str
 ) -> Ranked:
     """Return the list of a row. ValueError for one that cannot be used, TooLong for one above max_length."""
+    row = _opened(row, completions, scores)
     ranked = _ranks(row, ranks, scores)
     if read.messages:
         asked, answered = read.messages
@@ -130,6 +132,20 @@ def _list(
         raise ValueError("all responses have the same rank")
     read.check_fit(lessons, "list")
     return Ranked(tuple(lessons), ranked, row, index)
+
+
+def _opened(row: Row, completions: str, scores: str) -> Row:
+    """Return a row with texts and scores of responses apart, which UltraFeedback has as objects."""
+    cells = row.get(completions)
+    cells = cells.tolist() if hasattr(cells, "tolist") else cells
+    if not isinstance(cells, (list, tuple)) or not all(isinstance(x, Mapping) for x in cells):
+        return row
+    if not cells or not all(isinstance(x.get("response"), str) for x in cells):
+        return row
+    found = {completions: [x["response"] for x in cells]}
+    if row.get(scores) is None:
+        found[scores] = [x.get("overall_score") for x in cells]
+    return {**row, **found}
 
 
 def _ranks(row: Row, ranks: str, scores: str) -> tuple[int, ...]:

@@ -51,10 +51,40 @@ class Recipe(Generic[ItemT]):
         """Return the item of a row. InvalidRow, with the place, for an unusable one; TooLong."""
         try:
             return self.make(row, place, index)
-        except InvalidRow:
-            raise
+        except InvalidRow as error:
+            raise InvalidRow(error.place, f"{error.reason}{_remedy(row, self.what)}") from None
         except ValueError as error:
-            raise InvalidRow(place, str(error)) from None
+            raise InvalidRow(place, f"{error}{_remedy(row, self.what)}") from None
+
+
+_HEADS = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
+
+
+def _remedy(row: Row, what: str) -> str:
+    """Return the options that read a row of a known data set, by its columns; "" for another row."""
+    names = set(row)
+    if {"response", "helpfulness", "correctness"} <= names:
+        heads = " ".join(name for name in _HEADS if name in names)
+        return (
+            "; HelpSteer's rows are points: train_rm.py --kind points --completion '{response}' "
+            f"--heads {heads} --loss mse; sft.py --template '{{prompt}}' --response '{{response}}' learns it"
+        )
+    if {"context", "response1", "response2", "overall_preference"} <= names:
+        return (
+            "; HelpSteer3's rows have a signed preference: write columns of messages chosen and rejected, "
+            "which are response2 and response1 where it is above 0, and --messages context chosen rejected"
+        )
+    if {"instruction", "completions", "models"} <= names and what != "list":
+        return (
+            "; UltraFeedback's rows are lists: train_rm.py --kind lists --template '{instruction}'; "
+            "pairs are --data HuggingFaceH4/ultrafeedback_binarized@train_prefs --messages chosen rejected"
+        )
+    if {"problem", "solution", "messages"} <= names and what == "prompt":
+        return "; the messages end with the answer: --template '{problem}' --reward math:solution"
+    truth = row.get("reward_model")
+    if "prompt" in names and isinstance(truth, Mapping) and "ground_truth" in truth and what == "prompt":
+        return "; the rows are verl's: --messages prompt --reward math:reward_model.ground_truth"
+    return ""
 
 
 def make_dataset(
