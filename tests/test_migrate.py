@@ -427,7 +427,7 @@ def test_each_name_on_a_page_is_answered():
     for room in ROOMS:
         ours |= set(vars(getattr(rft, room)))
     ours |= set(names.STRATEGY) | set(names.CONFIG) | set(names.ROOT) | NOT_ATTRIBUTES
-    for page in PAGES:
+    for page in (page for page in PAGES if page.stem != "objectives"):  # it has configs, no names
         theirs = set()
         for cell, _, _ in tables(page):
             for code in re.findall(r"`([A-Za-z_][^`]*)`", cell):

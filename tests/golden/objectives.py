@@ -1,8 +1,8 @@
 """Configs of other libraries that name an objective, and ours that `rft migrate` makes of them.
 
-Each config is one that a user may have. objectives.json has the gradients that their own code makes of it
-(`objectives_record.py`): from rewards to log-probs, at three scales of log-ratios, with tool tokens in the middle
-of responses and one response without a token. `gradient` is what our command makes of it.
+Each config is one that a user may have. objectives.json has the gradients of their own code, by
+`objectives_record.py`: from rewards to log-probs, at three scales of log-ratios, with tool tokens in the
+middle of responses and one response without a token. `gradient` is what our command makes of it.
 """
 
 import json

@@ -19,8 +19,8 @@ limits. Each row is a config. The numbers compare the gradient that their own co
 our command, from rewards to log-probs: |theirs - ours| / |theirs| with log-ratios of scale 0.05, 0.3 and 1.5,
 on 16 responses in which a third of the tokens are a tool's and one has no token (LightRFT: neither). "0" is
 less than 2e-4, the effect of TRL's eps of 1e-4 beside the deviation. Where ours is another objective, the
-command comes with a note that has these numbers. "before" is what was printed before objectives were compared; "refused" is a
-command that its script did not take.
+command comes with a note that has these numbers. "before" is what was printed before objectives were
+compared; "refused" is a command that its script did not take.
 
 Recorded with {made} by
 `tests/golden/objectives_record.py`; `tests/golden/test_objectives.py` checks every row. The rows are those of

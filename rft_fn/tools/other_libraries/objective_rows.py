@@ -78,6 +78,7 @@ def number(x: Any) -> float | None:
 
 
 def is_true(x: Any) -> bool:
+    """Return whether a value of a config is true, also as a text."""
     return str(x).lower() == "true"
 
 

@@ -1,4 +1,4 @@
-"""Translates objectives of other libraries: advantage, loss, mean and limits, as options of our scripts.
+"""Translate objectives of other libraries, advantage to limits, into options of our scripts.
 
 What is here was compared with gradients of their own code (tests/golden/objectives.py): a command without
 a note from here has their gradient, to 1e-3. A note has the relative error |theirs - ours| / |theirs|, with
@@ -40,6 +40,7 @@ _TRL_WEIGHTS = {
 _COUNTS = "--weight: responses without any token of the policy count in their mean, not in ours"
 
 
+# One function: each part of an objective is read off the options once, in the order of the config.
 def trl(options: Mapping[str, Any]) -> r.Combined:
     """Return the objective of TRL's GRPOConfig."""
     kind = str(options.get("loss_type") or "dapo").lower()
@@ -161,6 +162,7 @@ _VERL_LOSSES = {
 }  # fmt: skip
 
 
+# One function: each part of an objective is read off the options once, in the order of the config.
 def verl(options: Mapping[str, Any]) -> r.Combined:
     """Return the objective of verl's ppo_trainer: an estimator, a mode of loss and a mode of means."""
     estimator = str(options.get("algorithm.adv_estimator") or "gae").lower()
