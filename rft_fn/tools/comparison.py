@@ -175,7 +175,7 @@ def draw(found: Mapping[str, Any], out: Path) -> Path:
     axes[1][1].set_title("what a loss makes of a ratio", fontsize=10, loc="left")
     axes[1][1].legend(frameon=False, fontsize=7, ncols=2, markerscale=2)
     if max((abs(x - 1) for row in seen.values() for x in row["ratio"]), default=0) < 1e-3:
-        axes[1][1].set_xlim(0.5, 1.5)
+        axes[1][1].set(xlim=(0.5, 1.5), ylim=(0, 2))
         note = "the policy is the sampler: every ratio is 1"
         axes[1][1].text(0.5, 0.1, note, fontsize=8, ha="center", transform=axes[1][1].transAxes)
     axes[1][0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))

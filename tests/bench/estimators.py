@@ -44,13 +44,14 @@ def measured(seed, data, runs):
 
 
 def summed_up(found):
-    """The mean of each number of each row over the buffers, and the standard error of that mean."""
+    """The mean of each number of each row over the buffers, and its standard error."""
     rows = {}
     for name in found[0]["rows"]:
         rows[name] = {}
         for key in COLUMNS:
             values = [x for f in found if (x := f["rows"][name][key]) is not None and x == x]
-            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+            own = found[0]["rows"][name].get(f"{key}_se")  # by the prompts, where there is one buffer
+            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else own
             rows[name][key] = [statistics.fmean(values) if values else None, error]
     return rows
 
