@@ -332,7 +332,7 @@ def labelled(
     check.shapes(logp=(logp, "K"), ref_logp=(ref_logp, "K"), desirable=(desirable, "K"), real=(real, "K"))
     reward, good = beta * (logp - ref_logp), desirable > 0.5
     right = torch.where(good, reward > baseline, reward < baseline)
-    values = {f"{name}/accuracy": mean(right.double(), real)}
+    values: dict[str, Metric] = {f"{name}/accuracy": mean(right.double(), real)}
     for side, of in (("chosen", real & good), ("rejected", real & ~good)):
         values[f"{name}/reward_{side}"] = mean(reward, of)
         values[f"{name}/logp_{side}"] = mean(logp, of)

@@ -15,7 +15,7 @@ from torch import Tensor
 from rft_fn import check, rng, tree
 from rft_fn.types import Media, Rollout, Sampling
 
-__all__ = ["concat", "draw_rows", "extend", "prefixes", "split", "take", "with_prompts"]
+__all__ = ["concat", "draw_rows", "extend", "observed", "prefixes", "split", "take", "with_prompts"]
 
 
 def take(rollout: Rollout, index: Sequence[int] | Tensor) -> Rollout:
@@ -64,6 +64,17 @@ def draw_rows(weight: Tensor, key: int, *, count: int | None = None) -> Tensor:
     total = chance.cpu().cumsum(0)
     found = torch.searchsorted(total, drawn * total[-1], right=True)
     return found.clamp(max=len(chance) - 1).sort().values
+
+
+def observed(rollout: Rollout) -> Tensor:
+    """Mark the tokens that an environment wrote, [B, S] bool: after the first sampled one, and not sampled.
+
+    Tool output and later turns of others, without the prompt. For ECHO: a model gives log-probs there too, of
+    `tree.replace(rollout, mask=rollout.mask | observed(rollout))`; see `loss.with_observed`.
+    """
+    position = torch.arange(rollout.mask.shape[1], device=rollout.mask.device)
+    begun = rollout.mask.cumsum(-1) > 0
+    return begun & ~rollout.mask & (position < rollout.length[:, None])
 
 
 def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) -> Rollout:

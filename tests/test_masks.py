@@ -11,7 +11,8 @@ from each_case import each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rft_fn import loss, testing, weight
+from rft_fn import loss, packing, rollout, testing, tree, weight
+from rft_fn.types import Rollout
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -135,6 +136,27 @@ def observed(exp):
     return {"observed": ((exp.mask.cumsum(-1) % 3 == 0) & exp.mask).double()}
 
 
+def test_observed_tokens_of_a_rollout_are_those_between_its_own():
+    mask = torch.tensor([[False, True, False, True, False, False], [False] * 6])
+    zero = torch.zeros(2, 6)
+    played = rollout_of(mask, zero)
+    assert rollout.observed(played).tolist() == [[False, False, True, False, True, False], [False] * 6]
+
+
+def rollout_of(mask, zero):
+    length = torch.tensor([5, 4])
+    none = torch.zeros(2, dtype=torch.long)
+    return Rollout(
+        tokens=zero.long(),
+        mask=mask,
+        logp=zero,
+        length=length,
+        truncated=none.bool(),
+        group=none,
+        version=none,
+    )
+
+
 def echo(out, b):
     return loss.with_observed(loss.ppo_clip(out.logp, b.old_logp, b.adv), out.logp, b.extra["observed"])
 
@@ -146,8 +168,6 @@ def test_observed_tokens_are_learned_by_their_own_count():
     seen = c.exp.extra["observed"] > 0
     acted = c.exp.mask & ~seen
     w = weight.token_mean(acted) + 0.1 * weight.token_mean(seen)
-    from rft_fn import packing, tree
-
     pack = packing.pack(tree.replace(c.exp, w=w), range(8))
     got = testing.total_and_grad(echo, c.apply, c.params, [pack])
     parts = []

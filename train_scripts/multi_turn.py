@@ -156,10 +156,12 @@ def main(cfg: Config) -> None:
     algo = rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group)
     check(cfg, algo)
     world = rft.environment.get_environment(cfg.environment)
-    env = rft.run.setup(cfg, usual=100, load=partial(load, world), anchor=cfg.kl > 0, length=cfg.max_tokens)
+    unit = cfg.group if algo.together else 1  # rows that share a pack
+    anchor = cfg.kl > 0 or algo.reference
+    env = rft.run.setup(cfg, usual=100, load=partial(load, world), anchor=anchor, length=cfg.max_tokens)
     cfg, st = env.cfg, env.st
     loss_fn = partial(policy_loss, cfg, algo)
-    tokens = env.tokens(loss_fn, group=cfg.group)
+    tokens = env.tokens(loss_fn, group=cfg.group, unit=unit)
 
     # the state of a run: the model's, and one tree of all else that a checkpoint brings back
     state, loop = env.restore(env.policy.state, {"step": 0, "floor": 0.0})
@@ -186,7 +188,7 @@ def main(cfg: Config) -> None:
 
         # learn: one update
         with env.phase("train"):
-            packs = st.shard(exp, cfg.budget, halves=env.halves(step))
+            packs = st.shard(exp, cfg.budget, unit=unit, halves=env.halves(step))
             grads, metrics = st.grad(state, env.apply, loss_fn, packs)
             gap, floor = env.check_gap(loop["floor"], metrics, own, batch, state, packs)
             rate = env.policy.schedule(rft.optim.count(state.opt))

@@ -55,6 +55,13 @@ SWEEPS = {
     "kl_cov": lambda p, b, x: loss.kl_cov(p, b.old_logp, b.adv, b.mask.double(), coef=x),
     "value_clip": lambda p, b, x: loss.value_clip(p, b.old_value, b.ret, clip=x),
     "dpo": lambda p, b, x: loss.dpo(p, b.old_logp, b.ref_logp, b.adv, beta=x),
+    "vespo": lambda p, b, x: loss.vespo(*sequences(p, b), k_pos=1 + x, lambda_neg=1 + x),
+    "dro": lambda p, b, x: loss.dro(p, b.old_logp, b.adv, beta=x),
+    "a_star": lambda p, b, x: loss.a_star(*sequences(p, b), beta=x),
+    "nca": lambda p, b, x: loss.nca(p, b.old_logp, b.ref_logp, b.adv, beta=x),
+    "sppo": lambda p, b, x: loss.sppo(p, b.old_logp, b.ref_logp, b.adv, beta=x),
+    "simpo": lambda p, b, x: loss.simpo(p, b.old_logp, beta=x, margin=x),
+    "kto": lambda p, b, x: loss.kto(p, b.old_logp, b.adv, beta=x, baseline=x),
     "ipo": lambda p, b, x: loss.ipo(p, b.old_logp, b.ref_logp, b.adv, beta=x),
     "bradley_terry": lambda p, b, x: loss.bradley_terry(p, b.adv, margin=x),
 }
