@@ -67,7 +67,7 @@ def draw_rows(weight: Tensor, key: int, *, count: int | None = None) -> Tensor:
 
 
 def observed(rollout: Rollout) -> Tensor:
-    """Mark the tokens that an environment wrote, [B, S] bool: after the first sampled one, and not sampled.
+    """Mark the tokens that an environment wrote, [B, S] bool: not sampled, after the first that was.
 
     Tool output and later turns of others, without the prompt. For ECHO: a model gives log-probs there too, of
     `tree.replace(rollout, mask=rollout.mask | observed(rollout))`; see `loss.with_observed`.

@@ -270,7 +270,7 @@ def max_at_k(reward: Tensor, *, k: int) -> Tensor:
 
 
 def _binomial_ratio(below: Tensor, size: int, k: int) -> Tensor:
-    """Return C(below, k - 1) / C(size, k), float64: the chance that one of `size` is the best of k."""
+    """Return C(below, k - 1) / C(size, k): the chance that one of `size` is the best of k, float64."""
     below = below.double()
     i = torch.arange(1, k, dtype=torch.float64)
     ratios = (below[:, None] - i + 1).clamp(min=0) / (size - i)
