@@ -162,11 +162,11 @@ def draw(found):
     for ax, title in zip(axes, (*titles, "tokens of a response"), strict=True):
         ax.set_title(title, fontsize=9, loc="left")
         ax.set_xlabel("responses sampled", fontsize=8)
-        ax.set_xscale("symlog", linthresh=1000)
+        ax.set_xscale("log")
         ax.tick_params(labelsize=8)
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(fontsize=7)
-    fig.tight_layout()
+    fig.legend(fontsize=8, ncols=6, loc="lower center", frameon=False)
+    fig.tight_layout(rect=(0, 0.07, 1, 1))
     fig.savefig(PICTURE, dpi=110, metadata={"Software": None})
 
 
