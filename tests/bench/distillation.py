@@ -163,6 +163,7 @@ def draw(found):
         ax.set_title(title, fontsize=9, loc="left")
         ax.set_xlabel("responses sampled", fontsize=8)
         ax.set_xscale("log")
+        ax.xaxis.set_minor_formatter("")
         ax.tick_params(labelsize=8)
         ax.spines[["top", "right"]].set_visible(False)
     fig.legend(fontsize=8, ncols=6, loc="lower center", frameon=False)
