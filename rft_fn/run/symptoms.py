@@ -253,7 +253,8 @@ RULES = (
     Rule(
         "entropy",
         f"the entropy is below {ENTROPY_FLOOR} nats per token, over {WINDOW} steps",
-        "lower --lr, raise --clip-high or --temperature, add --kl, or stop here if the task is solved",
+        "lower --lr, raise --clip-high or --temperature, add --kl or --entropy-target, or stop here if the "
+        "task is solved",
         _entropy,
     ),
     Rule(

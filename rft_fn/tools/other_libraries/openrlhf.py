@@ -47,7 +47,7 @@ TABLE: r.Table = {
         "actor.lr_warmup_ratio": r.nothing("--warmup counts rollouts"),
         "actor.max_norm": r.same("--max-norm"),
         "actor.dual_clip": r.same("--dual"),
-        "actor.entropy_coef": r.same("--entropy", "of ppo.py; in grpo.py add it to the loss"),
+        "actor.entropy_coef": r.same("--entropy"),
         "actor.aux_loss_coef": r.same("--router-aux"),
         "actor.gradient_checkpointing_enable": r.flag("--gradient-checkpointing"),
         "actor.freeze_visual_encoder": r.choice(true="--freeze visual", false=""),

@@ -5,10 +5,9 @@ from rft_fn.tools.other_libraries import rows as r
 __all__ = ["TABLE"]
 
 _PACKED = "packs are always filled by tokens, without padding"
-_ENTROPY = "add a term to the loss in a copy of the script: out.entropy, see docs/algorithms.md"
 _CUT = r.Flag("top_p", "the only cut of the distribution")
 _ONE_LIMIT = r.nothing("--max-length bounds a prompt with one response")
-_MOVING = r.nothing("docs/examples/ema_teacher.py moves a reference")
+_MOVING = r.nothing("--ref-every 512 --ref-mix 0.6 are what it does by default")
 _EXAMPLE = r.Row(
     "--budget {x} --max-prompt {x}",
     "longer examples are refused, not cut",
@@ -99,9 +98,17 @@ TABLE: r.Table = {
         ),
         "beta": r.by_kind(rl=r.same("--kl"), dpo=r.same("--beta"), hint=r.KL_IN_LOSS),
         "sync_ref_model": r.by_kind(
-            rl=r.nothing("the reference is the initial model; docs/examples/ema_teacher.py moves it"),
+            rl=_MOVING,
             dpo=_MOVING,
-            hint="the KL is to the model that the run starts from",
+            hint=r.Flag("ref_every", "a number of steps switches it on"),
+        ),
+        "ref_model_sync_steps": r.by_kind(
+            rl=r.same("--ref-every", "counted in rollouts"),
+            dpo=r.same("--ref-every"),
+            hint=r.Flag("ref_every"),
+        ),
+        "ref_model_mixup_alpha": r.by_kind(
+            rl=r.same("--ref-mix"), dpo=r.same("--ref-mix"), hint=r.Flag("ref_mix")
         ),
         "warmup_ratio": r.by_kind(
             rl=r.nothing("--warmup counts rollouts"),
@@ -167,24 +174,32 @@ TABLE: r.Table = {
         "sapo_temperature_neg sapo_temperature_pos": r.nothing(
             "loss.sapo takes the temperatures: write the loss into a copy of grpo.py"
         ),
-        "mask_truncated_completions": r.nothing(
-            "weight the rollout's mask by ~truncated in a copy of the script",
-            r.Flag("overlong", "no mask: a penalty that rises before --max-new"),
+        "mask_truncated_completions": r.flag("--mask-truncated"),
+        "top_entropy_quantile": r.same(
+            "--entropy-share", "rft_fn.weight.high_entropy of a whole rollout, before its updates"
         ),
-        "top_entropy_quantile": r.nothing("rft_fn.weight.high_entropy, in a copy of the script"),
-        "entropy_coef": r.nothing(_ENTROPY, r.Flag("entropy")),
-        "use_adaptive_entropy": r.nothing(_ENTROPY),
+        "entropy_coef": r.same("--entropy", "a mean over the same tokens as the loss, in the same way"),
+        "use_adaptive_entropy": r.nothing(
+            "--entropy-target 0.2 --entropy-delta 0.005 are what it does by default"
+        ),
+        "entropy_target": r.nothing(
+            "--entropy-target, where use_adaptive_entropy is on", r.Flag("entropy_target")
+        ),
+        "entropy_coef_delta": r.nothing(
+            "--entropy-delta, in a step, where use_adaptive_entropy is on", r.Flag("entropy_delta")
+        ),
+        "entropy_coef_min entropy_coef_max": r.nothing("the coefficient has no bounds but 0"),
         "cast_lm_head_to_fp32": r.nothing("log-probs are always computed in float32"),
         "vllm_importance_sampling_correction": r.choice(
-            "theirs, by default, drops a response whose whole ratio is above 3 (sequence_mask): "
-            "rft_fn.weight.masked_is_seq(..., cap=3.0) in a copy of the script; ours corrects rollouts of "
-            "older weights alone, token by token",
+            "theirs, by default, drops a response whose whole ratio is above 3 (sequence_mask): --mismatch "
+            "mis_seq --cap 3; ours corrects rollouts of older weights alone by default, token by token",
             false="--mismatch none",
         ),
         "vllm_importance_sampling_mode": r.choice(
-            "by token; the functions by sequence are in rft_fn.weight",
             token_truncate="--mismatch tis",
             token_mask="--mismatch mis",
+            sequence_truncate="--mismatch tis_seq",
+            sequence_mask="--mismatch mis_seq",
         ),
         "vllm_importance_sampling_clip_max": r.same("--cap"),
         "dataset_prompt_column": r.Row("--template '{{{x}}}'", "a column of texts", hint=r.COLUMN),
@@ -271,7 +286,6 @@ TABLE: r.Table = {
         "model_adapter_name ref_adapter_name": r.nothing(
             "under adapters the reference is the policy without them"
         ),
-        "ref_model_mixup_alpha ref_model_sync_steps": _MOVING,
         "f_divergence_type": r.choice("the reverse KL alone", reverse_kl=""),
         "f_alpha_divergence_coef": r.nothing("the reverse KL alone"),
         "ld_alpha": r.same("--ld-alpha"),

@@ -176,9 +176,7 @@ TABLE: r.Table = {
         "clip_ratio_high": r.same("--clip-high"),
         "clip_ratio_c": r.same("--dual"),
         "grad_clip": r.same("--max-norm"),
-        "entropy_coeff": r.Row(
-            "--entropy {x}", "of ppo.py; in grpo.py add it to the loss", {"0": "", "0.0": ""}
-        ),
+        "entropy_coeff": r.same("--entropy"),
         "use_kl_loss": r.nothing("--kl greater than 0", r.KL_IN_LOSS),
         "kl_loss_type": r.choice(
             "the value of k3 with the gradient of the reverse KL; rft_fn.loss has k1, k2 and k3",
