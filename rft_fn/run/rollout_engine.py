@@ -277,6 +277,9 @@ def _check(cfg: Any, st: Strategy, task: Task, engine: Engine, weights: collect.
 # ---------- the mismatch of trainer and sampler within a run: corrected by an option, and limited
 
 
+_SAME = 1e-4  # nats between entropies that differ by rounding
+
+
 class Corrected(NamedTuple):
     """A rollout as the trainer sees it."""
 
@@ -346,9 +349,12 @@ def correct_mismatch(
     # the policy's entropy chooses tokens, and steers the coefficient of its bonus
     inside = rollout.mask
     if each is not None and share < 1:
-        chosen = weight.top_share(each, inside, share=share)
+        top = each[weight.top_share(each, inside, share=share)]
+        least = float(top.min()) if len(top) else 0.0
+        # what has the same tokens before it has the same entropy but for rounding, and is chosen together
+        chosen = inside & (each >= least - _SAME)
         extra["correction"] = chosen * extra.get("correction", inside.to(old_logp.dtype))
-        metrics["entropy/threshold"] = float(each[chosen].min()) if chosen.any() else 0.0
+        metrics["entropy/threshold"] = least
     coef: float = getattr(cfg, "entropy", 0.0)
     later = coef
     if each is not None and target:

