@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from rft_fn.run import options
+from rft_fn.run.building import setup
 from rft_fn.run.card import save_card
 from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.distillation import Distillation, load_taught_task, teacher_modules
@@ -33,7 +34,7 @@ from rft_fn.run.reward_task import (
     rewards_of,
 )
 from rft_fn.run.run_folder import Run
-from rft_fn.run.setup import Model, Setup, setup
+from rft_fn.run.setup import Model, Setup
 from rft_fn.run.signals import Stopped
 from rft_fn.run.teachers import load_teachers
 from rft_fn.run.tokens import TokenLog

@@ -19,9 +19,9 @@ groups options by `subject`.
 import re
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from rft_fn import check, loss
+from rft_fn import loss
 from rft_fn.check import (
     Above1,
     AtLeast0,
@@ -39,6 +39,7 @@ from rft_fn.check import (
 from rft_fn.collect.batches import check_ways
 from rft_fn.data.wrong_answers import COVERING
 from rft_fn.run.cli import without
+from rft_fn.run.model_options import Data, Model, Options, Policy, Prompts
 from rft_fn.strategy import StrategyConfig
 
 __all__ = [
@@ -49,82 +50,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-Rank = Annotated[int, Range(0, 1 << 16)]  # no layer is as wide
 Correction = Literal["none", "tis", "mis", "icepop", "tis_seq", "mis_seq"]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The base of every record of options, which checks each field against its type and limits.
-
-    `subject` is the heading in --help over the options that a class adds. Without one it is the class' name;
-    over those of a script's own Config it is the script's.
-    """
-
-    __subject__ = ""
-
-    def __init_subclass__(cls, *, subject: str = "", **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.__subject__ = subject
-
-    def __post_init__(self) -> None:
-        check.fields(self)
-
-
-# ---------- model and data
-
-
-@dataclass(frozen=True)
-class Model(Options, subject="Model"):
-    """Which model."""
-
-    model: Filled = "tiny"  # tiny, tiny-vl or tiny-audio (:TASK:LEVEL), smollm2-135m, a folder, or a hub name
-
-
-@dataclass(frozen=True)
-class Data(Options, subject="Data"):
-    """Which rows, and how a row becomes a prompt."""
-
-    data: tuple[str, ...] = ("sort_digits:1",)  # tasks as TASK:LEVEL, files, folders, hub names; =SHARE
-    template: str = "{short}"  # the question; {NAME} stands for a column of the row
-    messages: tuple[str, ...] = ()  # columns of messages that are the prompt, in place of the template
-    chat_template_kwargs: tuple[str, ...] = ()  # arguments of the chat template, as enable_thinking=False
-    max_pixels: Whole = 1 << 20  # larger images are shrunk to as many pixels; 0 is no limit
-    media_folder: str = ""  # where paths of media begin; if empty, the folder of the rows
-    media_urls: bool = False  # fetch media that the rows have as URLs
-    media_cache: Free[str] = ""  # a folder for processed media; if empty, they are in memory alone
-    media_workers: Free[Whole] = 0  # processes that process the media of a file before the run
-    system: str | None = None  # the system prompt; an empty one removes that of the chat template
-
-
-@dataclass(frozen=True)
-class Prompts(Data, subject="Data"):
-    """Data whose rows are prompts."""
-
-    max_prompt: Count = 512  # most tokens in a prompt; longer prompts of a file are left out
-
-
-@dataclass(frozen=True)
-class Policy(Model, subject="Model"):
-    """The model that is trained: its adapters, its precision, and what it takes at a time."""
-
-    lora_rank: Rank = 0  # rank of the policy's low-rank adapters, its only trained weights; 0 trains all
-    lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
-    lora_targets: str = "auto"  # layers with adapters: auto, towers, all-linear, or names with commas
-    lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
-    freeze: tuple[str, ...] = ()  # parts that are not trained: visual, layers.0 ...; towers: all but the text
-    quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: as stored
-    router_aux: AtLeast0 = 0.0  # coefficient of the load-balancing loss of a mixture of experts
-    budget: Free[Count] = 1024  # most tokens in a pack, which goes through the model at once
-    gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.freeze and self.lora_rank:
-            raise ValueError(
-                f"freeze: expected none with lora_rank {self.lora_rank}, which freezes all but the adapters, "
-                f"got {', '.join(self.freeze)}; lora_targets chooses their layers"
-            )
 
 
 # ---------- rollouts and rewards

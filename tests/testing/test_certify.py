@@ -105,7 +105,7 @@ def of_sequences(out, b):
 def test_only_ratios_of_whole_responses_have_no_bias():
     assert testing.loss_bias(of_sequences, gap=0.5).bias < 1e-12
     assert testing.loss_bias(unclipped).bias < 1e-12
-    assert 0.1 < testing.loss_bias(unclipped, gap=0.5).bias
+    assert testing.loss_bias(unclipped, gap=0.5).bias > 0.1
 
 
 def test_means_of_other_libraries_depend_on_the_micro_batch_or_not():
