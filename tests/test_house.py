@@ -301,7 +301,7 @@ PAGES = {
     "grpo": (130, 55),
     "ppo": (170, 75),
     "distill": (170, 60),
-    "dpo": (230, 60),
+    "dpo": (240, 60),
     "sft": (None, 60),
     "train_rm": (None, 60),
     "multi_turn": (None, 60),

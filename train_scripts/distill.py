@@ -85,7 +85,12 @@ def student_loss(cfg: Config, algo, sampled: bool, out: rft.TokenOut, b: rft.Pac
 
 def main(cfg: Config) -> None:
     algo = rft.algorithm.configured(
-        cfg.algorithm, group=cfg.group, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual=cfg.dual
+        cfg.algorithm,
+        group=cfg.group,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        dual=cfg.dual,
+        weight=cfg.weight,
     )
     env = rft.run.setup(
         cfg, usual=60, load=rft.run.load_taught_task, optimizer=optimizer, scorers=rft.run.teacher_modules

@@ -83,11 +83,6 @@ class Config(
         return rft.loss.PREFERENCES[self.loss]
 
     @property
-    def means(self) -> bool:
-        """Return whether the loss reads means over tokens, in place of sums."""
-        return self.average or self.row.mean
-
-    @property
     def unit(self) -> int:
         """Return how many rows share a pack: both sides of a pair, or one."""
         return 1 if self.unpaired else 2
@@ -128,11 +123,11 @@ def pair_loss(cfg: Config) -> Callable[..., Tensor]:
 
 def losses(cfg: Config, name: str, logp: Tensor, real: Tensor, b: rft.Packed) -> tuple[Tensor, dict]:
     """Return the loss of each pair or single response, from log-probs [T] of tokens, and metrics."""
-    n = b.num_seqs
+    n, means = b.num_seqs, cfg.average or cfg.row.mean
     factor = torch.ones_like(logp)
     if cfg.ld_alpha < 1:
         factor = rft.loss.length_desensitized(b.mask, b.seq, n, alpha=cfg.ld_alpha)
-    reduce = rft.segment.mean if cfg.means else rft.segment.sum
+    reduce = rft.segment.mean if means else rft.segment.sum
     logp = reduce(factor * logp, b.mask, b.seq, n)
     ref_logp = reduce(factor * b.ref_logp, b.mask, b.seq, n) if cfg.row.reference else torch.zeros_like(logp)
     extra = {key: rft.segment.mean(x, b.mask, b.seq, n) for key, x in (b.extra or {}).items()}
@@ -151,7 +146,7 @@ def losses(cfg: Config, name: str, logp: Tensor, real: Tensor, b: rft.Packed) ->
     loss = pair_loss(cfg)(*sides) if cfg.row.reference else pair_loss(cfg)(*sides[:2])
     if cfg.nll:
         tokens = rft.segment.sum(b.mask.to(logp.dtype), b.mask, b.seq, n)[::2].clamp(min=1)
-        loss = loss + cfg.nll * rft.loss.nll(sides[0] if cfg.means else sides[0] / tokens)
+        loss = loss + cfg.nll * rft.loss.nll(sides[0] if means else sides[0] / tokens)
     return loss, metrics
 
 

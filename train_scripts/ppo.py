@@ -159,7 +159,6 @@ def main(cfg: Config) -> None:
         loop = {"step": step + 1, "floor": floor, "kl": coef, "entropy": own.entropy, "reference": reference}
         loop |= {"collect": collected, "shaping": moments}
         env.checkpoint({"actor": actor, "critic": critic}, loop, score=score, collector=collector)
-
     if cfg.save_critic:
         st.save_pretrained(env.run.folder / "critic", env.critic.module, None, st.export(critic))
     env.finish(actor)

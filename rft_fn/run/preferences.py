@@ -41,7 +41,7 @@ def check(cfg: Any) -> None:
             without(cfg, option, prefix="", instead=f"only --loss {losses[0]} reads it")
     if cfg.unpaired and not cfg.row.single:
         raise ValueError(f"loss: expected kto or bco with --unpaired, which compares nothing, got {cfg.loss}")
-    if cfg.ld_alpha < 1 and (cfg.row.single or cfg.means):
+    if cfg.ld_alpha < 1 and (cfg.row.single or cfg.row.mean or cfg.average):
         raise ValueError(f"ld_alpha: expected 1 with {cfg.loss}, not of sums of pairs, got {cfg.ld_alpha}")
     if cfg.nll and cfg.row.single:
         raise ValueError(f"nll: expected 0 with {cfg.loss}, a loss of single responses, got {cfg.nll}")

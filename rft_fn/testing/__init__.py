@@ -23,6 +23,7 @@ from rft_fn.testing.certificate import (
     of_trl,
     of_verl,
 )
+from rft_fn.testing.diagnosis import Verdict, likeliest_cause, table, verdicts
 from rft_fn.testing.estimator import (
     check_deletion_invariance,
     check_estimator_gradient,
@@ -42,7 +43,6 @@ from rft_fn.testing.policy_losses import (
     importance_bias,
 )
 from rft_fn.testing.sides import check_bounded, check_masked, check_sides
-from rft_fn.testing.verdicts import Verdict, likeliest_cause, table, verdicts
 from rft_fn.types import LossFn, WeightFn
 from rft_fn.weight import token_mean
 

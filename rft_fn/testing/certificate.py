@@ -1,6 +1,6 @@
 """What a certificate of a loss holds: verdicts, the exact bias, and the dependence on the micro-batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 from rft_fn import packing, tree
 from rft_fn.loss.evaluate import evaluate
 from rft_fn.testing.cases import ROWS, ExtraFn, Unit, case, log_probs, normal
+from rft_fn.testing.diagnosis import Verdict, likeliest_cause, verdicts
 from rft_fn.testing.policy_losses import enumerated
-from rft_fn.testing.verdicts import Verdict, likeliest_cause, verdicts
 from rft_fn.types import Experience, LossFn, Packed, TokenOut, WeightFn
 from rft_fn.weight import token_mean
 
@@ -164,14 +164,22 @@ def certify(
     gaps: Sequence[float] = (0.0, 0.1, 0.5),
 ) -> Certificate:
     """Run all checks of a loss with several seeds, and compute its bias; arguments as of `check_all`."""
-    options: Mapping[str, Any] = {"weight": weight, "extra": extra, "unit": unit}
     errors: dict[str, str] = {}
     cause = ""
     for seed in seeds:
-        found = verdicts(loss_fn, seed=seed, on_policy=on_policy, low=low, high=high, **options)
+        found = verdicts(
+            loss_fn,
+            weight=weight,
+            extra=extra,
+            seed=seed,
+            unit=unit,
+            on_policy=on_policy,
+            low=low,
+            high=high,
+        )
         for name, error in found:
             errors[name] = errors.get(name) or error
-        cause = cause or likeliest_cause(loss_fn, found, seed=seed, **options)
+        cause = cause or likeliest_cause(loss_fn, found, weight=weight, extra=extra, seed=seed, unit=unit)
     bias = []
     if on_policy and unit == 1 and extra is None and "one number per token" not in "".join(errors.values()):
         bias = [loss_bias(loss_fn, gap=gap) for gap in gaps]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rft_fn import algorithm, loss, metric, segment, testing, tree
-from rft_fn.testing.verdicts import CAUSES
+from rft_fn.testing.diagnosis import CAUSES
 
 R = loss.ratio
 
