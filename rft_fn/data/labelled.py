@@ -136,7 +136,7 @@ def _list(
 
 def _opened(row: Row, completions: str, scores: str) -> Row:
     """Return a row with texts and scores of responses apart, which UltraFeedback has as objects."""
-    cells = row.get(completions)
+    cells: Any = row.get(completions)
     cells = cells.tolist() if hasattr(cells, "tolist") else cells
     if not isinstance(cells, (list, tuple)) or not all(isinstance(x, Mapping) for x in cells):
         return row
@@ -234,7 +234,7 @@ def _labelled_answer(
 ) -> Row:
     """Return the right answer or a wrong one, with its score and whether it is right."""
     answer = _one_answer(task, row, random_, mixture)
-    return answer | {"label": answer["score"] == 1}
+    return {**answer, "label": answer["score"] == 1}
 
 
 def _point(

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from rft_fn import check as check_fields
 from rft_fn import data, packing, tree, weight
 from rft_fn.run.cli import without
 from rft_fn.run.setup import Setup
@@ -96,12 +97,11 @@ def with_reference(cfg: Any, env: Setup, state: TrainState, items: Sequence, shi
         others = mismatched(cfg, items)
         with env.phase("score"):
             logp = env.st.score(env.apply, state.params, others, cfg.budget, unit=cfg.unit).logp
-        gap = (logp - env.reference_logp(state, others, unit=cfg.unit)).sum(-1)
-        shift = float(gap.mean().clamp(min=0))
-    if not cfg.row.single:
+        (of_reference,) = check_fields.given(ref_logp=env.reference_logp(state, others, unit=cfg.unit))
+        shift = float((logp - of_reference).sum(-1).mean().clamp(min=0))
+    if exp.extra is None:  # a loss of pairs
         return exp
-    baseline = {"baseline": shift * exp.mask.to(exp.w)}
-    return tree.replace(exp, extra=exp.extra | baseline)
+    return tree.replace(exp, extra=exp.extra | {"baseline": shift * exp.mask.to(exp.w)})
 
 
 # ---------- metrics

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import rft_fn as rft
+from rft_fn.reward.spec import find_module
 from rft_fn.testing import Certificate
 
 __all__ = ["certificate", "show", "write"]
@@ -60,7 +61,7 @@ def _function(name: str, kind: str) -> Callable[..., Any]:
     file, _, own = name.rpartition(":")
     if not file:
         raise ValueError(f"{kind}: expected FILE.py:NAME, got {name!r}")
-    module = rft.reward.spec.find_module(file, name, kind=kind)
+    module = find_module(file, name, kind=kind)
     found = getattr(module, own, None)
     if not callable(found):
         functions = sorted(x for x, f in vars(module).items() if inspect.isfunction(f))
