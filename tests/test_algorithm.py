@@ -57,7 +57,8 @@ def whole(name, exp, group, rows=range(8)):
 @given(seed=seeds)
 def test_no_cut_of_the_batch_changes_the_gradient_and_no_extreme_breaks_it(name, seed):
     row = algorithm.TABLE[name]
-    testing.check_all(row.loss, weight=row.weight, seed=seed, unit=together(name, 4))
+    policy = name != "a_star_po"  # a regression
+    testing.check_all(row.loss, weight=row.weight, seed=seed, unit=together(name, 4), on_policy=policy)
 
 
 # a regression, and a preference
@@ -181,7 +182,7 @@ def test_every_algorithm_of_the_papers_is_there():
 def test_the_critics_losses_pass_every_cut_too(seed):
     for name in ("ppo", "vapo"):
         row = algorithm.TABLE[name]
-        testing.check_all(row.value_loss, weight=row.weight, seed=seed)
+        testing.check_all(row.value_loss, weight=row.weight, seed=seed, on_policy=False)
 
 
 def test_vapo_reaches_further_back_in_longer_responses_and_its_critic_sees_whole_returns():

@@ -163,7 +163,7 @@ def echo(out, b):
 
 def test_observed_tokens_are_learned_by_their_own_count():
     """ECHO: GRPO on what was sampled and, with a coefficient, the likelihood of what was read."""
-    testing.check_all(echo, extra=observed)
+    testing.check_all(echo, extra=observed, on_policy=False)
     c = testing.case(0, extra=observed)
     seen = c.exp.extra["observed"] > 0
     acted = c.exp.mask & ~seen

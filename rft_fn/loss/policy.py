@@ -351,6 +351,12 @@ def vespo(
     k and lambda are k_pos and lambda_pos where A >= 0, else k_neg and lambda_neg. The weight is 1 at W = 1
     and falls to 0 on both sides, sooner for large ratios; log W is bounded to +-20. The paper sums over
     tokens (`weight.seq_sum`), TRL divides by the tokens of the batch. arXiv 2602.10693.
+
+    Limits:
+        k_pos: how fast the weight of a small ratio falls where A >= 0
+        lambda_pos: how fast the weight of a large ratio falls where A >= 0
+        k_neg: how fast the weight of a small ratio falls where A < 0
+        lambda_neg: how fast the weight of a large ratio falls where A < 0
     """
     check.shapes(logp=(logp, "T"), old_logp=(old_logp, "T"), adv=(adv, "T"), mask=(mask, "T"), seq=(seq, "T"))
     total = segment.sum(log_ratio(logp.detach(), old_logp, limit=MAX_LOG_RATIO), mask, seq, num_seqs)
@@ -371,6 +377,9 @@ def dro(logp: Tensor, old_logp: Tensor, adv: Tensor, *, beta: Scalar = 0.1) -> T
     The policy gradient without a ratio, and a quadratic hold on the old policy. This is the form of tokens
     that verl and tinker have; the paper's is of whole responses, (r - V - beta log rho(y))^2 / 2 with a value
     that is learned (`a_star` is of that form). The number for beta is ours. arXiv 2405.19107.
+
+    Limits:
+        beta: strength of the hold on the old policy
     """
     check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."), adv=(adv, "..."))
     d = log_ratio(logp, old_logp, limit=MAX_LOG_RATIO)
@@ -393,6 +402,9 @@ def a_star(
 
     A regression: no ratio, no clip. It is the paper's objective under `weight.seq_mean`, with one advantage
     per response. arXiv 2505.20686. ValueError without ref_logp.
+
+    Limits:
+        beta: strength of the hold on the reference
     """
     check.given(ref_logp=ref_logp)
     check.shapes(logp=(logp, "T"), ref_logp=(ref_logp, "T"), adv=(adv, "T"), mask=(mask, "T"), seq=(seq, "T"))

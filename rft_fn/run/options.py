@@ -137,7 +137,7 @@ class Shaping(Reward, subject="Rewards"):
 
 LOSSES = (
     loss.ppo_clip, loss.gspo, loss.gspo_token, loss.gmpo, loss.cispo, loss.sapo, loss.cpgd, loss.dppo_tv,
-    loss.dppo_kl,
+    loss.dppo_kl, loss.vespo, loss.dro, loss.a_star,
 )  # fmt: skip
 """The losses of algorithms that have limits."""
 
@@ -165,6 +165,11 @@ class Limits(Options):
     drift: AtLeast0 | None = field(default=None, metadata=_help("drift"))
     cap: Positive | None = field(default=None, metadata=_help("cap"))
     limit: AtLeast0 | None = field(default=None, metadata=_help("limit"))
+    k_pos: AtLeast0 | None = field(default=None, metadata=_help("k_pos"))
+    lambda_pos: AtLeast0 | None = field(default=None, metadata=_help("lambda_pos"))
+    k_neg: AtLeast0 | None = field(default=None, metadata=_help("k_neg"))
+    lambda_neg: AtLeast0 | None = field(default=None, metadata=_help("lambda_neg"))
+    beta: Positive | None = field(default=None, metadata=_help("beta"))
 
 
 # ---------- learning

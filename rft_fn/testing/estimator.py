@@ -157,6 +157,13 @@ def check_group_estimator(
         names = [f"group {i} alone instead of among {len(reward)} groups" for i in rows]
         _assert_rows(names, reward, want, single, rtol)
 
+        # advantages move with their responses
+        for order in _orders(group):
+            moved = torch.empty_like(want)
+            moved[:, order] = _advantages(estimator, reward[:, order])
+            names = [f"responses of group {i} in the order {order.tolist()}" for i in rows]
+            _assert_rows(names, reward, want, moved, rtol)
+
         # better responses have larger advantages
         push = (want * (reward - reward.mean(-1, keepdim=True))).sum(-1)
         if (push < -rtol).any():
@@ -165,13 +172,6 @@ def check_group_estimator(
                 f"with rewards {_short(reward[i])} the advantages are {_short(want[i])}: better responses "
                 "have smaller ones, the sign is wrong"
             )
-
-        # advantages move with their responses
-        for order in _orders(group):
-            moved = torch.empty_like(want)
-            moved[:, order] = _advantages(estimator, reward[:, order])
-            names = [f"responses of group {i} in the order {order.tolist()}" for i in rows]
-            _assert_rows(names, reward, want, moved, rtol)
 
         # only differences between rewards count
         for constant in shifts:

@@ -1,5 +1,6 @@
 """Checks of a policy loss off-policy, token by token: its sides, its limits, its bound, its mask."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -132,15 +133,13 @@ def check_bounded(
 ) -> None:
     """Check that the gradient of a token is bounded as its ratio grows or vanishes.
 
-    It is at most `bound` |A| at log-ratios of up to 12 nats; only a token with A < 0 that has become more
-    probable may have `bound` |A| times its ratio, as it has in PPO without a dual clip.
+    At log-ratios of up to 12 nats it is at most `bound` |A|, times the ratio where that is above 1: a token
+    with A < 0 has it in PPO without a dual clip.
     """
     slopes = slopes_at(loss_fn, weight=weight, extra=extra, seed=seed)
     for at in (-12.0, -8.0, -4.0, 4.0, 8.0, 12.0):
         slope, _, adv = slopes(at)
-        most = bound * adv.abs()
-        if at > 0:
-            most = torch.where(adv < 0, most * torch.tensor(at).double().exp(), most)
+        most = bound * adv.abs() * max(1.0, math.exp(at))
         over = ~(slope.abs() <= most)  # NaN too
         if over.any():
             i = int((slope.abs() / most).nan_to_num(nan=torch.inf).argmax())

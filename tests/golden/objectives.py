@@ -209,7 +209,10 @@ def pairs(cfg: Any, x: dict[str, Tensor], logp: Tensor) -> Tensor:
     """Return the loss of dpo.py: row i is chosen, row i + 8 rejected."""
     both = (logp, x["ref_logp"])
     sides = [side for of in both for side in (of * x["mask"]).sum(-1).chunk(2)]
-    return load_script("dpo").pair_loss(cfg, sides, x["mask"].sum(-1).chunk(2)).mean()
+    if cfg.average or cfg.row.mean:
+        tokens = [n.clamp(min=1) for n in x["mask"].sum(-1).chunk(2)]
+        sides = [side / n for side, n in zip(sides, tokens * 2)]
+    return load_script("dpo").pair_loss(cfg)(*(sides if cfg.row.reference else sides[:2])).mean()
 
 
 def policy(cfg: Any, x: dict[str, Tensor], logp: Tensor) -> Tensor:

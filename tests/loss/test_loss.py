@@ -59,7 +59,7 @@ def test_no_cut_of_the_batch_changes_the_gradient(name, w, seed):
 def test_padding_packing_and_order_change_nothing_and_extremes_are_finite(name, seed, w):
     """A fault of other systems: padding that is averaged in, sequences that see
     each other, e^50 in the gradient."""
-    testing.check_all(LOSSES[name], weight=WEIGHTS[w], seed=seed)
+    testing.check_all(LOSSES[name], weight=WEIGHTS[w], seed=seed, on_policy=name in POLICY[:2])
 
 
 @pytest.mark.parametrize("name", POLICY)

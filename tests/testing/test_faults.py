@@ -235,4 +235,5 @@ def test_every_fault_is_caught_and_most_causes_are_named():
 def test_no_row_of_the_table_is_a_false_alarm(name):
     row = algorithm.TABLE[name]
     regression = name == "a_star_po"  # its gradient is not the policy gradient's
-    testing.check_all(row.loss, weight=row.weight, on_policy=not regression)
+    unit = 4 if getattr(row, "together", False) else 1
+    testing.check_all(row.loss, weight=row.weight, unit=unit, on_policy=not regression)
