@@ -44,7 +44,8 @@ def log_prob(
 
     h [T, D], w [V, D], y [T], scale [T] = 1 / temperature.
     """
-    logp, entropy, lse, _ = _LogProb.apply(h, w, bias, y, scale, options)
+    head = _LogProb if torch.compiler.is_compiling() else _Eager
+    logp, entropy, lse, _ = head.apply(h, w, bias, y, scale, options)
     return logp, entropy, lse
 
 
@@ -139,15 +140,19 @@ class _LogProb(torch.autograd.Function):
         return *grads, None, None, None
 
     @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
+        return _loop(_LogProb.apply, info.batch_size, in_dims, args)
+
+
+class _Eager(_LogProb):
+    """`_LogProb` with a line about forward mode; torch.compile takes no function that has a `jvp`."""
+
+    @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
             "linear_logprob: expected reverse mode, got forward mode (jvp); pass engine='reference' (for a "
             "bound model fused=False, or fused_linear_logprob=False in StrategyConfig), which has both"
         )
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
-        return _loop(_LogProb.apply, info.batch_size, in_dims, args)
 
 
 class _LogProbBackward(torch.autograd.Function):
