@@ -64,7 +64,8 @@ def logits_logprob(
         raise ValueError("temperature: expected no gradient, got requires_grad=True")
     fused = engines.pick(engine, z, z) != "streamed"
     options = Options(ignore_index, entropy, inplace_backward, fused)
-    logp, found, _ = _FromLogits.apply(z, y.long(), scale, options)  # found is None without entropy
+    rows = _FromLogits if torch.compiler.is_compiling() else _FromLogitsEager
+    logp, found, _ = rows.apply(z, y.long(), scale, options)  # found is None without entropy
     return FromLogits(logp, found)
 
 
@@ -107,7 +108,37 @@ class _FromLogits(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[2])
         ctx.save_for_backward(z, y, scale, *output)
-        ctx.save_for_forward(z, y, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        g, g_entropy, _ = upstream
+        if g is None and g_entropy is None:
+            return None, None, None, None
+        gradient = _Gradient if torch.compiler.is_compiling() else _GradientEager
+        return gradient.apply(*ctx.saved_tensors, g, g_entropy, ctx.options), None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
+        batch = info.batch_size
+        out = []
+        out_dims = []
+        for x in _FromLogitsEager.apply(*_as_rows(batch, in_dims, args)):
+            if x is None:
+                out.append(None)
+                out_dims.append(None)
+            else:
+                out.append(x.unflatten(0, (batch, -1)))
+                out_dims.append(0)
+        return tuple(out), tuple(out_dims)
+
+
+class _FromLogitsEager(_FromLogits):
+    """`_FromLogits` with forward mode; torch.compile takes no function that has a `jvp`."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _FromLogits.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:3])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -116,27 +147,6 @@ class _FromLogits(torch.autograd.Function):
         along = (_or_zeros(tangents[0], z),)
         dlogp, dentropy = torch.func.jvp(_definition(y, scale, ctx.options), (z,), along)[1]
         return dlogp, dentropy if ctx.options.entropy else None, None
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        g, g_entropy, _ = upstream
-        if g is None and g_entropy is None:
-            return None, None, None, None
-        return _Gradient.apply(*ctx.saved_tensors, g, g_entropy, ctx.options), None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
-        batch = info.batch_size
-        out = []
-        out_dims = []
-        for x in _FromLogits.apply(*_as_rows(batch, in_dims, args)):
-            if x is None:
-                out.append(None)
-                out_dims.append(None)
-            else:
-                out.append(x.unflatten(0, (batch, -1)))
-                out_dims.append(0)
-        return tuple(out), tuple(out_dims)
 
 
 class _Gradient(torch.autograd.Function):
@@ -175,16 +185,6 @@ class _Gradient(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         z, y, scale, _, _, _, g, g_entropy, ctx.options = inputs
         ctx.save_for_backward(z, y, scale, g, g_entropy)
-        ctx.save_for_forward(z, y, scale, g, g_entropy)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        """The derivative of the gradient in a direction, by plain operations on whole logits."""
-        z, y, scale, g, g_entropy = ctx.saved_tensors
-        dz, dg, dg_entropy = tangents[0], tangents[6], tangents[7]
-        first = [_or_zeros(x, scale) for x in (g, g_entropy)]
-        along = [_or_zeros(dz, z), _or_zeros(dg, scale), _or_zeros(dg_entropy, scale)]
-        return torch.func.jvp(_gradient_of(_definition(y, scale, ctx.options)), (z, *first), tuple(along))[1]
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
@@ -208,6 +208,25 @@ class _Gradient(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
         dz = _Gradient.apply(*_as_rows(info.batch_size, in_dims, args))
         return dz.unflatten(0, (info.batch_size, -1)), 0
+
+
+class _GradientEager(_Gradient):
+    """`_Gradient` with forward mode, as `_FromLogitsEager` has it."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _Gradient.setup_context(ctx, inputs, output)
+        z, y, scale, _, _, _, g, g_entropy, _ = inputs
+        ctx.save_for_forward(z, y, scale, g, g_entropy)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """The derivative of the gradient in a direction, by plain operations on whole logits."""
+        z, y, scale, g, g_entropy = ctx.saved_tensors
+        dz, dg, dg_entropy = tangents[0], tangents[6], tangents[7]
+        first = [_or_zeros(x, scale) for x in (g, g_entropy)]
+        along = [_or_zeros(dz, z), _or_zeros(dg, scale), _or_zeros(dg_entropy, scale)]
+        return torch.func.jvp(_gradient_of(_definition(y, scale, ctx.options)), (z, *first), tuple(along))[1]
 
 
 def _definition(y: Tensor, scale: Tensor, options: Options) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
