@@ -29,7 +29,7 @@ CONFIGS = {
 REASONS = {
     "verl/generation.sh": "evaluate.py answers and scores prompts",
     "openrlhf/kd.sh": "losses of distillation",
-    "trl/kto.sh": "dpo.py learns from pairs",
+    "trl/kto.sh": "python train_scripts/dpo.py --unpaired --loss kto",
 }
 # what a reader must be told, as another run would come out without it
 TOLD = {

@@ -21,7 +21,7 @@ from rft_fn.run import options
 
 
 @dataclass(frozen=True)
-class Config(options.ReinforcementRun, options.Collect, rft.run.Distillation):
+class Config(rft.run.Distillation, options.ReinforcementRun, options.Collect):
     """A resumed run may change the options that change no result; for others it needs --override."""
 
     # the algorithm
@@ -84,14 +84,7 @@ def student_loss(cfg: Config, algo, sampled: bool, out: rft.TokenOut, b: rft.Pac
 
 
 def main(cfg: Config) -> None:
-    algo = rft.algorithm.configured(
-        cfg.algorithm,
-        group=cfg.group,
-        clip_low=cfg.clip_low,
-        clip_high=cfg.clip_high,
-        dual=cfg.dual,
-        weight=cfg.weight,
-    )
+    algo = rft.run.objective(cfg)
     env = rft.run.setup(
         cfg, usual=60, load=rft.run.load_taught_task, optimizer=optimizer, scorers=rft.run.teacher_modules
     )

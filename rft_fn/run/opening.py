@@ -256,7 +256,7 @@ def load_policy(cfg: Any, st: Strategy) -> nn.Module:
     """Load the module to train, with its adapters; `cfg` is of `options.Policy` and `Run`."""
     module = model.load(
         cfg.model,
-        meta=st.world > 1 or (cfg.dry_run and not cfg.quantize),
+        meta=st.world > 1 or (getattr(cfg, "dry_run", False) and not cfg.quantize),
         gradient_checkpointing=cfg.gradient_checkpointing,
         quantize=cfg.quantize,
         freeze=cfg.freeze,
@@ -286,9 +286,9 @@ def objective(cfg: Any) -> algorithm.Algorithm:
         clip_low=cfg.clip_low,
         clip_high=cfg.clip_high,
         dual=cfg.dual,
-        advantage=cfg.advantage,
+        advantage=getattr(cfg, "advantage", None),
         weight=cfg.weight,
-        limits=vars(cfg.loss),
+        limits=vars(cfg.loss) if isinstance(cfg.loss, options.Limits) else None,
     )
 
 

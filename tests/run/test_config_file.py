@@ -82,7 +82,7 @@ def test_json_is_read_too_and_a_first_argument_stays_one():
 
 WRONG = {
     "an unknown key": ("lrr: 1", "unrecognized options: lrr; did you mean lr?"),
-    "unknown keys": ("foo: 1\nbar: 2", "unrecognized options: foo, bar; --help lists the options"),
+    "unknown keys": ("qqq: 1\nzzz: 2", "unrecognized options: qqq, zzz; --help lists the options"),
     "an unknown key of a part": (
         "strategy: {fsdpp: 1}",
         "unrecognized options: strategy.fsdpp; did you mean strategy.fsdp?",
@@ -183,7 +183,7 @@ def test_the_folder_of_another_run_is_not_taken_by_accident():
         "config a: out: expected --out beside the options of a run, got none; --out a continues that run, "
         "another folder begins a new one"
     )
-    with pytest.raises(ValueError, match=r"^config a: unrecognized options: reward, .* more; --help lists"):
+    with pytest.raises(ValueError, match=r"^config a: .*unrecognized options: .* more; --help lists"):
         parsed("--config", "a", "--out", "b", script="sft")
 
 

@@ -389,7 +389,6 @@ LIBRARY = r.Library(
     },
     {
         "kto": "python train_scripts/dpo.py --unpaired --loss kto is that algorithm",
-        "rloo": "python train_scripts/grpo.py --algorithm rloo is that algorithm",
         "ppo": "python train_scripts/ppo.py has a critic",
         "ppo_tldr": "python train_scripts/ppo.py has a critic",
         "orpo": "python train_scripts/dpo.py --loss orpo is that algorithm",
