@@ -23,9 +23,7 @@ __all__ = [
 SERVED = ("openai", "sglang")
 FROM_REWARDS = ("success", "feedback")  # places of a hint that are no columns
 
-Losses = Literal[
-    "reverse_kl", "forward_kl", "jsd", "skew_reverse_kl", "skew_forward_kl", "sampled", "to_go", "nll"
-]
+LOSSES = (*loss.DIVERGENCES, "sampled", "to_go", "nll")
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Distillation(options.Data, subject="Teacher"):
     hint: str = ""  # the teacher's prompt; {NAME} is a column, {success}, {feedback}; empty: the student's
     success_at: Finite = 1.0  # least reward of a response that {success} may be
 
-    loss: Losses = "reverse_kl"  # sampled, to_go: advantages by the teacher; nll: of the responses
+    loss: str = "reverse_kl"  # a row of loss.DIVERGENCES; sampled, to_go: advantages; nll: of responses
     top_k: Whole = 0  # likeliest words of the teacher that are compared, the rest as one; 0: all words
     jsd_beta: Share = 0.5  # share of the teacher in the mixture of jsd; 0 is forward_kl, 1 reverse_kl
     skew: Decay = 0.1  # share of the left side in the mixture of skewed KLs
@@ -52,6 +50,8 @@ class Distillation(options.Data, subject="Teacher"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
         if not self.teacher and self.loss != "nll":
             raise ValueError("teacher: expected a model, a run folder, self, ema or a server, got none")
         if not self.teacher and self.off_policy == "teacher":
