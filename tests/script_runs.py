@@ -57,6 +57,13 @@ def rows(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
 
 
+def comparable(folder):
+    """The metrics of a run without the noise of its gradients: one pack in all has no estimate of it."""
+    return [
+        {k: x for k, x in row.items() if k not in ("grad/snr", "grad/noise_scale")} for row in rows(folder)
+    ]
+
+
 # ---------- what is left out: it takes most of a short run
 
 

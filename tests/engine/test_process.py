@@ -260,7 +260,7 @@ def test_no_process_is_left_however_the_script_ends(how):
     if number:
         time.sleep(0.5)
         script.send_signal(number)
-    _, err = script.communicate(timeout=60)
+    _, err = script.communicate(timeout=180)
     assert gone(pid), err
     codes = {"close": 0, "exception": 1, "kill": -signal.SIGKILL, "interrupt": -signal.SIGINT}
     assert script.returncode == codes[how], err

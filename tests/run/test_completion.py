@@ -85,9 +85,13 @@ def test_every_option_of_a_script_is_offered(name, offers):
 
 def test_values_are_offered_and_files_are_left_to_the_shell(offers):
     loss, schedule, out, report, new = offers(
-        "run dpo --loss ", "run grpo --steps 3 --schedule ", "run grpo --out r", "report r", "new grpo m"
+        "run distill --off-policy ",
+        "run grpo --steps 3 --schedule ",
+        "run grpo --out r",
+        "report r",
+        "new grpo m",
     )
-    assert {"dpo", "ipo"} <= loss and schedule == {"linear", "cosine", "constant"}
+    assert {"teacher", "given"} <= loss and schedule == {"linear", "cosine", "constant"}
     assert out <= {"rft.bash"} and not report and not new
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from each_case import each
 from mistakes import check_one_line
-from script_runs import rows, run, start
+from script_runs import comparable, rows, run, start
 from test_house import load_script
 
 import rft_fn as rft
@@ -142,8 +142,8 @@ TWO = {"fsdp2": [], "zero1": ["--zero-stage", 1]}  # more backends: the case `pa
 def test_two_processes_log_what_one_logs(tmp_path, alone, kind):
     """Every number, to rounding, whatever the packs."""
     run("dpo", *FLAGS, "--budget", 60, *TWO[kind], "--out", tmp_path / "run", world=2, whole=True)
-    both = rows(tmp_path / "run")
-    one = rows(alone)
+    both = comparable(tmp_path / "run")
+    one = comparable(alone)
     assert len(both) == len(one)
     for a, b in zip(both, one):
         assert a == pytest.approx(b, rel=2e-4, abs=2e-5)
@@ -153,7 +153,7 @@ def test_two_processes_learn_from_single_responses_as_one_does(tmp_path):
     flags = [x for x in FLAGS if x not in ("--nll", 0.2)] + ["--loss", "kto", "--unpaired"]
     run("dpo", *flags, "--out", tmp_path / "one")
     run("dpo", *flags, "--budget", 60, "--out", tmp_path / "two", world=2, whole=True)
-    for a, b in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
+    for a, b in zip(comparable(tmp_path / "two"), comparable(tmp_path / "one"), strict=True):
         assert a == pytest.approx(b, rel=2e-4, abs=2e-5)
 
 

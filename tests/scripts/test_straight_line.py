@@ -565,11 +565,9 @@ def dpo_pairs(cfg, name, pairs, lm, ref):
         logps = [line.scores(lm, side, temperature=1.0, top_p=1.0)[0] for side in sides]
         with torch.no_grad():
             refs = [line.scores(ref, side, temperature=1.0, top_p=1.0)[0] for side in sides]
-        (c, r), (rc, rr) = [x.sum() for x in logps], [x.sum() for x in refs]
-        if cfg.average:
-            terms.append(dpo_loss(cfg, *(x.mean() for x in (*logps, *refs)), 1))
-        else:
-            terms.append(dpo_loss(cfg, c, r, rc, rr, len(sides[0]["tokens"])))
+        of = torch.mean if cfg.average else torch.sum
+        (c, r), (rc, rr) = [of(x) for x in logps], [of(x) for x in refs]
+        terms.append(dpo_loss(cfg, c, r, rc, rr, 1 if cfg.average else len(sides[0]["tokens"])))
         gaps += [abs(float(x)) for a, b in zip(logps, refs) for x in (a - b).detach()]
         c, r = float(c.detach()), float(r.detach())
         better, worse = cfg.beta * (c - float(rc)), cfg.beta * (r - float(rr))

@@ -14,7 +14,7 @@ import torch
 from each_case import each
 from mistakes import check_one_line
 from PIL import Image
-from script_runs import rows
+from script_runs import comparable, rows
 from test_house import load_script
 
 import rft_fn as rft
@@ -349,7 +349,7 @@ def alone(tmp_path_factory):
 def check_close(one, both):
     """Every number is equal to rounding, whatever the packs; and the same model comes out."""
     assert len(rows(both)) == len(rows(one)) == 4
-    for a, b in zip(rows(both), rows(one)):
+    for a, b in zip(comparable(both), comparable(one)):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
     heads = [rft.model.load_reward(str(folder / "model")).heads[0] for folder in (both, one)]
     assert heads[0].scale == pytest.approx(heads[1].scale, rel=1e-2) != 1
