@@ -101,7 +101,7 @@ def test_mistakes_are_one_line_and_lose_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("my work")
     cases = [
-        (["new", "grop"], "script: expected one of compare, distill", "or a .py file, got 'grop'; did you mean grpo?"),
+        (["new", "grop"], "script: expected one of compare, distill", "'grop'; did you mean grpo?"),
         (["new", "grpo", "mine.py"], "to: expected a new file, got mine.py, which is there already"),
         (["new", "grpo", "mine.txt"], "to: expected a folder that is there, or a file that ends in .py"),
         (["new", "grpo", "torch.py"], "to: expected a name that no library has", "torch.py, which"),
