@@ -48,7 +48,8 @@ def test_the_edits_of_a_copied_script_run(tmp_path):
     texts = {name: (HOWTO / f"own_{name}.md").read_text() for name in ("loss", "advantage")}
     (loss,) = re.findall(r"^    (algo = .*)$", texts["loss"], re.M)
     (advantage,) = re.findall(r"^    (adv = .*)$", texts["advantage"], re.M)
-    (made,) = re.findall(r"^    algo = rft\.algorithm\.configured\(.*?^    \)\n", text, re.M | re.S)
+    made = "    algo = rft.run.objective(cfg)\n"
+    assert text.count(made) == 1
     text = text.replace(made, f"{made}    {loss}\n")
     text, count = re.subn(r"adv = algo\.advantage\(.*\)", advantage, text)
     assert count == 1

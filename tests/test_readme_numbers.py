@@ -71,7 +71,7 @@ SAID = {
     "reward of samples rises from # to # (# for greedy answers; guessing scores #)": ("README.md", tiny),
     "Its # steps take # seconds": ("README.md", tiny_time),
     "a test checks # cases": ("README.md", lambda: [len(conformance.CASES)]),
-    "a loss and a weight, # rows": ("README.md", lambda: [len(rft.algorithm.TABLE)]),
+    "**Every published algorithm is a row**: # rows": ("README.md", lambda: [len(rft.algorithm.TABLE)]),
     "[# examples](docs/examples": ("README.md", lambda: [len(read("../examples/results.json"))]),
     "CISPO in # lines": ("README.md", loss_lines),
     "TRL takes # times as long": ("docs/performance.md", lambda: [times("equal")]),

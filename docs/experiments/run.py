@@ -35,7 +35,8 @@ def described(x: Any) -> Any:
         given = ", ".join(f"{name}={value}" for name, value in x.keywords.items())
         return f"{described(x.func)}({given})"
     if inspect.isfunction(x):
-        return f"{x.__module__.removeprefix('rft_fn.')}.{x.__qualname__}"
+        room = x.__module__.removeprefix("rft_fn.")
+        return f"{'advantage' if room.startswith('advantage.') else room}.{x.__qualname__}"
     return x
 
 
