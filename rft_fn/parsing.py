@@ -34,11 +34,15 @@ def _parts(config: type) -> Iterator[tuple[str, list[str]]]:
         yield name, inner
 
 
+WHOLE = frozenset({"loss"})  # parts without short names: other libraries have a beta of another meaning
+
+
 def names(config: type) -> set[str]:
     """Return the options of a config and of its parts, these with the part's name and without."""
     found = {"help", "disable_engine_sleep"}
     for name, inner in _parts(config):
-        found |= {name, *inner, *(f"{name}.{x}" for x in inner)}
+        short = () if name in WHOLE else inner
+        found |= {name, *short, *(f"{name}.{x}" for x in inner)}
     return found
 
 
@@ -47,7 +51,7 @@ def owners(config: type) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for part, inner in _parts(config):
         found.setdefault(part, []).append("")
-        for name in inner:
+        for name in () if part in WHOLE else inner:
             found.setdefault(name, []).append(f"{part}.")
     return found
 
