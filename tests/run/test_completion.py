@@ -70,7 +70,7 @@ def test_every_option_of_a_script_is_offered(name, offers):
     """Also those of its parts, by both of their names, and beside others that stand there."""
     config = scripts.config(scripts.find(name))
     owners = parsing.owners(config)
-    parts = {part.rstrip(".") for found in owners.values() for part in found} - {""}
+    parts = {part for part, inner in parsing._parts(config) if inner}
     want = {"--config"}
     for option, found in owners.items():
         if option in parts or option in ("extra", "run"):  # not of a command line; the folder of export.py
