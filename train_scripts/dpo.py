@@ -173,7 +173,7 @@ def evaluation(cfg: Config, held_out: rft.Experience, logp: Tensor) -> dict[str,
 
 
 def main(cfg: Config) -> None:
-    preferences.check(cfg)
+    preferences.check_options(cfg)
     what = "responses" if cfg.unpaired else "pairs"
     env = rft.run.setup(
         cfg, usual=100, load=load, batch=cfg.batch, what=what, anchor=cfg.row.reference, sampled=False

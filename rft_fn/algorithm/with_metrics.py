@@ -146,7 +146,7 @@ def a_star(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[st
 
 @with_options_of(loss.online_dpo)
 def online_dpo(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
-    """Return the loss of the best and the worst response of each group, whose rows share a pack."""
+    """Return DPO's loss on the best and the worst response of each group; its rows share a pack."""
     (ref_logp,) = check.given(ref_logp=b.ref_logp)
     if b.unit == 1 and b.num_seqs > 1:
         raise ValueError("unit: expected packs of whole groups, shard(..., unit=group), got unit = 1")

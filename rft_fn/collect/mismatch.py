@@ -139,20 +139,17 @@ def correction(
         plain = weight.importance_seq(inside, old_logp, rollout.logp, mask)
 
     # ratios of whole responses [B, 1]; one without a token in mask does not count
-    tokens = mask.sum(-1, keepdim=True)
-    log_ratio = torch.where(mask, logprob.log_ratio(old_logp, rollout.logp, limit=_FAR), 0).sum(
-        -1, keepdim=True
-    )
+    counts = mask.any(-1, keepdim=True)
+    log_ratio = weight.row_sum(logprob.log_ratio(old_logp, rollout.logp, limit=_FAR), mask)
     near = log_ratio.clamp(-_BOUND, _BOUND)
     metrics = {
-        "mismatch/ess_seq": metric.effective_share(near.exp(), tokens > 0),
-        "mismatch/chi2_seq": metric.mean(torch.expm1(2 * near), tokens > 0),
+        "mismatch/ess_seq": metric.effective_share(near.exp(), counts),
+        "mismatch/chi2_seq": metric.mean(torch.expm1(2 * near), counts),
     }
     if geo_low > 0 or geo_high < math.inf:
-        geometric = (log_ratio / tokens.clamp(min=1)).exp()
-        outside = (geometric < geo_low) | (geometric > geo_high)
-        factor = torch.where(outside, 0, factor)
-        metrics["mismatch/outside_band"] = metric.mean(outside.double(), tokens > 0)
+        kept = weight.geometric_mask(inside, old_logp, rollout.logp, mask, low=geo_low, high=geo_high)
+        factor = factor * kept
+        metrics["mismatch/outside_band"] = metric.mean((weight.row_max(kept, mask) == 0).double(), counts)
     metrics["mismatch/weight"] = metric.mean(factor, mask)
     metrics["mismatch/cut"] = metric.mean((factor != plain).double(), mask)
     return factor, metric.results(metrics)

@@ -183,7 +183,7 @@ def meet(st: Strategy, spec: TeacherSpec, tokenizer: Any, *, top_k: int) -> Serv
 
 
 def require_same_words(what: str, theirs: Any, ours: Any) -> None:
-    """Raise ValueError for a tokenizer whose numbers stand for other words."""
+    """Raise ValueError for a tokenizer with another vocabulary."""
     if theirs.get_vocab() == ours.get_vocab():
         return
     of_ours = {number: word for word, number in ours.get_vocab().items()}

@@ -58,7 +58,7 @@ class Data(Options, subject="Data"):
 
 @dataclass(frozen=True)
 class Prompts(Data, subject="Data"):
-    """Data whose rows are prompts."""
+    """Prompts, and the longest of them."""
 
     max_prompt: Count = 512  # most tokens in a prompt; longer prompts of a file are left out
 

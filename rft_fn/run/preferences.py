@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 
-from rft_fn import check as check_fields
-from rft_fn import data, packing, tree, weight
+from rft_fn import check, data, packing, tree, weight
 from rft_fn.run.cli import without
 from rft_fn.run.setup import Setup
 from rft_fn.types import Experience, TrainState
 
-__all__ = ["check", "experience", "mismatched", "rewards_mean", "with_margin", "with_reference"]
+__all__ = ["check_options", "experience", "mismatched", "rewards_mean", "with_margin", "with_reference"]
 
 
 # losses that read an option, which others must leave alone
@@ -23,7 +22,7 @@ READ = {
 }
 
 
-def check(cfg: Any) -> None:
+def check_options(cfg: Any) -> None:
     """Raise ValueError for options that do not go together."""
     # packs and batches hold whole pairs
     without(cfg.strategy, "train_batch_size", instead="use --batch, which counts pairs")
@@ -88,7 +87,7 @@ def mismatched(cfg: Any, items: Sequence) -> Experience:
     return packing.conversations(joined)
 
 
-def with_reference(cfg: Any, env: Setup, state: TrainState, items: Sequence, shift: float):
+def with_reference(cfg: Any, env: Setup, state: TrainState, items: Sequence, shift: float) -> Experience:
     """Return the rows of a batch with all that the loss reads: reference log-probs, and a baseline."""
     exp = experience(cfg, items)
     ref_logp = env.reference_logp(state, exp, unit=cfg.unit)
@@ -97,7 +96,7 @@ def with_reference(cfg: Any, env: Setup, state: TrainState, items: Sequence, shi
         others = mismatched(cfg, items)
         with env.phase("score"):
             logp = env.st.score(env.apply, state.params, others, cfg.budget, unit=cfg.unit).logp
-        (of_reference,) = check_fields.given(ref_logp=env.reference_logp(state, others, unit=cfg.unit))
+        (of_reference,) = check.given(ref_logp=env.reference_logp(state, others, unit=cfg.unit))
         shift = float((logp - of_reference).sum(-1).mean().clamp(min=0))
     if exp.extra is None:  # a loss of pairs
         return exp

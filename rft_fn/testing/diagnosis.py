@@ -181,7 +181,7 @@ def _one_over_n(f: _Facts) -> bool:
 
 
 def _shifted(f: _Facts) -> bool:
-    """Return whether slopes are those of the advantages or old log-probs of a neighbour."""
+    """Return whether slopes match the advantage or old log-prob of a neighbouring token."""
     counts = f.b.mask & (f.b.w > 0)
     at = torch.arange(len(counts))
     for k in (-2, -1, 1, 2):

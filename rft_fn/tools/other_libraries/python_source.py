@@ -100,7 +100,7 @@ def read(text: str, path: str) -> Module:
 def _take(
     options: dict[str, Any], notes: list[str], given: Mapping[str, ast.expr], names: Mapping[str, ast.expr]
 ) -> None:
-    """Add options whose values are constants; note the others."""
+    """Add the options with constant values; note the others."""
     for name, node in given.items():
         try:
             value = _constant(node, names)
