@@ -43,7 +43,7 @@ def optimizer(cfg: Config):
 def advantages(
     cfg: Config, algo, batch: rft.collect.Batch, reward: Tensor, taught, old_logp: Tensor
 ) -> Tensor:
-    """Return [B, S]: the teacher's log-probs as advantages, with those of the rewards."""
+    """Return advantages [B, S] from the teacher's log-probs and from rewards."""
     adv = torch.zeros_like(old_logp)
     if cfg.loss in ("sampled", "to_go"):
         gamma = cfg.gamma if cfg.loss == "to_go" else 0.0
@@ -64,7 +64,7 @@ def minibatches(cfg: Config, algo, exp: rft.Experience, step: int) -> Iterator[r
 
 
 def student_loss(cfg: Config, algo, sampled: bool, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
-    """Return the divergence from the teacher [T], or the loss by advantages, and what both are beside."""
+    """Return the loss [T], a divergence from the teacher or one by advantages, and metrics."""
     metrics = rft.metric.policy(out, b) if sampled else {}
     if cfg.loss == "nll":
         loss = rft.loss.nll(out.logp)

@@ -1,4 +1,4 @@
-"""Optimizers whose updates change none of their arguments, for gradients through updates."""
+"""Optimizers with updates that change none of their arguments, for gradients through updates."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

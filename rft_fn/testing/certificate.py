@@ -23,7 +23,7 @@ __all__ = [
 
 
 class LossBias(NamedTuple):
-    """The expected gradient of a loss beside that of E[R], on samples of a policy `gap` nats away."""
+    """The expected gradient of a loss compared with that of E[R], sampled by a policy `gap` nats away."""
 
     gap: float  # deviation of the logits of the policy that sampled
     bias: float  # |E[gradient] - gradient of E[R]| / |gradient of E[R]|

@@ -195,7 +195,7 @@ def _shifted(f: _Facts) -> bool:
 
 
 def _old(f: _Facts) -> bool:
-    """Return whether the slopes are -A pi: log-probs have no old policy beside them."""
+    """Return whether the slopes are -A pi, which a probability in place of a ratio gives."""
     counts = f.b.mask & (f.b.w > 0)
     return _close(f.slope, -f.adv * f.b.old_logp[counts].exp())
 

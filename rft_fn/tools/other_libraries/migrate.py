@@ -257,7 +257,7 @@ def _kind(library: Library, options: Mapping[str, Any], programs: Sequence[str],
 
 
 def _most(library: Library, kinds: Sequence[str], options: Mapping[str, Any]) -> list[str]:
-    """Return the kinds whose trainers know most of the options that not all of them know; [] for none."""
+    """Return the kinds of trainer that know most of the telling options; [] for none."""
     rows = {kind: set(library.trainers[kind].rows) for kind in kinds}
     telling = set(options) - set.intersection(*rows.values())
     known = {kind: len(telling & rows[kind]) for kind in kinds}
@@ -365,7 +365,7 @@ _NEVER = re.compile(r"\$\{?\d|\$\((?!date\b)|`|\$\{[^}]*[^\w}]")
 
 
 def _open(options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Return a note for each option whose value only a run of the file knows, and the other options."""
+    """Return a note for each option with a value that only a run of the file has, and the others."""
     notes, given = [], {}
     for name, x in options.items():
         if isinstance(x, str) and _NEVER.search(x):

@@ -212,7 +212,7 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def _constant(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> Any:
-    """Return the value of an expression that is decided by the text alone; _Unknown for any other."""
+    """Return the value of an expression if the text decides it, else _Unknown."""
     if depth > 30:
         raise _Unknown
     if isinstance(node, ast.Constant):

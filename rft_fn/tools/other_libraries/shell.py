@@ -117,7 +117,7 @@ class _Reader:
         return words, assigned, ""
 
     def value(self) -> Value:
-        """Return what stands behind the = of an assignment."""
+        """Return the right side of an assignment."""
         if self.text[self.i : self.i + 1] != "(":
             return " ".join(self.word(split=False)) if self.at_word() else ""
         self.i += 1

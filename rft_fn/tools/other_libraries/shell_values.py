@@ -21,7 +21,7 @@ def nested(words: Sequence[str]) -> str | None:
 
 
 def closed(text: str, start: int, opening: str, closing: str) -> int:
-    """Return the place behind the bracket that closes the one at `start`."""
+    """Return the place after the bracket that closes the one at `start`."""
     depth = 0
     quote = ""
     for k in range(start, len(text)):
