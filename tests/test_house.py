@@ -305,7 +305,7 @@ PAGES = {
     "sft": (None, 60),
     "train_rm": (None, 60),
     "multi_turn": (None, 60),
-    "compare": (170, 60),
+    "compare": (175, 60),
 }
 
 

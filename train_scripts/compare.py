@@ -36,6 +36,7 @@ class Config(options.Sampling, options.Reward, options.Prompts, options.Model):
     parts: Several = 16  # parts of the buffer, each left out in turn for standard errors; divides prompts
     largest: Whole = 10  # responses that have a column for their share of the gradient; 0 leaves it out
     probes: Whole = 1  # draws of random signs that measure the noise of tokens, a pass over the buffer each
+    rollouts: str = ""  # a file that a run wrote with --rollouts-every: the buffer, in place of samples
     sampler: str = ""  # the model that drew the buffer; if empty, `model` itself before the drift
     drift: Whole = 4  # updates on the buffer between its samples and the policy that is looked at
     lr: Positive = 5e-5  # learning rate of these updates
@@ -117,6 +118,9 @@ def by_samples(cfg: Config, st, apply, state, sample) -> tuple[estimators.Refere
 
 
 def main(cfg: Config) -> None:
+    frozen = comparison.recorded(cfg) if cfg.rollouts else None
+    if frozen:
+        cfg = replace(cfg, prompts=len(frozen[1]), group=frozen[1].shape[1])
     rows = {name: row(name, cfg.group) for name in cfg.rows}
     if cfg.prompts % cfg.parts:
         raise ValueError(f"parts: expected a divisor of the {cfg.prompts} prompts, got {cfg.parts}")
@@ -126,7 +130,7 @@ def main(cfg: Config) -> None:
 
     # the buffer. An exact gradient is of some prompts: all parts are then groups for the same ones
     times = cfg.parts if cfg.reference == "exact" else 1
-    prompts, rollout, reward = sample(cfg.prompts // times, 0, times=times)
+    prompts, rollout, reward = ([], *frozen) if frozen else sample(cfg.prompts // times, 0, times=times)
     parts = estimators.split_prompts(rollout.group, cfg.parts)
     away = get_algorithm("cispo")  # for the updates away from the samples: it stops no gradient
     for _ in range(cfg.drift):
@@ -156,7 +160,7 @@ def main(cfg: Config) -> None:
     )  # fmt: skip
     found = {
         "config": cfg,
-        "buffer": comparison.describe(rollout, reward, logp, cfg.sampler or cfg.model, cfg.drift),
+        "buffer": comparison.describe(cfg, rollout, reward, logp),
         "reference": {"what": about, "norm": ref.square**0.5, "ceiling": ref.ceiling},
         "rows": {name: next(measured)[1] for name in rft.run.track(list(rows), "rows", rank=st.rank)},
         "evidence": comparison.evidence(buffers, logp),

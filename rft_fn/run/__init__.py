@@ -7,7 +7,7 @@ from rft_fn.run.building import setup
 from rft_fn.run.card import save_card
 from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.distillation import Distillation, load_taught_task, teacher_modules
-from rft_fn.run.files import last_model, settings
+from rft_fn.run.files import last_model, read_rollout, settings
 from rft_fn.run.opening import (
     actor_critic,
     data_options,
@@ -69,6 +69,7 @@ __all__ = [
     "objective",
     "optimizer",
     "options",
+    "read_rollout",
     "response_row",
     "rewards_of",
     "save_card",

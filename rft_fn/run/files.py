@@ -8,9 +8,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from rft_fn.types import Rollout, Sampling
+
 __all__ = [
     "FACTS", "append_row", "checkpoints", "cut_back", "defaults_of", "differences", "filled", "first_day",
-    "jsonable", "keep_until", "last_model", "mark_saved", "settings", "write_whole",
+    "jsonable", "keep_until", "last_model", "mark_saved", "read_rollout", "settings", "write_rollout",
+    "write_whole",
 ]  # fmt: skip
 
 
@@ -190,3 +195,40 @@ def cut_back(folder: Path, step: int) -> None:
         )
     for name in _ROWS:
         keep_until(folder / name, step)
+
+
+# ---------- the responses of a step
+
+
+def write_rollout(path: Path, rollout: Rollout, reward: Tensor) -> None:
+    """Write a rollout and its rewards [N, G] into one file of safetensors, without images and audio."""
+    from safetensors.torch import save
+
+    tensors = {name: x for name, x in vars(rollout).items() if isinstance(x, Tensor)} | {"reward": reward}
+    tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    about = {"sampling": json.dumps(jsonable(rollout.sampling)), "media": str(rollout.media is not None)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, save(tensors, metadata=about))
+
+
+def read_rollout(path: str | Path) -> tuple[Rollout, Tensor]:
+    """Return the rollout and the rewards [N, G] of a file that a run wrote with `rollouts_every`.
+
+    ValueError for another file, and for responses about images or audio, which the file does not have.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            about = file.metadata()
+            if about["media"] == "True":
+                raise ValueError("they are about images or audio, which it does not have")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        sampling = json.loads(about["sampling"])
+        known = sampling and Sampling(**sampling | {"stop": tuple(sampling["stop"])})
+        reward = tensors.pop("reward")
+        return Rollout(**tensors, sampling=known), reward
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"rollouts: expected a file that --rollouts-every wrote, got {path}: {error}"
+        ) from error

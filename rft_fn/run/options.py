@@ -77,6 +77,7 @@ class Rollouts(Sampling, subject="Rollouts"):
     gap_factor: Free[Above1] = 30.0  # or by more than this x the noise of the first step
     mismatch: Correction | None = None  # weights against it; _seq: of whole responses; None: tis if stale
     update_kl: Free[bool] = False  # score a rollout before and after its updates: the KL that they made
+    rollouts_every: Free[Whole] = 0  # steps between files of all responses, rollouts/step_N; 0: none
     cap: Above1 = 2.0  # ratio of trainer to sampler at which tis truncates, and mis and icepop drop a token
     geo_low: Share = 0.0  # drop responses with a lower geometric mean of their ratios, such as 0.99; 0 is off
     geo_high: Above1 | None = None  # drop responses with a higher one, such as 1.01; None is off

@@ -9,6 +9,7 @@ runs/NAME/config.json         the options, of the last start that changed some; 
           trajectories.jsonl  sampled responses with their rewards, to be read
           distributions.jsonl   quantiles of the lengths and rewards of each step
           tokens.jsonl          single tokens of some responses, and what the loss did to them
+          rollouts/             all responses of some steps, with --rollouts-every
           samples.png           responses next to the images or spectrograms that they are about, if any
           reliability.png       how often the predictions of a reward model come true on held-out rows
           curve.png  lengths.png  phases.png  checkpoints/
@@ -35,7 +36,7 @@ from rft_fn.reward import Judged
 from rft_fn.run import claim, files, options, report, signals, symptoms
 from rft_fn.run.card import save_card
 from rft_fn.run.claim import Claim, Inputs
-from rft_fn.run.files import append_row, defaults_of, jsonable
+from rft_fn.run.files import append_row, defaults_of, jsonable, write_rollout
 from rft_fn.run.report import Progress, Timing
 from rft_fn.types import Rollout, Session, Strategy, TrainState
 
@@ -217,6 +218,11 @@ class Run:
             append_row(self.folder / "distributions.jsonl", spread)
         for row in report.rows(step, prompts, judged, count=count, split=split):
             append_row(self.folder / "trajectories.jsonl", row)
+
+    def rollout(self, step: int, rollout: Rollout, reward: Tensor) -> None:
+        """Write all responses of a step, with their rewards [N, G], to rollouts/step_N.safetensors."""
+        if self.main:
+            write_rollout(self.folder / "rollouts" / f"step_{step:08d}.safetensors", rollout, reward)
 
     def tokens(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows of single tokens, one JSON line each, as `TokenLog` makes them."""

@@ -333,6 +333,9 @@ class Setup:
             self.run.beside("engine", self.samples.busy())
         self.run.write(step, values, tokens=int(batch.rollout.length.sum()))
         self.run.trajectories(step, batch.prompts, batch.rollout, batch.judged)
+        every = self.cfg.rollouts_every
+        if every and step % every == 0:
+            self.run.rollout(step, batch.rollout, batch.judged.reward)
         return values["reward/mean"]
 
     def checkpoint(

@@ -8,22 +8,42 @@ from typing import Any
 
 from torch import Tensor
 
+from rft_fn.algorithm import get_algorithm
 from rft_fn.analysis import estimators
-from rft_fn.run.files import jsonable, write_whole
+from rft_fn.run.files import jsonable, read_rollout, write_whole
 from rft_fn.tools import plot
-from rft_fn.types import Experience, Rollout
+from rft_fn.types import Experience, Rollout, Sampling
 
-__all__ = ["describe", "draw", "evidence", "show", "write"]
+__all__ = ["describe", "draw", "evidence", "recorded", "show", "write"]
 
 _POINTS = 400  # most tokens of a row in the picture
 
 
-def describe(rollout: Rollout, reward: Tensor, logp: Tensor, sampler: str, drift: int) -> dict[str, Any]:
+def recorded(cfg: Any) -> tuple[Rollout, Tensor]:
+    """Return the responses of a run's step and their rewards [N, G], for the options of compare.py.
+
+    ValueError if they were drawn otherwise than these say, or if these draw others.
+    """
+    if cfg.reference == "exact" or cfg.sampler:
+        other = "--sampler" if cfg.sampler else "--reference exact"
+        raise ValueError(f"rollouts: expected none with {other}, which draws its own, got {cfg.rollouts}")
+    for name in cfg.rows:
+        if ":" not in name and get_algorithm(name).greedy:
+            raise ValueError(f"rollouts: expected none with {name}, which asks for greedy answers")
+    rollout, reward = read_rollout(cfg.rollouts)
+    drawn = rollout.sampling or Sampling()
+    for name in ("temperature", "top_p", "max_new"):
+        if (own := getattr(cfg, name)) != getattr(drawn, name):
+            raise ValueError(f"{name}: expected {getattr(drawn, name)}, as of {cfg.rollouts}, got {own}")
+    return rollout, reward
+
+
+def describe(cfg: Any, rollout: Rollout, reward: Tensor, logp: Tensor) -> dict[str, Any]:
     """Return what a buffer is: its size, its rewards [N, G], and how far the policy is from its samples."""
     gap = (logp - rollout.logp)[rollout.mask].double()
     return {
-        "sampler": sampler,
-        "drift": drift,
+        "sampler": cfg.rollouts or cfg.sampler or cfg.model,
+        "drift": cfg.drift,
         "prompts": len(reward),
         "responses": reward.numel(),
         "tokens": int(rollout.mask.sum()),

@@ -8,6 +8,8 @@ from each_case import each
 from script_runs import run
 from test_house import load_script as script
 
+import rft_fn as rft
+
 pytestmark = pytest.mark.slow
 
 SMALL = {"prompts": 4, "group": 4, "parts": 2, "reference_prompts": 32, "drift": 2}
@@ -46,6 +48,39 @@ def test_rows_of_the_table_and_a_loss_of_a_file(tmp_path, capsys):
     assert found["buffer"]["log_ratio_std"] < 1e-4
     assert rows["gspo"]["cosine"] == pytest.approx(rows["grpo"]["cosine"], abs=1e-4)
     assert rows["grpo"]["stopped"] == 0
+
+
+def test_the_buffer_of_a_run(tmp_path):
+    grpo, few = script("grpo"), {"prompts": 4, "group": 6, "steps": 2, "eval_prompts": 2, "budget": 1024}
+    grpo.main(grpo.Config(**few, rollouts_every=1, out=str(tmp_path / "run")))
+    saved = sorted((tmp_path / "run" / "rollouts").iterdir())
+    assert [path.name for path in saved] == ["step_00000000.safetensors", "step_00000001.safetensors"]
+    rollout, reward = rft.run.read_rollout(saved[0])
+    assert reward.shape == (4, 6) and len(rollout.tokens) == 24 and rollout.sampling.max_new == 6
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["reward/mean"] == pytest.approx(float(reward.mean()), abs=1e-6)
+
+    # the model that drew it, as it is: ratios of 1, and the rewards of the run
+    use = {"rollouts": str(saved[0]), "parts": 2, "drift": 0, "max_new": 6}
+    _, found = compared(tmp_path, rows=("grpo", "rloo"), **use)
+    assert found["buffer"]["responses"] == 24 and found["buffer"]["log_ratio_max"] < 1e-4
+    assert found["buffer"]["reward_mean"] == pytest.approx(metrics[0]["reward/mean"], abs=1e-6)
+    assert found["buffer"]["sampler"] == str(saved[0])
+
+    # the model that the run left, two updates away
+    _, found = compared(tmp_path, rows=("grpo", "rloo"), model=str(tmp_path / "run"), **use)
+    assert found["buffer"]["log_ratio_std"] > 1e-4
+
+    compare = script("compare")
+    for change, message in (
+        ({"max_new": 5}, f"max_new: expected 6, as of {saved[0]}, got 5"),
+        ({"sampler": "tiny"}, "rollouts: expected none with --sampler, which draws its own"),
+        ({"rows": ("rloo", "remax")}, "rollouts: expected none with remax, which asks for greedy answers"),
+        ({"rollouts": str(tmp_path / "run" / "config.json")}, "expected a file that --rollouts-every wrote"),
+        ({"rollouts": "missing"}, "rollouts: expected a file that --rollouts-every wrote, got missing"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            compare.main(compare.Config(**SMALL | use | change, out=str(tmp_path)))
 
 
 EXACT = {"reference": "exact", "least": 0.0, "max_new": 1, "drift": 0, "prompts": 32, "parts": 16}
