@@ -152,9 +152,10 @@ def test_two_processes_log_what_one_logs(tmp_path, alone, kind):
 def test_two_processes_learn_from_single_responses_as_one_does(tmp_path):
     flags = [x for x in FLAGS if x not in ("--nll", 0.2)] + ["--loss", "kto", "--unpaired"]
     run("dpo", *flags, "--out", tmp_path / "one")
-    run("dpo", *flags, "--budget", 60, "--out", tmp_path / "two", world=2, whole=True)
-    for a, b in zip(comparable(tmp_path / "two"), comparable(tmp_path / "one"), strict=True):
-        assert a == pytest.approx(b, rel=2e-4, abs=2e-5)
+    for name, options in {"fsdp2": [], "zero3": ["--zero-stage", 3]}.items():
+        run("dpo", *flags, "--budget", 60, *options, "--out", tmp_path / name, world=2, whole=True)
+        for a, b in zip(comparable(tmp_path / name), comparable(tmp_path / "one"), strict=True):
+            assert a == pytest.approx(b, rel=2e-4, abs=2e-5)
 
 
 OPTIONS = {

@@ -49,6 +49,19 @@ def test_two_processes_log_what_one_logs(tmp_path, alone, options):
         assert a["grad/norm"] == pytest.approx(b["grad/norm"], rel=1e-4)
 
 
+def test_pairs_of_a_group_are_learned_from_as_on_one(tmp_path):
+    """The rows of a group share a pack on one rank, under FSDP2 and ZeRO."""
+    few = ["--algorithm", "online_dpo", *SMALL, "--steps", 3]
+    run("grpo", *few, "--out", tmp_path / "one")
+    one = rows(tmp_path / "one")
+    assert any(row["grad/norm"] for row in one)
+    for name, options in {"fsdp2": [], "zero3": ["--strategy.zero-stage", 3]}.items():
+        run("grpo", *few, *options, "--out", tmp_path / name, world=2, whole=True)
+        for a, b in zip(rows(tmp_path / name), one, strict=True):
+            assert a.keys() == b.keys() and a["reward/mean"] == b["reward/mean"]
+            assert a["grad/norm"] == pytest.approx(b["grad/norm"], rel=1e-4, abs=1e-9)
+
+
 EVEN = """
 import os, pathlib
 
