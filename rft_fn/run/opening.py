@@ -387,7 +387,7 @@ def initial_model(
 
 def check_reference(cfg: Any, *, anchor: bool) -> None:
     """Raise ValueError for a reference that is to follow the policy, and cannot."""
-    every: int = getattr(cfg, "ref_every", 0)
+    every = options.of(options.Reference, cfg).ref_every
     if every and not anchor:
         raise ValueError(f"ref_every: expected 0 without a KL to a reference, got {every}; give --kl too")
     if every and cfg.strategy.zero_stage == 3:

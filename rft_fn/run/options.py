@@ -19,7 +19,7 @@ groups options by `subject`.
 import re
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from rft_fn import loss
 from rft_fn.check import (
@@ -46,11 +46,17 @@ __all__ = [
     "ENGINE", "ActorCritic", "Collect", "Data", "Entropy", "Evaluation", "Examples", "Heads", "HeldOut",
     "Labelled", "Length", "Limits", "Model", "Optimizer", "Options", "Policy", "Prompts", "Ptx",
     "Recorded", "Reference", "Reinforcement", "ReinforcementRun", "Reward", "Rollouts", "Run",
-    "Sampling", "ScoredRun", "Shaping", "Updates",
+    "Sampling", "ScoredRun", "Shaping", "Updates", "of",
 ]  # fmt: skip
 
 
+S = TypeVar("S", bound=Options)
 Correction = Literal["none", "tis", "mis", "icepop", "tis_seq", "mis_seq"]
+
+
+def of(kind: type[S], cfg: Any) -> S:
+    """Return the options of a subject: a script's, or their defaults if it does not have the subject."""
+    return cfg if isinstance(cfg, kind) else kind()
 
 
 # ---------- rollouts and rewards

@@ -315,7 +315,7 @@ def load_task(cfg: options.Reinforcement, st: Strategy, **more: Any) -> Task:
         max_new=cfg.max_new,
         **more,
     )
-    if getattr(cfg, "curriculum_by", "") == "prompt":
+    if options.of(options.Collect, cfg).curriculum_by == "prompt":
         check_rows(dataset, cfg.prompts)
     if processing is not None:
         check_engine_media(st, cfg.model, dataset)

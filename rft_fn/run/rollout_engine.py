@@ -323,8 +323,8 @@ def correct_mismatch(
     """
     name = correction_of(cfg)
     corrected = name != "none" or cfg.geo_low > 0 or cfg.geo_high is not None
-    share: float = getattr(cfg, "entropy_share", 1.0)
-    target: float = getattr(cfg, "entropy_target", 0.0)
+    how = options.of(options.Entropy, cfg)
+    share, target = how.entropy_share, how.entropy_target
     metrics = collect.staleness(rollout, version)
     extra: dict[str, Tensor] = {}
     old_logp, before, each = rollout.logp, None, None
@@ -355,12 +355,10 @@ def correct_mismatch(
         chosen = inside & (each >= least - _SAME)
         extra["correction"] = chosen * extra.get("correction", inside.to(old_logp.dtype))
         metrics["entropy/threshold"] = least
-    coef: float = getattr(cfg, "entropy", 0.0)
-    later = coef
+    coef = later = how.entropy
     if each is not None and target:
         mean = float((each * inside).double().sum() / inside.sum().clamp(min=1))
-        delta: float = getattr(cfg, "entropy_delta", 0.0)
-        coef, later = loss.adaptive_entropy(bonus, mean, target=target, delta=delta)
+        coef, later = loss.adaptive_entropy(bonus, mean, target=target, delta=how.entropy_delta)
         metrics["entropy/coef"] = coef
     if coef or target:
         extra["entropy"] = torch.full((len(inside),), coef)

@@ -117,19 +117,19 @@ class Setup:
 
     def collector(self) -> collect.Collector:
         """Return the collector that the options ask for."""
-        cfg = self.cfg
+        cfg, how = self.cfg, options.of(options.Collect, self.cfg)
         return collect.collector(
             self.source,
             prompts=cfg.prompts,
             group=cfg.group,
             ahead=cfg.ahead,
             partial_budget=cfg.partial,
-            rounds=getattr(cfg, "rounds", 1),
-            curriculum=getattr(cfg, "curriculum", 0),
-            floor=getattr(cfg, "curriculum_floor", options.Collect.curriculum_floor),
-            prompt_shares=getattr(cfg, "curriculum_by", "") == "prompt",
+            rounds=how.rounds,
+            curriculum=how.curriculum,
+            floor=how.curriculum_floor,
+            prompt_shares=how.curriculum_by == "prompt",
             greedy=self.greedy,
-            mask_truncated=getattr(cfg, "mask_truncated", False),
+            mask_truncated=how.mask_truncated,
         )
 
     @property
@@ -224,7 +224,7 @@ class Setup:
     @property
     def reference(self) -> Any:
         """Return the parameters of a reference that follows the policy, which a run saves; None without."""
-        if self.initial is None or not getattr(self.cfg, "ref_every", 0):
+        if self.initial is None or not options.of(options.Reference, self.cfg).ref_every:
             return None
         return self.initial[1]
 
