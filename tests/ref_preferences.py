@@ -56,6 +56,12 @@ def nca(c, r, rc, rr, beta=0.1):
 
 
 @each
+def bco_pair(c, r, rc, rr, beta=0.1):
+    """The cross entropy of a classifier of single responses, whose logit is the reward."""
+    return -math.log(sigmoid(beta * (c - rc))) - math.log(sigmoid(-beta * (r - rr)))
+
+
+@each
 def apo_zero(c, r, rc, rr, beta=0.1):
     return -sigmoid(beta * (c - rc)) + sigmoid(beta * (r - rr)) + 1
 

@@ -44,7 +44,7 @@ TOLD = {
         "freeze_prefix: --freeze visual, for a model",
     ],
     "lightrft/cpgd.sh": ["--template: theirs is the whole prompt"],
-    "trl/grpo_r1.yaml": ["whole ratio of trainer to sampler is above 3 (sequence_mask)", "one update ahead"],
+    "trl/grpo_r1.yaml": ["one update ahead"],
     "trl/grpo_config.py": ["line 18: the script makes other rows"],
     "trl/sft.yaml": ["--batch: it counts examples; theirs, with packing, counts packs"],
     "trl/sft_config.sh": ["sft_more.yaml, line 3: it has more options, and is not here"],
@@ -74,7 +74,7 @@ WANTED = {
             "open_r1.rewards:get_cosine_scaled_reward(min_value_wrong=0.0, max_value_wrong=-0.5, "
             "min_value_correct=0.5, max_value_correct=1.0, max_len=200)=0.25",
         ),
-        "prompts": 8, "save_every": 10, "lr_end": 0.15, "warmup": 4,
+        "prompts": 8, "save_every": 10, "lr_end": 0.15, "warmup": 4, "mismatch": "mis_seq", "cap": 3.0,
     },
     "trl/grpo_loss.yaml": {"mismatch": "tis", "cap": 2.5, "trackers": ("tensorboard",), "prompts": 8},
     "trl/gspo.py": {"prompts": 8, "reward": ("trl/gspo.py:correct",), "lora_targets": "q_proj,v_proj"},

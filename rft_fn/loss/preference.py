@@ -19,8 +19,8 @@ from rft_fn import check, segment
 from rft_fn.loss.targets import smoothed
 
 __all__ = [
-    "PREFERENCES", "Preference", "apo_down", "apo_zero", "bco", "cpo", "dpo", "exo", "hinge", "ipo",
-    "kto", "length_desensitized", "nca", "online_dpo", "orpo", "robust_dpo", "rpo", "simpo", "sppo",
+    "PREFERENCES", "Preference", "apo_down", "apo_zero", "bco", "bco_pair", "cpo", "dpo", "exo", "hinge",
+    "ipo", "kto", "length_desensitized", "nca", "online_dpo", "orpo", "robust_dpo", "rpo", "simpo", "sppo",
 ]  # fmt: skip
 
 Scalar = float | Tensor
@@ -201,6 +201,20 @@ def nca(
     return pulled - 0.5 * F.logsigmoid(-beta * worse)
 
 
+def bco_pair(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: Scalar = 0.1
+) -> Tensor:
+    """Return the BCO loss of preference pairs, [N].
+
+        -log sigmoid(r_c) - log sigmoid(-r_r),    r = beta log(pi / ref) of a side
+
+    Both sides of `bco` without its shift of the rewards, as TRL has it: a classifier of single responses that
+    is shown one of each kind. arXiv 2404.04656.
+    """
+    better, worse = _log_ratios(chosen, rejected, ref_chosen, ref_rejected)
+    return -F.logsigmoid(beta * better) - F.logsigmoid(-beta * worse)
+
+
 def apo_zero(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: Scalar = 0.1
 ) -> Tensor:
@@ -323,7 +337,7 @@ def bco(
 
     `desirable` [N] is bool, or above 0.5: a classifier whose logit is the implicit reward. delta, a number
     or [N], is the mean of the means of the rewards of both kinds, without gradient; the paper keeps a running
-    one, TRL's pair form has 0. The loss of a pair is the sum of both sides. arXiv 2404.04656.
+    one. `bco_pair` is the sum of both sides of a pair, with 0. arXiv 2404.04656.
     """
     ratio, sign = _signed(logp, ref_logp, desirable)
     return -F.logsigmoid(sign * (beta * ratio - baseline))
@@ -420,6 +434,7 @@ PREFERENCES: dict[str, Preference] = {
     "exo": Preference(exo, "2402.00856"),
     "sppo": Preference(sppo, "2405.00675", beta=1e-3),
     "nca": Preference(nca, "2402.05369"),
+    "bco_pair": Preference(bco_pair, "2404.04656"),
     "apo_zero": Preference(apo_zero, "2408.06266"),
     "apo_down": Preference(apo_down, "2408.06266"),
     "cpo": Preference(cpo, "2401.08417", nll=1.0, reference=False),

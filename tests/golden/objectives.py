@@ -6,6 +6,7 @@ middle of responses and one response without a token. `gradient` is what our com
 """
 
 import json
+import math
 import shlex
 from functools import cache
 from pathlib import Path
@@ -238,7 +239,10 @@ def policy(cfg: Any, x: dict[str, Tensor], logp: Tensor) -> Tensor:
     # as one pack
     w = algo.weight(mask)
     if cfg.mismatch not in (None, "none"):
-        w = w * collect.correction(cfg.mismatch, x["old_logp"], rollout, cap=cfg.cap, floor=cfg.floor)[0]
+        w = w * collect.correction(
+            cfg.mismatch, x["old_logp"], rollout, cap=cfg.cap, floor=cfg.floor,
+            geo_low=cfg.geo_low, geo_high=cfg.geo_high or math.inf,
+        )[0]  # fmt: skip
     flat = lambda t: (t * mask).reshape(-1)  # noqa: E731
     ids, seq = torch.zeros(mask.numel(), dtype=torch.long), torch.arange(16).repeat_interleave(mask.shape[1])
     b = Packed(

@@ -31,7 +31,7 @@ TITLES = {
 }  # fmt: skip
 SHOWN = (
     "algorithm", "advantage", "weight", "clip-low", "clip-high", "dual", "mismatch", "floor", "cap",
-    "reward-norm", "gae-lambda", "kl", "loss", "average",
+    "geo-low", "geo-high", "reward-norm", "gae-lambda", "kl", "loss", "average", "label-smoothing",
 )  # fmt: skip
 
 

@@ -126,6 +126,51 @@ WRONG = [
         },
         f"{DAPO} --mismatch icepop --floor 0.4 --cap 3", "",
     ),
+    (
+        "trl", "rl", {"importance_sampling_level": "sequence_token", "loss_type": "grpo"},
+        "--algorithm gspo_token --clip-low 0.2 --clip-high 0.2", "",
+    ),
+    ("trl", "dpo", {"loss_type": "robust"}, "--loss dpo", ""),
+    ("trl", "dpo", {"loss_type": "aot"}, "--loss dpo", "sorted log-ratios of a whole batch"),
+]  # fmt: skip
+VLLM, MODES = {"use_vllm": True}, "vllm_importance_sampling_"
+CORRECTED = "algorithm.rollout_correction."
+THEIRS = {
+    "trl": {}, "verl": {**V, "algorithm.adv_estimator": "grpo"},
+    "openrlhf": {EST: "group_norm", "rollout.n_samples_per_prompt": 4},
+}  # fmt: skip
+CORRECTIONS = [
+    ("trl", VLLM, "--mismatch mis_seq --cap 3", ""),
+    ("trl", {**VLLM, MODES + "correction": False}, "--mismatch none", ""),
+    (
+        "trl", {**VLLM, MODES + "mode": "sequence_truncate", MODES + "cap": 2},
+        "--mismatch tis_seq --cap 2", "",
+    ),
+    (
+        "trl", {**VLLM, MODES + "mode": "token_mask", MODES + "clip_min": 0.5},
+        "--mismatch icepop --cap 3 --floor 0.5", "",
+    ),
+    ("trl", {**VLLM, MODES + "clip_min": 0.5}, "--mismatch mis_seq --cap 3", "--floor: mis_seq has none"),
+    ("verl", {CORRECTED + "rollout_is": "sequence"}, "--mismatch tis_seq --cap 2", ""),
+    (
+        "verl",
+        {
+            CORRECTED + "rollout_is": "token", CORRECTED + "rollout_is_threshold": 4,
+            CORRECTED + "rollout_rs": "seq_mean_k1", CORRECTED + "rollout_rs_threshold": "0.8_1.6",
+        },
+        "--mismatch tis --cap 4 --geo-low 0.625 --geo-high 1.25", "takes dropped responses out of the mean",
+    ),
+    ("verl", {CORRECTED + "rollout_rs": "token_k3", CORRECTED + "rollout_rs_threshold": 2}, "", "within"),
+    ("verl", {CORRECTED + "bypass_mode": True}, "--mismatch none", ""),
+    (
+        "openrlhf", {IS: "seq", f"{IS[:-5]}threshold": [0.9, 1.1]},
+        "--mismatch tis --cap 1000000 --geo-low 0.9 --geo-high 1.1", "",
+    ),
+    ("openrlhf", {IS: "token", "actor.policy_loss_type": "gspo"}, "--mismatch none", ""),
+    (
+        "openrlhf", {IS: "seq", f"{IS[:-5]}gating": "binary_kl", f"{IS[:-5]}threshold": 0.01},
+        "--mismatch tis --cap 1000000", "drops responses by the mean of a divergence (binary_kl, 0.01)",
+    ),
 ]  # fmt: skip
 
 
@@ -136,6 +181,16 @@ def test_objectives_that_were_translated_wrong():
         assert objectives_page.objective_of(" ".join(found.command)) == wanted, options
         assert note in " ".join(found.notes), options
         assert not [x for x in found.notes if x.startswith("left out: --loss")], found.notes
+
+
+def test_corrections_of_the_mismatch():
+    """equivalence.py and other_rows.py have what equals what."""
+    for library, options, wanted, note in CORRECTIONS:
+        found = translate(LIBRARIES[library], THEIRS[library] | options, (), "rl")
+        own = [x for x in found.command if x.startswith(("--mismatch", "--cap", "--floor", "--geo"))]
+        assert " ".join(own) == wanted, options
+        assert note in " ".join(found.notes), found.notes
+        assert not [x for x in found.notes if x.startswith("left out: --")], found.notes
 
 
 def test_the_page_of_objectives_is_current():

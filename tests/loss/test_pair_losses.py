@@ -124,6 +124,7 @@ def test_kto_without_a_baseline_is_apo_zero_of_both_sides_and_bco_adds_up_to_a_p
     both = loss.kto(x[0], x[2], good) + loss.kto(x[1], x[3], bad)
     torch.testing.assert_close(both, loss.apo_zero(*x), rtol=1e-12, atol=1e-14)
     pair = loss.bco(x[0], x[2], good) + loss.bco(x[1], x[3], bad)
+    torch.testing.assert_close(loss.bco_pair(*x), pair)
     nca = loss.nca(*x)
     assert (pair > nca - 1e-12).any() and (pair < nca).any()
 

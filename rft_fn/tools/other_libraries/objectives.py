@@ -10,7 +10,6 @@ from typing import Any
 
 from rft_fn.tools.other_libraries import rows as r
 from rft_fn.tools.other_libraries.objective_rows import (
-    ERRORS,
     Objective,
     arguments,
     constant,
@@ -19,7 +18,7 @@ from rft_fn.tools.other_libraries.objective_rows import (
     number,
 )
 
-__all__ = ["correction", "lightrft", "openrlhf", "trl", "trl_pairs", "verl"]
+__all__ = ["lightrft", "openrlhf", "trl", "trl_pairs", "verl"]
 
 _WHITE = "--advantage: their deviation is over n tokens, ours over n - 1: ours is 1 / (2 n) smaller"
 _KL = "with a coefficient of 0.05 --kl has the gradient of KL(policy, initial), theirs"
@@ -57,7 +56,7 @@ def trl(options: Mapping[str, Any]) -> r.Combined:
     if kind in ("grpo", "dr_grpo", "sapo", "luspo"):
         notes.append(_COUNTS)
 
-    # the loss and its limits; epsilon_high is itself the cap of CISPO
+    # the loss and its limits; epsilon_high is itself the cap of CISPO, delta below it clips good tokens
     loss, limits = "ppo_clip", {"low": low, "high": high, "dual": delta}
     if kind == "cispo":
         cap = number(high)
@@ -67,24 +66,23 @@ def trl(options: Mapping[str, Any]) -> r.Combined:
     elif kind == "sapo":
         tau = options.get("sapo_temperature_pos"), options.get("sapo_temperature_neg")
         loss, limits = "sapo", {"tau_pos": tau[0], "tau_neg": tau[1]}
+    elif kind == "vespo":
+        names = "k_pos", "lambda_pos", "k_neg", "lambda_neg"
+        loss, limits = "vespo", {name: options.get(f"vespo_{name}") for name in names}
     elif level != "token":
-        loss, limits = "gspo", {"low": low, "high": high}
-    if kind == "vespo":
-        notes.append(differs("VESPO's weights of whole responses are no loss of ours", "trl/vespo"))
-    elif kind not in (*_TRL_WEIGHTS, "dr_grpo"):
+        loss = "gspo_token" if level == "sequence_token" else "gspo"
+        limits = {"low": low, "high": high}
+    if kind not in (*_TRL_WEIGHTS, "dr_grpo"):
         notes.append(f"objective: loss_type={kind}: no loss of ours; write it into a copy of grpo.py")
     if level != "token" and kind in ("cispo", "sapo"):
         notes.append(
             differs(f"{kind} with ratios of whole sequences is no loss of ours", f"trl/{kind}, sequence")
         )
-    if delta is not None and loss == "gspo":
+    if delta is not None and loss in ("gspo", "gspo_token"):
         notes.append(differs("delta bounds ratios of sequences too", "trl/sequence, delta"))
     least = (number(high) or 0) + 1
     if loss == "ppo_clip" and delta is not None and (number(delta) or least) < least:
-        limits["dual"] = f"{least:.10g}"
-        notes.append(
-            differs("a delta below 1 + epsilon_high clips good tokens at delta", "trl/dapo, delta 1.1")
-        )
+        limits |= {"high": f"{(number(delta) or least) - 1:.10g}", "dual": f"{least:.10g}"}
 
     # the scale of the advantages
     scale = str(options.get("scale_rewards", "group")).lower()
@@ -95,6 +93,7 @@ def trl(options: Mapping[str, Any]) -> r.Combined:
         notes.append("--reward-norm: it divides each reward by its deviation; theirs divides their sum")
     used = {"loss_type", "importance_sampling_level", "scale_rewards", "epsilon", "epsilon_high", "delta"}
     used |= {"sapo_temperature_pos", "sapo_temperature_neg"}
+    used |= {"vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"}
     if options.get("multi_objective_aggregation") == "normalize_then_sum":
         used |= {"multi_objective_aggregation"}
         advantage, more = "dr_grpo", ["--reward-norm group"]
@@ -112,32 +111,42 @@ def trl(options: Mapping[str, Any]) -> r.Combined:
 
 # the losses of pairs of TRL's DPOConfig that are one of ours
 _PAIRS = {
-    "sigmoid": ["--loss dpo"], "ipo": ["--loss ipo", "--average"], "sigmoid_norm": ["--loss dpo", "--average"]
+    "sigmoid": ["--loss dpo"], "ipo": ["--loss ipo", "--average"],
+    "sigmoid_norm": ["--loss dpo", "--average"], "hinge": ["--loss hinge"], "robust": ["--loss robust"],
+    "exo_pair": ["--loss exo"], "nca_pair": ["--loss nca"], "bco_pair": ["--loss bco_pair"],
+    "sppo_hard": ["--loss sppo"], "apo_zero": ["--loss apo_zero"], "apo_down": ["--loss apo_down"],
 }  # fmt: skip
+_NO_PAIRS = {
+    "aot": "aot compares sorted log-ratios of a whole batch, so a cut of it is another loss; dpo here",
+    "aot_unpaired": "aot_unpaired compares sorted log-ratios of a whole batch, no pairs; dpo here",
+    "discopop": "discopop is a line in pair_loss of a copy of dpo.py; dpo here",
+    "sft": "sft is that of sft.py, on the chosen responses; dpo here",
+}
 
 
 def trl_pairs(options: Mapping[str, Any]) -> r.Combined:
     """Return the loss of a pair of TRL's DPOConfig."""
     kinds = options.get("loss_type", "sigmoid")
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-    notes, used = [], {"loss_type", "label_smoothing"}
-    kind = kinds[0]
+    kind, notes, used = kinds[0], [], {"loss_type", "label_smoothing", "loss_weights"}
     found = _PAIRS.get(kind, ["--loss dpo"])
-    if f"trl dpo/{kind}" in ERRORS:
-        notes.append(
-            differs(f"loss_type={kind} is a line in pair_loss of a copy of dpo.py", f"trl dpo/{kind}")
-        )
+    if kind in _NO_PAIRS:
+        notes.append(differs(_NO_PAIRS[kind], f"trl dpo/{kind}"))
     elif kind not in _PAIRS:
         notes.append(f"objective: loss_type={kind}: no loss of ours; write it into a copy of dpo.py")
+    smoothing = number(options.get("label_smoothing"))
+    if smoothing and kind in ("robust", "exo_pair"):
+        found = [*found, f"--label-smoothing {options['label_smoothing']}"]
+    elif kind == "robust":
+        found = ["--loss dpo"]  # all labels are right
+    elif smoothing and kind in _PAIRS:
+        notes.append(f"label_smoothing: {kind} does not read it; --loss cdpo --label-smoothing does")
     weights = options.get("loss_weights") or [1.0] * len(kinds)
-    used |= {"loss_weights"}
     if kinds[1:] == ["sft"] and number(weights[0]) == 1:
         found = [*found, f"--nll {weights[1]}"]
         notes.append("--nll: a mean over the tokens of each response; theirs is over those of the batch")
     elif len(kinds) > 1:
         notes.append(f"objective: theirs is the sum of {', '.join(kinds)} with the weights {weights}")
-    if number(options.get("label_smoothing")) and kind in _PAIRS:
-        notes.append(f"label_smoothing: {kind} does not read it; --loss cdpo --label-smoothing does")
     return r.Combined([*found], used, notes)
 
 
@@ -148,7 +157,8 @@ _ACTOR = "actor_rollout_ref.actor."
 _VERL_ADVANTAGES = {
     "gae": "gae", "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo",
     "opo": "opo", "remax": "remax", "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "gpg": "dr_grpo", "grpo_passk": "grpo",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "gpg": "dr_grpo",
+    "grpo_passk": "best_minus_second",
 }  # fmt: skip
 _VERL_WEIGHTS = {
     "token-mean": "token_mean",
@@ -178,7 +188,7 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
     notes = []
 
     # the advantage
-    advantage = _VERL_ADVANTAGES.get(estimator, "grpo")
+    advantage, more = _VERL_ADVANTAGES.get(estimator, "grpo"), []
     if advantage == "grpo" and not is_true(options.get("algorithm.norm_adv_by_std_in_grpo", True)):
         advantage = "dr_grpo"
     if estimator not in _VERL_ADVANTAGES:
@@ -187,8 +197,8 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
         notes.append(
             "objective: gpg multiplies by responses / responses with a reward other than 0, ours does not"
         )
-    elif estimator == "grpo_passk":
-        notes.append(differs("only the best response learns there, by its lead", "verl/grpo_passk"))
+    elif estimator == "grpo_passk" and is_true(options.get("algorithm.norm_adv_by_std_in_grpo", True)):
+        more = ["--reward-norm group"]  # a lead in deviations of the group
 
     # the mean
     weight = _VERL_WEIGHTS.get(mean, "token_mean")
@@ -244,7 +254,7 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
             used |= {_ACTOR + "kl_loss_type"}
             notes.append(differs(f"{_KL} that of k3", "verl/grpo, kl"))
     used |= {"algorithm.lam"}
-    found = arguments(Objective(advantage, loss, weight, limits))
+    found = [*arguments(Objective(advantage, loss, weight, limits)), *more]
     return r.Combined([*found, *_lambda(advantage, options.get("algorithm.lam", 1.0))], used, notes)
 
 
@@ -316,49 +326,6 @@ def openrlhf(options: Mapping[str, Any]) -> r.Combined:
             notes.append(differs(f"{_KL} {what}", f"openrlhf/group_norm, kl {estimate}"))
     found = [*arguments(Objective(advantage, loss, weight, limits)), *more]
     return r.Combined([*found, *_lambda(advantage, options.get("lambd", 1.0))], used, notes)
-
-
-_CORRECTION = {
-    "on": ("algo.advantage.is_correction_enable", "enable_vllm_is_correction"),
-    "kind": ("algo.advantage.is_correction_type", "vllm_is_correction_type"),
-    "level": ("algo.advantage.is_correction_level",),
-    "mode": ("algo.advantage.is_correction_mode",),
-    "gating": ("algo.advantage.is_correction_gating",),
-    "threshold": ("algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold"),
-}
-
-
-def correction(options: Mapping[str, Any]) -> r.Combined:
-    """Return the weights against the mismatch of trainer and sampler of OpenRLHF."""
-    used = {name for names in _CORRECTION.values() for name in names}
-    given = {
-        part: next((options[name] for name in names if options.get(name) is not None), None)
-        for part, names in _CORRECTION.items()
-    }
-    bounds = (
-        given["threshold"]
-        if isinstance(given["threshold"], list | tuple)
-        else [given["threshold"] or "0.5 5"]
-    )
-    bounds = [x for part in bounds for x in str(part).replace(",", " ").split()]
-    low, high = ("0", bounds[0]) if len(bounds) == 1 else bounds[:2]
-
-    # a level and a mode, or before them a switch and a name for both
-    kind, level = str(given["kind"] or "tis"), str(given["level"] or "off").lower()
-    if level == "token" and str(given["gating"] or "ratio") == "ratio":
-        kind = "tis" if given["mode"] == "clip" else "icepop"
-    elif level != "off":
-        kind = "seq-mask-tis" if str(given["gating"] or "ratio") == "ratio" else "a trust region"
-    elif not is_true(given["on"]):
-        return r.Combined([], used, [])
-    if kind not in ("tis", "icepop"):
-        what = f"{kind}, of whole responses, is one of rft_fn.weight in a copy of the script"
-        if kind == "seq-mask-tis":
-            return r.Combined([], used, [differs(what, "openrlhf/group_norm, seq mask")])
-        return r.Combined([], used, [f"objective: {what}"])
-    if number(low) == 0:
-        return r.Combined([f"--mismatch {'mis' if kind == 'icepop' else 'tis'}", f"--cap {high}"], used, [])
-    return r.Combined([f"--mismatch {kind}", f"--floor {low}", f"--cap {high}"], used, [])
 
 
 def lightrft(options: Mapping[str, Any]) -> r.Combined:

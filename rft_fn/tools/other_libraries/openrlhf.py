@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from rft_fn.tools.other_libraries import lightrft, lightrft_trainers, objectives
+from rft_fn.tools.other_libraries import corrections, lightrft, lightrft_trainers, objectives
 from rft_fn.tools.other_libraries import rows as r
 
 __all__ = ["LIBRARY", "TABLE"]
@@ -188,7 +188,7 @@ def _older(options: Mapping[str, Any]) -> dict[str, Any]:
 def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     """Return what LightRFT's trainer does with the older names."""
     found = lightrft_trainers.combine(_older(options), objectives.openrlhf)
-    more = objectives.correction(options)
+    more = corrections.openrlhf(options)
     dotted = {name for name, older in _OLDER.items() if older in found.used}
     used = found.used | dotted | more.used
     arguments, notes = [*found.arguments, *more.arguments], [*found.notes, *more.notes]

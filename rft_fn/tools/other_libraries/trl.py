@@ -250,12 +250,16 @@ TABLE: r.Table = {
         "loss_type": r.by_kind(
             sft=r.choice("a copy of sft.py has another loss", nll="", chunked_nll=""),
             dpo=r.choice(
-                "others: rows of rft_fn.loss.PREFERENCES, with their papers' beta",
+                "others are no loss of ours, and a line in pair_loss of a copy of dpo.py",
                 sigmoid="--loss dpo",
-                ipo="--loss ipo",
+                sigmoid_norm="--loss dpo --average",
+                ipo="--loss ipo --average",
                 hinge="--loss hinge",
+                robust="--loss robust",
                 exo_pair="--loss exo",
                 nca_pair="--loss nca",
+                bco_pair="--loss bco_pair",
+                sppo_hard="--loss sppo",
                 apo_zero="--loss apo_zero",
                 apo_down="--loss apo_down",
             ),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from rft_fn.tools.other_libraries import objectives, rewards
+from rft_fn.tools.other_libraries import corrections, objectives, rewards
 from rft_fn.tools.other_libraries import rows as r
 from rft_fn.tools.other_libraries.trl import TABLE
 
@@ -113,32 +113,15 @@ def _warmup(options: Mapping[str, Any], steps: float, updates: int = 1) -> r.Com
     return r.Combined([f"--warmup {-(-count // updates)}"], used, notes)
 
 
-_CORRECTIONS = "vllm_importance_sampling_"
-
-
 def _engine(options: Mapping[str, Any]) -> r.Combined:
     """Return the options of vLLM, in the process or on a server, and of the correction of its mismatch."""
     on = str(options.get("use_vllm", False)).lower() == "true"
     if not on:
         return r.Combined([], {x for x in options if x.startswith("vllm_")}, [])
     used = {"use_vllm", "vllm_mode", *_ADDRESS}
-    used |= {_CORRECTIONS + x for x in ("correction", "mode", "cap", "clip_max", "clip_min")}
-
-    # theirs drops a response whose whole ratio is above 3, unless another mode is named
-    arguments, notes = [], []
-    mode = str(options.get(_CORRECTIONS + "mode") or "sequence_mask")
-    cap = r.number(options, _CORRECTIONS + "clip_max", _CORRECTIONS + "cap", default=3.0)
-    if str(options.get(_CORRECTIONS + "correction", True)).lower() == "false":
-        arguments.append("--mismatch none")
-    elif mode in ("token_truncate", "token_mask"):
-        arguments += [f"--mismatch {'tis' if mode == 'token_truncate' else 'mis'}", f"--cap {cap:g}"]
-    elif mode == "sequence_mask":
-        notes.append(
-            f"--mismatch: theirs drops responses whose whole ratio of trainer to sampler is above {cap:g} "
-            f"(sequence_mask): rft_fn.weight.masked_is_seq(..., cap={cap:g}) in a copy of grpo.py"
-        )
-    else:
-        notes.append(f"--mismatch: {mode} is of whole responses; rft_fn.weight has functions of them")
+    corrected = corrections.trl(options)
+    arguments, notes = [*corrected.arguments], [*corrected.notes]
+    used |= corrected.used
 
     given = [options[name] for name in _ADDRESS if options.get(name)]
     mode = str(options.get("vllm_mode") or "")
@@ -300,7 +283,7 @@ _SECTIONS = {
     "ioi_": "of the reward's own settings", "cosine_": "of the reward's own settings",
     "lora_": "adapters are plain low-rank ones", "use_rslora": "adapters are plain low-rank ones",
     "use_dora": "adapters are plain low-rank ones", "vllm_": "vLLM is started with its own defaults",
-    "vespo_": "no loss of ours reads it", "dataset_test_split": "--eval-data NAME@SPLIT",
+    "dataset_test_split": "--eval-data NAME@SPLIT",
     "save_": "a checkpoint always has everything that a run needs", "metric_for": "--best does",
     "load_best": "--best keeps checkpoints by reward", "greater_is": "--best keeps checkpoints by reward",
     "use_cpu": "a GPU where there is one", "chat_template": "the model's own template",

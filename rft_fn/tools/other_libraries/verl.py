@@ -97,10 +97,13 @@ TABLE: r.Table = {
         ),
         "trainer.critic_warmup": r.same("--freeze-actor-steps", "of ppo.py; 0 is none"),
         "algorithm.rollout_correction.rollout_is": r.choice(
-            "by token; functions of sequences are in rft_fn.weight, for a copy of the script",
-            token="--mismatch tis",
+            "by tokens or by responses", token="--mismatch tis", sequence="--mismatch tis_seq"
         ),
         "algorithm.rollout_correction.rollout_is_threshold": r.same("--cap"),
+        "algorithm.rollout_correction.rollout_rs": r.nothing(
+            "seq_mean_k1 is --geo-low and --geo-high; others: rft_fn.weight.within, in a copy of grpo.py",
+            r.Flag("geo_low", "of seq_mean_k1; --geo-high is the upper bound"),
+        ),
     },
     f"rl {MODEL}": {
         "path": r.same("--model"),

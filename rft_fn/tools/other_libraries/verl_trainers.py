@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.tools.other_libraries import objectives, rewards
+from rft_fn.tools.other_libraries import corrections, objectives, rewards
 from rft_fn.tools.other_libraries import rows as r
 from rft_fn.tools.other_libraries.verl import ACTOR, MODEL, ROLLOUT, TABLE
 
@@ -18,10 +18,10 @@ _MEGATRON = "torchrun with several processes shards with FSDP2, by --strategy.fs
 # One function, since its parts share what is used, and follow each other as they do in a command.
 def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     """Return the objective, sizes, the length of a run, rewards, and what has a switch."""
-    objective = objectives.verl(options)
+    objective, corrected = objectives.verl(options), corrections.verl(options)
     critic = str(options["algorithm.adv_estimator"]).lower() == "gae"
-    arguments, notes = [*objective.arguments], [*objective.notes]
-    used = {*objective.used, ACTOR + "ppo_mini_batch_size", "data.train_batch_size"}
+    arguments, notes = [*objective.arguments, *corrected.arguments], [*objective.notes, *corrected.notes]
+    used = {*objective.used, *corrected.used, ACTOR + "ppo_mini_batch_size", "data.train_batch_size"}
 
     # an update is over prompts there, over responses here
     prompts = r.integer(options, "data.train_batch_size")
