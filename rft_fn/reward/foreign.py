@@ -7,6 +7,7 @@ row of `ADAPTERS`.
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -286,68 +287,89 @@ def _score(result: Any) -> Any:
 def areal(fn: ForeignFn, answer: str = "answer") -> RewardFn:
     """Call AReaL's `reward_fn(prompt, completions, prompt_ids, completion_ids, **data)`, once per row.
 
-    As of AReaL 1.0. `prompt` and `completions` are the texts of one response, and the columns of the data
-    come by their names; `answer` is the column for a parameter `answer`. Async functions run together.
+    As of AReaL 1.0, which gives the first four by their places, whatever their names are: the prompt as the
+    model read it, the response, and their tokens. The columns of the data come by their names; `answer` is
+    the column for a parameter `answer`. Async functions run together. AReaL's response also has its end
+    token as text, and an error there is a reward of 0; here it stops the run.
     """
-    own = ("prompt", "completions", "prompt_ids", "completion_ids")
+    places = [p for p in parameters(fn) if p.kind is not p.KEYWORD_ONLY]
+    own = [p.name for p in places[:4] if p.default is p.empty]
+    if len(own) < 4:
+        raise ValueError(
+            "expected a reward of (prompt, completions, prompt_ids, completion_ids, ...), in this order, got "
+            f"one of ({', '.join(p.name for p in parameters(fn))})"
+        )
     paths = {name: answer if name == "answer" else name for name in required(fn) if name not in own}
 
-    def given(prompt: str, response: str, ids: tuple[Any, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-        texts = {"prompt": prompt, "completions": response}
-        return {**row, **texts, "prompt_ids": ids[0], "completion_ids": ids[1]}
+    def score(row: Mapping[str, Any]) -> Any:
+        further = {name: x for name, x in taken(fn, row["row"]).items() if name not in own}
+        return fn(*row["own"], **further)
 
-    return _each_row(fn, paths, given)
+    def given(prompt: str, response: str, ids: Sequence[Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"own": (prompt, response, *ids[:2]), "row": row}
+
+    return _each_row(score, paths, given, one=True)
 
 
 def nemo_rl(fn: ForeignFn, answer: str = "ground_truth") -> RewardFn:
     """Call NeMo-RL's `reward(ground_truth, response)`, of its environments, once per row.
 
-    As of NeMo-RL 0.4: the result is (score, whether it is right), of which the score is read.
+    As of NeMo-RL 0.4: both are texts, a number of the data too, and the result is (score, whether it is
+    right), of which the score is read. An error there is a reward of 0; here it stops the run.
     """
     paths = {"ground_truth": answer}
 
-    def given(prompt: str, response: str, ids: tuple[Any, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-        return {"ground_truth": row["ground_truth"], "response": response}
+    def given(prompt: str, response: str, ids: Sequence[Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        truth = row["ground_truth"]
+        return {"ground_truth": str(truth) if isinstance(truth, int | float) else truth, "response": response}
 
     return _each_row(fn, paths, given)
 
 
 class _Sample(SimpleNamespace):
-    """What a reward of slime reads of one response."""
+    """What a reward of slime reads of one response; further attributes are slime's defaults."""
 
     prompt: str
     response: str
     label: Any
-    metadata: Mapping[str, Any]  # the columns of the row
+    metadata: Mapping[str, Any]  # the columns of the row, and the entries of its column "metadata"
     tokens: Sequence[int]
     response_length: int
+    reward = loss_mask = rollout_log_probs = multimodal_inputs = train_metadata = custom_rm_path = None
+    remove_sample = False
 
 
 def slime(fn: ForeignFn, answer: str = "label") -> RewardFn:
     """Call slime's `custom_rm(args, sample)`, or (response, label) as its own rewards, once per row.
 
     As of slime 0.2, async or not; one of (args, samples) is called once for the batch. A sample has `prompt`,
-    `response`, `label` (the column `answer`), `tokens`, `response_length` and `metadata`, the columns of the
-    row; `args` is empty.
+    `response`, `label` (the column `answer`), `tokens`, `response_length` and `metadata`: the columns of the
+    row, with the entries of a column `metadata` in their place. It is slime's own Sample where the file with
+    the function imports that, with a status. `args` is empty. Of a dict its "score" is read.
     """
     names = [p.name for p in parameters(fn)]
     paths = {"label": answer}
+    own = getattr(sys.modules.get("slime.utils.types"), "Sample", None)
 
-    def sample(prompt: str, response: str, ids: tuple[Any, Any], row: Mapping[str, Any]) -> _Sample:
-        tokens = [*(ids[0] or ()), *(ids[1] or ())]
-        length = len(ids[1] or ())
-        return _Sample(
-            prompt=prompt, response=response, label=row["label"], metadata=row, tokens=tokens,
-            response_length=length,
+    def sample(prompt: str, response: str, ids: Sequence[Any], row: Mapping[str, Any]) -> Any:
+        inner = row.get("metadata")
+        made = (own or _Sample)(
+            prompt=prompt, response=response, label=row["label"], tokens=[*(ids[0] or ()), *(ids[1] or ())],
+            response_length=len(ids[1] or ()), metadata={**row, **(inner if isinstance(inner, dict) else {})},
         )  # fmt: skip
+        if own is not None:
+            made.status = own.Status.TRUNCATED if ids[2] else own.Status.COMPLETED
+        return made
+
+    def of_texts(prompt: str, response: str, ids: Sequence[Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        found = {"response": response, "label": row["label"]}
+        return {**found, "metadata": row} if "metadata" in names else found
 
     if "samples" in names:
         return _each_row(lambda samples: fn(SimpleNamespace(), samples), paths, sample, together=True)
-    if "sample" in names:
+    if "sample" in names or names[:1] == ["args"]:
         return _each_row(lambda sample: fn(SimpleNamespace(), sample), paths, sample, one=True)
-    return _each_row(
-        fn, paths, lambda prompt, response, ids, row: {"response": response, "label": row["label"]}
-    )
+    return _each_row(fn, paths, of_texts)
 
 
 def _each_row(
@@ -358,7 +380,9 @@ def _each_row(
     one: bool = False,
     together: bool = False,
 ) -> RewardFn:
-    """Call fn(**given(prompt, response, (prompt ids, completion ids), row)) for each row of a batch.
+    """Call fn(**given(prompt, response, ids, row)) for each row of a batch.
+
+    `ids` are the tokens of the prompt, those of the response, and whether it was cut; None if not known.
 
     `paths` is parameter -> column. With `one` what `given` returns is the only argument, with `together` the
     argument is the list of all.
@@ -372,10 +396,11 @@ def _each_row(
             if None in values:
                 raise ValueError(missing(paths[name], name, columns))
         asked = columns.get("prompt_texts") or [text(x) for x in prompts]
-        ids = [columns.get(name) or [None] * count for name in ("prompt_ids", "completion_ids")]
+        names = ("prompt_ids", "completion_ids", "truncated")
+        ids = list(zip(*(columns.get(name) or [None] * count for name in names), strict=True))
         known = {name: values for name, values in columns.items() if name not in GIVEN} | read
         rows = [
-            given(asked[i], text(completions[i]), (ids[0][i], ids[1][i]), {k: v[i] for k, v in known.items()})
+            given(asked[i], text(completions[i]), ids[i], {k: v[i] for k, v in known.items()})
             for i in range(count)
         ]
         if together:

@@ -45,6 +45,13 @@ _NAMELESS = "<lambda>"  # Python's name for a function without one
 
 _OWN_COLUMNS = ("", "messages", "text")  # adapters of functions that name the columns that they read
 
+# Adapters of functions with arguments of the config -> where these are given there.
+_FURTHER = {
+    "verl": "verl's reward_kwargs",
+    "tinyzero": "verl's reward_kwargs",
+    "nemo_rl": "the kwargs of NeMo-RL's reward_functions",
+}
+
 # Parameters of functions that are written for another library -> the adapter for them.
 _FOREIGN = {
     "model_reward_list": "lightrft",
@@ -240,13 +247,13 @@ def _find(spec: Spec, words: Sequence[str]) -> Any:
         _check_convention(spec, fn)
         return fn
 
-    # with arguments it makes the reward; verl's reward_kwargs are further arguments of the function itself
-    if spec.adapter in ("verl", "tinyzero"):
+    # with arguments it makes the reward; those of verl and NeMo-RL are further ones of the function itself
+    if spec.adapter in _FURTHER:
         places, named = arguments(spec)
         if places:
             raise ValueError(
-                f"reward {spec.text!r}: expected NAME=VALUE, as in verl's reward_kwargs, got {places[0]!r} "
-                "alone"
+                f"reward {spec.text!r}: expected NAME=VALUE, as in {_FURTHER[spec.adapter]}, got "
+                f"{places[0]!r} alone"
             )
         return partial(fn, **named)
     made = _make(spec, fn)

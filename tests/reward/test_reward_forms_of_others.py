@@ -1,6 +1,8 @@
 """Reward functions in forms of other libraries: adapters, and what is said of the others."""
 
 import re
+import sys
+import types
 import warnings
 
 import chats
@@ -33,8 +35,20 @@ def one_at_a_time(response, label):
 def areal(prompt, completions, prompt_ids, completion_ids, answer, **kwargs):
     return float(completions == answer and prompt == "q" and kwargs["level"] == 1)
 
+def by_place(prompts, text, first, second, solutions, **kwargs):
+    return float(text == solutions and prompts == "q" and kwargs["level"] == 1)
+
 def nemo(ground_truth, response):
     return float(response == ground_truth), response == ground_truth
+
+def tagged(ground_truth: str, response: str, tag: str = "b"):
+    return float(ground_truth.strip() + tag == response + "+"), None
+
+def in_metadata(response, label, metadata=None):
+    return {"score": float(response == label and metadata["level"] == 1), "pred": response}
+
+async def named_else(args, x, **kwargs):
+    return {"score": float(x.response == x.label and x.metadata["kind"] == "sum" and x.reward is None)}
 
 def qna(question, completion, answer):
     return float(completion == answer)
@@ -49,7 +63,7 @@ def thinks(completions, **kwargs):
     return [float(c.startswith("<think>")) for c in completions]
 """
 COLUMNS = {"answer": ["a", "b"], "label": ["a", "b"], "ground_truth": ["a", "b"], "level": [1, 1]}
-COLUMNS["question"] = ["q", "q"]
+COLUMNS |= {"question": ["q", "q"], "solutions": ["a", "b"], "metadata": [{"kind": "sum"}] * 2}
 PROMPTS, SAID = ["q", "q"], ["a", "x"]
 
 
@@ -64,12 +78,37 @@ def file(tmp_path_factory):
     "spec",
     [
         "{}:VLModule.iou", "slime:{}:custom_rm", "slime:{}:batched", "slime:{}:one_at_a_time:answer",
-        "areal:{}:areal", "nemo_rl:{}:nemo", "nemo_rl:{}:nemo:answer",
+        "slime:{}:in_metadata", "slime:{}:named_else", "areal:{}:areal", "areal:{}:by_place",
+        "nemo_rl:{}:nemo", "nemo_rl:{}:nemo:answer", "nemo_rl:{}:tagged(tag='+')",
     ],
 )  # fmt: skip
 def test_functions_of_others_are_called_as_they_call_them(spec, file):
     score = from_spec.parse([spec.format(file)])
     assert score(PROMPTS, SAID, COLUMNS).total.tolist() == [1.0, 0.0]
+
+
+def test_a_sample_is_slimes_own_where_it_is_imported(file, monkeypatch):
+    class Sample(types.SimpleNamespace):
+        Status = types.SimpleNamespace(TRUNCATED="truncated", COMPLETED="completed")
+
+    def rm(args, sample):
+        assert isinstance(sample, Sample)
+        return float(sample.status == "completed" and sample.tokens == [1, 2] and sample.response_length == 1)
+
+    monkeypatch.setitem(sys.modules, "slime.utils.types", types.SimpleNamespace(Sample=Sample))
+    ids = {"prompt_ids": [[1], [1]], "completion_ids": [[2], [2]], "truncated": [False, True]}
+    score = reward.foreign.slime(rm)
+    assert score(prompts=PROMPTS, completions=SAID, **COLUMNS, **ids) == [1.0, 0.0]
+
+
+def test_a_function_without_the_four_places_is_none_of_areal(file):
+    with pytest.raises(ValueError, match=r"expected a reward of \(prompt, completions, .*one of \(response"):
+        from_spec.parse([f"areal:{file}:one_at_a_time"])
+
+
+def test_a_number_of_the_data_is_a_text_for_nemo_rl():
+    score = reward.foreign.nemo_rl(lambda ground_truth, response: (float(ground_truth == response), True))
+    assert score(prompts=PROMPTS, completions=["3", "4"], ground_truth=[3, 3]) == [1.0, 0.0]
 
 
 SENT = [
