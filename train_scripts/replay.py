@@ -1,20 +1,24 @@
 """Look at the sequence that stopped a run: its tokens, and the parts of the model that are not finite.
 
 `python train_scripts/replay.py --fault runs/grpo/fault_00000012` with the folder that the error named. Model,
-sampling and algorithm are those of the run (config.json beside it); the weights are those of that step.
+sampling and objective are those of the run (config.json beside it): the algorithm with its limits, KL and
+entropy. The weights of the model, and adv and w of each token, are those of that step.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import Count, Filled
-from rft_fn.run.options import Options
+from rft_fn.check import Above1, AtLeast0, Count, Filled
+from rft_fn.run.options import Limits, Options
+from rft_fn.types import LossFn
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,12 @@ class Config(Options):
 
     fault: Filled  # the folder fault_STEP that the run left
     model: str = ""  # what the run started from; if empty, as in the run's config.json
-    algorithm: str = ""  # the algorithm whose loss is computed; if empty, as in config.json
+    algorithm: str = ""  # another algorithm, with its own limits; if empty, as in config.json
+    clip_low: AtLeast0 | None = None  # the ratio is clipped at 1 - this; None: as in config.json
+    clip_high: AtLeast0 | None = None  # the ratio is clipped at 1 + this; None: as in config.json
+    dual: Above1 | None = None  # bound of the loss at negative advantages; None: as in config.json
+    loss: Limits = field(default_factory=Limits)
+    kl: AtLeast0 | None = None  # coefficient of the KL in the loss; None: as in config.json
     critic: bool = False  # the weights are a critic's
     rows: Count = 24  # tokens shown, around the first that is not finite
 
@@ -35,8 +44,56 @@ def settings(cfg: Config) -> dict[str, Any]:
     model = cfg.model or run.get("model", "")
     if not model:
         raise ValueError(f"model: expected one, got none: there is no {path} that names it")
-    algorithm = cfg.algorithm or run.get("algorithm", "grpo")
+    algorithm = cfg.algorithm or run.get("algorithm", "" if run else "grpo")
     return {"temperature": 1.0, "top_p": 1.0, "max_new": 1} | run | {"model": model, "algorithm": algorithm}
+
+
+_CLIPS = {"clip_low": "low", "clip_high": "high", "dual": "dual"}  # older options -> limits of a loss
+_OTHERS = ("group", "advantage", "weight", "value_clip", "gamma", "gae_lambda", "gae_alpha")
+
+
+def objective(cfg: Config, run: Mapping[str, Any]) -> LossFn:
+    """The loss that the run had, with what the command line gives in its place."""
+    name = run["algorithm"]
+    if name not in rft.algorithm.TABLE:
+        raise ValueError(f"algorithm: expected one of {', '.join(rft.algorithm.TABLE)}, got {name!r}")
+
+    # another algorithm has its own limits, and none of the run's
+    own = {} if cfg.algorithm else dict(run)
+    limits = dict(own.get("loss") or {})
+    for clip, limit in _CLIPS.items():
+        if getattr(cfg, clip) is not None or getattr(cfg.loss, limit) is not None:
+            own[clip], limits[limit] = getattr(cfg, clip), None
+    limits |= {name: x for name, x in vars(cfg.loss).items() if x is not None}
+    parts = SimpleNamespace(algorithm=name, loss=Limits(**limits))
+    vars(parts).update({name: own.get(name) for name in (*_CLIPS, *_OTHERS)})
+    if cfg.critic:
+        return rft.run.actor_critic(parts).value_loss
+    with_critic = isinstance(rft.algorithm.TABLE[name], rft.algorithm.ActorCritic)
+    row = rft.run.actor_critic(parts) if with_critic else rft.run.objective(parts)
+    of_run = 0.0 if with_critic else run.get("kl", 0.0)  # with a critic the KL is in the reward
+    kl = of_run if cfg.kl is None else cfg.kl
+    return partial(policy_loss, row.loss, kl, run.get("router_aux", 0.0), with_critic)
+
+
+def policy_loss(
+    of_row: LossFn, kl: float, router_aux: float, corrected: bool, out: rft.TokenOut, b: rft.Packed
+) -> Tensor:
+    """The loss [T] of an algorithm, and what a run adds to it."""
+    loss, extra = of_row(out, b), b.extra or {}
+    loss = loss[0] if isinstance(loss, tuple) else loss
+    if corrected and "correction" in extra:  # without a critic it is in w
+        loss = loss * extra["correction"]
+    if kl and b.ref_logp is not None:
+        loss = loss + kl * rft.loss.kl(out.logp, b.ref_logp)
+    if "entropy" in extra:
+        loss = loss + extra["entropy"] * rft.loss.entropy_bonus(out.entropy)
+    return loss + router_aux * out.aux if router_aux else loss
+
+
+def likelihood(out: rft.TokenOut, b: rft.Packed) -> Tensor:
+    """The negative log-likelihood [T], for runs that have no algorithm."""
+    return rft.loss.nll(out.logp)
 
 
 def first_tensor(output: Any) -> Tensor | None:
@@ -98,14 +155,10 @@ def main(cfg: Config) -> None:
     # the model as it was, with its loss
     pack, weights, about = rft.strategy.load_fault(cfg.fault)
     run = settings(cfg)
-    if cfg.critic:
-        loss_fn = rft.algorithm.get_actor_critic(run["algorithm"]).value_loss
-    elif run["algorithm"] in rft.algorithm.TABLE:
-        loss_fn = rft.algorithm.TABLE[run["algorithm"]].loss
-    else:
-        raise ValueError(
-            f"algorithm: expected one of {', '.join(rft.algorithm.TABLE)}, got {run['algorithm']!r}"
-        )
+    loss_fn = objective(cfg, run) if run["algorithm"] else likelihood
+    if not run["algorithm"]:
+        script = run.get("made_by", {}).get("script") or "the run"
+        print(f"loss: the negative log-likelihood, in place of that of {script}; --algorithm names another")
     tokenizer = rft.model.load_tokenizer(run["model"])
     sampling = rft.Sampling(temperature=run["temperature"], top_p=run["top_p"], max_new=run["max_new"])
     module = load_module(cfg, run["model"], weights)

@@ -1,5 +1,7 @@
 """Faults: a process that is killed or stopped, ranks that disagree, gradients that are not finite."""
 
+import dataclasses
+import json
 import re
 import signal
 import sys
@@ -15,8 +17,9 @@ import torch
 from each_case import each
 
 import rft_fn as rft
-from rft_fn import dist, packing, tree
+from rft_fn import dist, packing, testing, tree
 from rft_fn.strategy import NonFinite, StrategyConfig, diagnose, get_strategy, load_fault
+from rft_fn.types import TokenOut
 
 pytestmark = pytest.mark.slow
 
@@ -311,3 +314,65 @@ def test_replay_shows_what_is_not_finite(tmp_path, capsys):
                 replay.main(replay.Config(fault=fault, model="tiny"))
             assert "\n" not in str(error.value)
         file.write_bytes(whole)
+
+
+REPLAYED = [
+    ("grpo", {"algorithm": "gspo", "weight": "token_mean", "advantage": "rloo", "loss": {"low": 1e-3}}, {}),
+    ("grpo", {"algorithm": "cispo", "clip_high": 0.01, "kl": 0.1, "mismatch": "icepop", "floor": 0.5}, {}),
+    ("grpo", {"algorithm": "sapo", "loss": {"tau_pos": 3.0}, "entropy": 0.1}, {"loss": {"tau_neg": 9.0}}),
+    ("grpo", {"clip_low": 0.02, "dual": 1.1}, {"clip_low": 0.3, "kl": 0.5}),
+    ("grpo", {"loss": {"low": 0.02}}, {"clip_low": 0.3}),
+    ("ppo", {"clip_high": 0.01, "gae_lambda": 0.9, "kl": 0.2, "weight": "seq_mean"}, {"dual": 1.05}),
+    ("ppo", {"value_clip": 0.01}, {"critic": True}),
+]  # fmt: skip
+
+
+@each(("name", "options", "given"), REPLAYED)
+def test_replay_has_the_objective_of_the_run(name, options, given, tmp_path):
+    """With what the command line gives in its place; adv and w of the sequence are the run's own."""
+    from test_house import load_script
+
+    script, replay, limits = load_script(name), load_script("replay"), rft.run.options.Limits
+
+    def made(options):
+        return {k: limits(**x) if k == "loss" else x for k, x in options.items()}
+
+    run = {**dataclasses.asdict(script.Config(**made(options))), "made_by": {"script": f"{name}.py"}}
+    (tmp_path / "config.json").write_text(json.dumps(run))
+    cfg = replay.Config(fault=str(tmp_path / "fault_1"), **made(given))
+    found = replay.objective(cfg, replay.settings(cfg))
+
+    # the script's own loss with all of these options
+    both = options | {k: x for k, x in given.items() if k != "critic"}
+    both |= {"loss": {**options.get("loss", {}), **given.get("loss", {})}}
+    both["loss"] = {k: x for k, x in both["loss"].items() if f"clip_{k}" not in given}
+    own = script.Config(**made(both))
+    exp = testing.case(3).exp
+    extra = {"correction": torch.full_like(exp.w, 0.7), "positive": torch.zeros_like(exp.w)}
+    extra |= {"entropy": torch.full_like(exp.w, own.entropy)} if own.entropy else {}
+    exp = tree.replace(exp, extra=extra)
+    exp = tree.replace(exp, ref_logp=exp.old_logp - 0.3, old_value=exp.adv, ret=exp.adv + 1)
+    b = packing.pack(exp, range(len(exp.mask)))
+    drawn = torch.randn(3, len(b.tokens), generator=torch.Generator().manual_seed(0))
+    out = TokenOut(logp=b.old_logp + drawn[0], entropy=drawn[1].abs(), value=drawn[2], aux=None)
+    if given.get("critic"):
+        want = rft.run.actor_critic(own).value_loss(out, b)[0]
+        torch.testing.assert_close(found(out, b)[0], want)
+    elif name == "ppo":
+        want = script.actor_loss(own, rft.run.actor_critic(own), out, b)[0]
+        torch.testing.assert_close(found(out, b), want)
+    else:
+        want = script.policy_loss(own, rft.run.objective(own), out, b)[0]
+        torch.testing.assert_close(found(out, b), want)
+
+
+def test_replay_of_another_algorithm_has_its_own_limits(tmp_path):
+    from test_house import load_script
+
+    replay = load_script("replay")
+    (tmp_path / "config.json").write_text('{"algorithm": "sapo", "model": "tiny", "loss": {"tau_pos": 3.0}}')
+    cfg = replay.Config(fault=str(tmp_path / "fault_1"), algorithm="grpo")
+    b = packing.pack(testing.case(3).exp, range(4))
+    out = TokenOut(logp=b.old_logp + 0.5, entropy=None, value=None, aux=None)
+    want = rft.algorithm.TABLE["grpo"].loss(out, b)[0]
+    torch.testing.assert_close(replay.objective(cfg, replay.settings(cfg))(out, b), want)
