@@ -29,7 +29,6 @@ CONFIGS = {
 REASONS = {
     "verl/generation.sh": "evaluate.py answers and scores prompts",
     "openrlhf/kd.sh": "losses of distillation",
-    "trl/kto.sh": "python train_scripts/dpo.py --unpaired --loss kto",
 }
 # what a reader must be told, as another run would come out without it
 TOLD = {
@@ -47,6 +46,8 @@ TOLD = {
     "trl/grpo_r1.yaml": ["one update ahead"],
     "trl/grpo_config.py": ["line 18: the script makes other rows"],
     "trl/sft.yaml": ["--batch: it counts examples; theirs, with packing, counts packs"],
+    "trl/simpo.py": ["--nll: a mean over the tokens of each response"],
+    "verl/passk_corrected.sh": ["theirs takes dropped responses out of the mean"],
     "trl/sft_config.sh": ["sft_more.yaml, line 3: it has more options, and is not here"],
     "prime_rl/rl_limits.toml": ["--loss.limit: theirs is 0.1 downwards and 0.15 upwards"],
     "prime_rl/rl_lora.toml": ["orchestrator.algo.type=max_rl is another advantage"],
@@ -84,6 +85,19 @@ WANTED = {
     },
     "trl/rloo.py": {"algorithm": "rloo", "kl_in_reward": 0.03, "reward": ("rewards.trl_style:correct",)},
     "trl/sft_config.sh": {"steps": 30, "epochs": None, "lr": 1e-5, "out": "runs/more"},
+    "trl/kto.sh": {"unpaired": True, "loss": "kto", "undesirable_weight": 1.25, "beta": 0.2, "steps": 12},
+    "trl/simpo.py": {"loss": "simpo", "margin": 0.7, "beta": 1.5, "nll": 0.1, "lr": 9e-7},
+    "trl/orpo.yaml": {"loss": "orpo", "beta": 0.08},
+    "trl/dpo_exo.sh": {"loss": "exo", "label_smoothing": 0.002, "batch": 8},
+    "trl/vespo.yaml": {"algorithm": "vespo", "weight": "token_mean", "mismatch": "tis_seq", "cap": 4.0},
+    "verl/passk_corrected.sh": {
+        "advantage": "best_minus_second", "reward_norm": "group", "mismatch": "tis_seq",
+        "geo_low": 0.9708737864,
+    },
+    "openrlhf/seq_mask.sh": {
+        "mismatch": "tis", "geo_low": 0.6, "geo_high": 1.8, "max_new": 300, "max_prompt": 100,
+        "normalize_reward": True,
+    },
     "trl/dpo.yaml": {"eval_every": 25, "warmup": 5, "loss": "dpo", "label_smoothing": 0.0},
     "prime_rl/launch.sh": {"lr": 7e-6, "steps": 5, "prompts": 8},
 }  # fmt: skip
@@ -154,6 +168,7 @@ ROWS = {
     "chats.jsonl": {"messages": [*QUESTION, ANSWER]},
     "qa.jsonl": {"question": "2 1 3", "answer": "1 2 3"},
     "pairs.jsonl": {"prompt": "2 1 3", "chosen": "1 2 3", "rejected": "3 2 1"},
+    "rated.jsonl": {"prompt": "2 1 3", "completion": "1 2 3", "label": True},
     "chat_pairs.jsonl": {"chosen": [*QUESTION, ANSWER], "rejected": [*QUESTION, WORSE]},
     "chat_pairs3.jsonl": {"prompt": QUESTION, "chosen": [ANSWER], "rejected": [WORSE]},
     "train.parquet": {

@@ -83,6 +83,36 @@ def test_a_python_script_is_read_without_running_it(tmp_path):
     assert found.programs == ["grpo"] and any("line 8: seed=pick(): not a constant" in x for x in found.notes)
 
 
+READ = {
+    "GRPOTrainer('m', args=GRPOConfig(**MORE, top_p=0.9))": {
+        "seed": 3, "top_p": 0.9, "model_name_or_path": "m",
+    },
+    "SFTConfig(**{'seed': 4}, **unknown())": {"seed": 4},
+    "d = load_dataset('json', data_files='a.jsonl', split='train')": {
+        "dataset_name": "a.jsonl", "dataset_train_split": "train",
+    },
+    "d = load_dataset('csv', data_files={'test': 't.csv', 'train': ['a.csv']})": {"dataset_name": "a.csv"},
+    "d = load_dataset('parquet', data_files=['a', 'b'])": {"dataset_name": ["a", "b"]},
+}  # fmt: skip
+
+
+@each("line", READ)
+def test_options_in_other_forms_of_python(line, tmp_path):
+    (tmp_path / "a.py").write_text(f"from trl import *\nMORE = dict(seed=3)\nc = GRPOConfig()\n{line}\n")
+    [found] = read(str(tmp_path / "a.py"))
+    assert found.options == READ[line]
+    assert ("line 4: **unknown(): its options are not in the file" in found.notes) == ("unknown" in line)
+
+
+def test_a_command_in_a_loop_says_so(tmp_path):
+    inner = "for x in 1; do\n trl sft --learning_rate $lr\n done"
+    text = f"for lr in 1e-6 2e-6; do\n\n {inner}\ndone\ntrl sft --seed 1"
+    (tmp_path / "a.sh").write_text(text)
+    first, last = read(str(tmp_path / "a.sh"))
+    assert first.notes == ["line 4: lr has more values in a loop; here its first"]
+    assert first.options == {"learning_rate": "1e-6"} and last.notes == []
+
+
 def test_flags_win_over_the_file_that_a_command_names(tmp_path):
     (tmp_path / "more.yaml").write_text("learning_rate: 1.0e-5\nseed: 4\n")
     (tmp_path / "run.sh").write_text("trl sft --config more.yaml --learning_rate 2e-5")

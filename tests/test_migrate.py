@@ -273,7 +273,7 @@ def test_a_server_of_vllm_stays_a_server(tmp_path, capsys):
 UNTOLD = [
     ("trl", "a.yaml", "learning_rate: 1.0e-5", "one of sft, dpo, rm, rl, or --trainer to name it"),
     ("trl", "a.yaml", "packing: true\nrpo_alpha: 1.0", "got those of sft, dpo"),
-    ("trl", "a.sh", "trl kto --learning_rate 1e-5", "got kto; python train_scripts/dpo.py --unpaired"),
+    ("trl", "a.sh", "trl tpo --learning_rate 1e-5", "got tpo; dpo.py learns from pairs, not from triples"),
     ("openrlhf", "a.sh", "python -m openrlhf.cli.train_kd --pretrain m", "got train_kd; rft_fn.loss"),
     ("verl", "a.yaml", "data: {train_files: a}", "one of sft, rl, or --trainer"),
 ]

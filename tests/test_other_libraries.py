@@ -11,7 +11,8 @@ from test_house import load_script
 
 from rft_fn import parsing
 from rft_fn.tools import other_libraries
-from rft_fn.tools.other_libraries import lightrft, openrlhf, trl, verl
+from rft_fn.tools.other_libraries import LIBRARIES, lightrft, openrlhf, trl, verl
+from rft_fn.tools.other_libraries.migrate import translate
 from rft_fn.tools.other_libraries.rows import hinted, named
 
 SCRIPTS = [path.stem for path in sorted((Path(__file__).parents[1] / "train_scripts").glob("*.py"))]
@@ -148,3 +149,45 @@ finally:
     assert (found.returncode, found.stdout) == (2, "[]\n")
     assert found.stderr == "error: --num-generations of TRL is --group here; --help lists the options\n"
     assert not list(tmp_path.iterdir())
+
+
+TOGETHER = [
+    ("openrlhf", "rm", {"dataset": "a,b", "dataset_probs": "0.2,0.8"}, "--data a=0.2 b=0.8", ""),
+    ("openrlhf", "rl", {"prompt_data": "a,b", "advantage_estimator": "rloo"}, "--data a b", ""),
+    (
+        "openrlhf", "rl", {"data.max_len": 900, "rollout.max_new_tokens": 700},
+        "--max-prompt 200 --max-new 700", "",
+    ),
+    ("openrlhf", "rl", {"data.max_len": 900}, "--max-new 450", "what the prompt leaves of 900 tokens"),
+    (
+        "verl", "rl",
+        {
+            "algorithm.adv_estimator": "rloo", "algorithm.use_kl_in_reward": True,
+            "algorithm.kl_ctrl.type": "adaptive",
+        },
+        "--kl-in-reward 0.001", "--kl-in-reward: its coefficient is fixed",
+    ),
+    (
+        "lightrft", "rl",
+        {
+            "advantage_estimator": "group_norm", "use_kl_loss": "true", "kl_estimator": "k3",
+            "reward_pretrain": "",
+        },
+        "--reward lightrft:reward_models_utils.py:reward_fn", "theirs that of k3",
+    ),
+    ("trl", "sft", {"dataset_name": ["a.csv", "b.csv"]}, "--data a.csv b.csv", ""),
+    (
+        "trl", "dpo", {"preferences": "cpo", "loss_type": "simpo", "simpo_gamma": 0.6},
+        "--loss simpo --margin 0.6 --nll 1.0", "--nll: a mean over the tokens of each response",
+    ),
+    ("trl", "dpo", {"preferences": "cpo", "loss_type": "ipo"}, "--loss cpo --nll 1.0", "no loss of ours"),
+    ("trl", "dpo", {"preferences": "orpo"}, "--loss orpo", "its likelihood is a mean of each response"),
+    ("trl", "dpo", {"preferences": "bco"}, "--unpaired --loss bco", "a classifier of prompts"),
+]  # fmt: skip
+
+
+def test_options_that_count_together():
+    for library, kind, options, wanted, note in TOGETHER:
+        found = translate(LIBRARIES[library], options, (), kind)
+        assert wanted in " ".join(found.command), (options, found.command)
+        assert note in " ".join(found.notes), (options, found.notes)

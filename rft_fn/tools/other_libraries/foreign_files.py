@@ -145,7 +145,8 @@ def _of_command(file: Path, command: shell.Command) -> Config:
     words = command.words
     at, started = _program(words)
     options = _of_words(words[at:])
-    notes, processes = [], 1
+    notes = [f"line {command.line}: {x} has more values in a loop; here its first" for x in command.loops]
+    processes = 1
     for k, word in enumerate(words[:at]):
         name, _, value = word.partition("=")
         if name in (*_PROCESSES, "--nnodes"):

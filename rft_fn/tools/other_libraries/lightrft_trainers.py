@@ -9,7 +9,7 @@ from rft_fn.tools.other_libraries import objectives, rewards
 from rft_fn.tools.other_libraries import rows as r
 from rft_fn.tools.other_libraries.lightrft import SHARED, TABLE
 
-__all__ = ["LIBRARY", "NUMBERS", "UNUSED", "combine", "pair", "script"]
+__all__ = ["LIBRARY", "NUMBERS", "UNUSED", "combine", "pair", "script", "sources"]
 
 # ------------------------------------------------------------------------------ options that count together
 
@@ -48,12 +48,19 @@ def combine(
         arguments.append(f"--template '{{{key}}}'")
         notes.append("--template: theirs is the whole prompt; here the model's chat template goes around it")
 
+    arguments += sources(options, used)
+
     # a pack must hold a prompt and its response
     longest = r.integer(options, "max_len", "data.max_len")
-    new = r.integer(options, "generate_max_len", "rollout.max_new_tokens", "max_new_tokens", default=1024)
+    new = r.integer(options, "generate_max_len", "rollout.max_new_tokens", "max_new_tokens")
     if longest and "prompt_max_len" not in options:
         used |= {"data.max_len", "max_len"}
-        new = min(new, max(longest // 2, 1))
+        if not new:
+            notes.append(
+                f"--max-new: theirs is what the prompt leaves of {longest} tokens; here half of them"
+            )
+        new = new if 0 < new < longest else max(longest // 2, 1)
+    new = new or 1024
     prompt = r.integer(options, "prompt_max_len", default=longest - new if longest else 1024)
     budget = max(prompt + new, r.integer(options, "train.max_tokens_per_gpu"))
     arguments += [f"--max-prompt {prompt}", f"--max-new {new}", f"--budget {budget}"]
@@ -149,6 +156,25 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
     if objectives.is_true(options.get("scale_for_train")):
         notes.append("scale_for_train: scores are calibrated after the run, not scaled in it")
     return r.Combined(arguments, used, notes)
+
+
+_SOURCES = (
+    ("data.prompt_dataset", "data.prompt_probs"), ("prompt_data", "prompt_data_probs"),
+    ("data.dataset", "data.dataset_probs"), ("dataset", "dataset_probs"),
+)  # fmt: skip
+
+
+def sources(options: Mapping[str, Any], used: set[str]) -> list[str]:
+    """Return --data of several sources, with commas between them there, and their shares; add to `used`."""
+    for name, probs in _SOURCES:
+        found = str(options.get(name) or "").split(",")
+        if len(found) > 1:
+            used |= {name, probs}
+            shares = str(options.get(probs) or "").split(",")
+            shares = [f"={x}" for x in shares] if len(shares) == len(found) else [""] * len(found)
+            each = [r.word(x.strip() + share) for x, share in zip(found, shares, strict=True)]
+            return [f"--data {' '.join(each)}"]
+    return []
 
 
 def pair(value: Any) -> list[Any]:

@@ -342,11 +342,12 @@ def unresolved(config: Config, command: Sequence[str]) -> list[str]:
 def translated(config: Config, name: str = "", kind: str | None = None) -> Translation:
     """Return our command for what a file says of a run, with notes about what could not be read."""
     library = LIBRARIES[name or system(config)]
-    options = {**next((library.implied[x] for x in config.programs if x in library.implied), {})}
+    programs = _programs(library, config)
+    options = {**next((library.implied[x] for x in programs if x in library.implied), {})}
     if config.processes > 1:
         options["processes"] = config.processes
     open_, given = _open(config.options)
-    found = translate(library, {**options, **given}, _programs(library, config), kind)
+    found = translate(library, {**options, **given}, programs, kind)
     notes = [*config.notes, *open_, *unresolved(config, found.command)]
     return found._replace(notes=[*notes, *found.notes])
 

@@ -18,10 +18,10 @@ from rft_fn.tools.other_libraries.objective_rows import (
     number,
 )
 
-__all__ = ["lightrft", "openrlhf", "trl", "trl_pairs", "verl"]
+__all__ = ["lightrft", "openrlhf", "trl", "trl_pairs", "trl_preferences", "verl"]
 
 _WHITE = "--advantage: their deviation is over n tokens, ours over n - 1: ours is 1 / (2 n) smaller"
-_KL = "with a coefficient of 0.05 --kl has the gradient of KL(policy, initial), theirs"
+_KL = "--kl has the gradient of KL(policy, initial), theirs {}; measured with a coefficient of 0.05"
 
 
 def _lambda(advantage: str, x: Any) -> list[str]:
@@ -103,9 +103,9 @@ def trl(options: Mapping[str, Any]) -> r.Combined:
     if (number(options.get("beta")) or 0) > 0:
         used |= {"use_bias_correction_kl"}
         if str(options.get("use_bias_correction_kl", True)).lower() == "false":
-            notes.append(differs(f"{_KL} that of k3", "trl/kl, uncorrected"))
+            notes.append(differs(_KL.format("that of k3"), "trl/kl, uncorrected"))
         elif (number(options.get("num_iterations")) or 1) > 1:
-            notes.append(differs(f"{_KL} has the ratio in front, after the first update", "trl/kl"))
+            notes.append(differs(_KL.format("has the ratio in front after the first update"), "trl/kl"))
     return r.Combined([*arguments(Objective(advantage, loss, weight, limits)), *more], used, notes)
 
 
@@ -122,6 +122,37 @@ _NO_PAIRS = {
     "discopop": "discopop is a line in pair_loss of a copy of dpo.py; dpo here",
     "sft": "sft is that of sft.py, on the chosen responses; dpo here",
 }
+
+
+_BATCH = "--nll: a mean over the tokens of each response; theirs is over those of the batch"
+
+
+def trl_preferences(options: Mapping[str, Any]) -> r.Combined:
+    """Return the loss of TRL's trainers of preferences that are not DPO: KTO, BCO, CPO and ORPO."""
+    trainer, kind = options["preferences"], str(options.get("loss_type") or "")
+    used = {"preferences", "loss_type", "label_smoothing", "cpo_alpha", "simpo_gamma"}
+    notes = []
+    if trainer in ("kto", "bco"):
+        if kind == "apo_zero_unpaired":
+            notes.append("objective: apo_zero_unpaired is kto with a baseline of 0, in a copy of dpo.py")
+        elif trainer == "bco":
+            notes.append("--loss bco: theirs also weighs by a classifier of prompts, where it is asked to")
+        return r.Combined(["--unpaired", f"--loss {trainer}"], used, notes)
+    if trainer == "orpo":
+        notes.append("--loss orpo: its likelihood is a mean of each response, theirs over all prompts too")
+        return r.Combined(["--loss orpo"], used, notes)
+
+    # CPO adds the likelihood to each of its losses; SimPO is one of them
+    alpha = options.get("cpo_alpha", 1.0)
+    found = ["--loss cpo", f"--nll {alpha}"]
+    notes = [_BATCH] if number(alpha) else []
+    if kind == "simpo":
+        found = ["--loss simpo", f"--margin {options.get('simpo_gamma', 0.5)}", f"--nll {alpha}"]
+    elif kind not in ("", "sigmoid"):
+        notes.append(f"objective: CPO with loss_type={kind}: no loss of ours; write it into a copy of dpo.py")
+    if number(options.get("label_smoothing")):
+        found.append(f"--label-smoothing {options['label_smoothing']}")
+    return r.Combined(found, used, notes)
 
 
 def trl_pairs(options: Mapping[str, Any]) -> r.Combined:
@@ -144,7 +175,7 @@ def trl_pairs(options: Mapping[str, Any]) -> r.Combined:
     weights = options.get("loss_weights") or [1.0] * len(kinds)
     if kinds[1:] == ["sft"] and number(weights[0]) == 1:
         found = [*found, f"--nll {weights[1]}"]
-        notes.append("--nll: a mean over the tokens of each response; theirs is over those of the batch")
+        notes.append(_BATCH)
     elif len(kinds) > 1:
         notes.append(f"objective: theirs is the sum of {', '.join(kinds)} with the weights {weights}")
     return r.Combined([*found], used, notes)
@@ -252,7 +283,7 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
         estimate = str(options.get(_ACTOR + "kl_loss_type") or "low_var_kl")
         if estimate in ("low_var_kl", "k3"):
             used |= {_ACTOR + "kl_loss_type"}
-            notes.append(differs(f"{_KL} that of k3", "verl/grpo, kl"))
+            notes.append(differs(_KL.format("that of k3"), "verl/grpo, kl"))
     used |= {"algorithm.lam"}
     found = [*arguments(Objective(advantage, loss, weight, limits)), *more]
     return r.Combined([*found, *_lambda(advantage, options.get("algorithm.lam", 1.0))], used, notes)
@@ -267,6 +298,7 @@ _OPENRLHF_ADVANTAGES = {
 }  # fmt: skip
 
 
+_ESTIMATES = {"k1": "one of expectation 0", "k3": "that of k3"}
 _WHITENED = ("gae", "reinforce", "reinforce++", "reinforce_baseline")  # over the tokens of the batch
 
 
@@ -322,8 +354,7 @@ def openrlhf(options: Mapping[str, Any]) -> r.Combined:
         estimate = str(options.get("kl_estimator") or "k1")
         used |= {"kl_estimator"}
         if estimate in ("k1", "k3") and not is_true(options.get("kl_unbiased_gradient")):
-            what = {"k1": "one of expectation 0", "k3": "that of k3"}[estimate]
-            notes.append(differs(f"{_KL} {what}", f"openrlhf/group_norm, kl {estimate}"))
+            notes.append(differs(_KL.format(_ESTIMATES[estimate]), f"openrlhf/group_norm, kl {estimate}"))
     found = [*arguments(Objective(advantage, loss, weight, limits)), *more]
     return r.Combined([*found, *_lambda(advantage, options.get("lambd", 1.0))], used, notes)
 
@@ -347,6 +378,12 @@ def lightrft(options: Mapping[str, Any]) -> r.Combined:
         loss, limits = "cpgd", {**limits, "drift": 0}
     elif is_true(options.get("use_cpg_loss")):
         notes.append("objective: ppo.py has the clipped loss, not that of cpgd")
+    estimate = str(options.get("kl_estimator") or "k1")
+    in_loss = is_true(options.get("use_kl_loss")) and advantage != "gae"
+    if in_loss and number(options.get("init_kl_coef")) and estimate in _ESTIMATES:
+        notes.append(
+            f"objective: --kl has the gradient of KL(policy, initial), theirs {_ESTIMATES[estimate]}"
+        )
     if is_true(options.get("use_gspo")):
         notes.append("use_gspo: no code of LightRFT reads it; --algorithm gspo is that algorithm")
     if options.get("loss_agg_mode") not in (None, "seq-mean-token-mean"):

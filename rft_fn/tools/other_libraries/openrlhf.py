@@ -57,7 +57,7 @@ TABLE: r.Table = {
         ),
         "algo.kl.horizon": r.same("--kl-horizon", "of ppo.py"),
         "algo.dynamic_filtering_enable": r.choice(true="--rounds 4", false="", remark="above 1"),
-        "reward.normalize_enable": r.flag("--normalize-reward"),
+        "reward.normalize_enable normalize_reward": r.flag("--normalize-reward"),
         "vllm.num_engines": r.nothing(
             "--strategy.engine-type vllm; each process, or group of tp processes, has one", r.TOGETHER
         ),
@@ -84,7 +84,7 @@ TABLE: r.Table = {
         "model.model_name_or_path": r.same("--model"),
         "model.gradient_checkpointing_enable": r.flag("--gradient-checkpointing"),
         "model.aux_loss_coef": r.same("--router-aux"),
-        "ds.attn_implementation": r.CHOSEN_ATTENTION,
+        "ds.attn_implementation attn_implementation": r.CHOSEN_ATTENTION,
         "data.dataset dataset": r.same("--data"),
         "data.dataset_probs dataset_probs": r.nothing(
             "part of the source: --data a.jsonl=0.7", hint=lightrft.SHARES
@@ -237,7 +237,7 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
     given = {older: options.get(older, options.get(name)) for name, older in _OLDER_OF_EXAMPLES.items()}
 
     # a pack must hold an example, or both sides of a pair
-    arguments = _columns(kind, given)
+    arguments = [*_columns(kind, given), *lightrft_trainers.sources(options, used)]
     if kind == "sft":
         length = r.integer(given, "max_len", default=2048)
         arguments += [f"--max-prompt {length}", f"--budget {length}"]

@@ -19,6 +19,7 @@ _CONFIGS = {
     "AsyncGRPOConfig": "async_grpo",
 }  # fmt: skip
 _TRAINERS = {name.replace("Config", "Trainer"): kind for name, kind in _CONFIGS.items()}
+_READERS = ("json", "csv", "parquet", "text", "arrow")
 _OTHERS = ("ModelConfig", "ScriptArguments", "TrainingArguments")
 _ADAPTERS = {
     "r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
@@ -62,7 +63,9 @@ def read(text: str, path: str) -> Module:
         if called in _CONFIGS or called in _TRAINERS:
             kind = _CONFIGS.get(called) or _TRAINERS[called]
             programs += [kind] if kind not in programs else []
-        given = {x.arg: x.value for x in call.keywords if x.arg}
+        given = {}
+        for x in call.keywords:
+            given |= {x.arg: x.value} if x.arg else _splatted(x.value, names, notes)
         if called in _CONFIGS or called in _OTHERS:
             _take(options, notes, given, names)
         elif called == "LoraConfig" or (called == "get_peft_model" and "r" in given):
@@ -70,7 +73,8 @@ def read(text: str, path: str) -> Module:
             options.setdefault("use_peft", True)
             _take(options, notes, chosen, names)
         elif called in _TRAINERS:
-            _of_trainer(options, notes, given, names, functions, imported, path)
+            first = call.args[0] if call.args else None
+            _of_trainer(options, notes, given, first, names, functions, imported, path)
         elif called == "load_dataset" and "dataset_name" not in options:
             _take(options, notes, _of_data(call, given), names)
         elif called == "from_pretrained" and "model_name_or_path" not in options:
@@ -97,6 +101,19 @@ def read(text: str, path: str) -> Module:
     return Module(options, programs[:1], notes, started, "\n".join(commands))
 
 
+def _splatted(node: ast.expr, names: Mapping[str, ast.expr], notes: list[str]) -> dict[str, ast.expr]:
+    """Return what **NAME gives a call: the entries of a dict that the file writes out; else note it."""
+    found = names.get(node.id) if isinstance(node, ast.Name) else node
+    if isinstance(found, ast.Call) and ast.unparse(found.func) == "dict" and not found.args:
+        return {x.arg: x.value for x in found.keywords if x.arg}
+    if isinstance(found, ast.Dict) and all(isinstance(key, ast.Constant) for key in found.keys):
+        return {
+            str(key.value): x for key, x in zip(found.keys, found.values) if isinstance(key, ast.Constant)
+        }
+    notes.append(f"line {node.lineno}: **{ast.unparse(node)[:60]}: its options are not in the file")
+    return {}
+
+
 def _take(
     options: dict[str, Any], notes: list[str], given: Mapping[str, ast.expr], names: Mapping[str, ast.expr]
 ) -> None:
@@ -117,13 +134,14 @@ def _of_trainer(
     options: dict[str, Any],
     notes: list[str],
     given: Mapping[str, ast.expr],
+    positional: ast.expr | None,
     names: Mapping[str, ast.expr],
     functions: set[str],
     imported: Mapping[str, str],
     path: str,
 ) -> None:
     """Add the model and the rewards of a trainer: functions of this file, or of the module they are from."""
-    model = given.get("model")
+    model = given.get("model", positional)
     if isinstance(model, ast.Constant) and isinstance(model.value, str):
         options.setdefault("model_name_or_path", model.value)
     elif isinstance(model, ast.Name) and isinstance(names.get(model.id), ast.Constant):
@@ -166,6 +184,16 @@ def _of_data(call: ast.Call, given: Mapping[str, ast.expr]) -> dict[str, ast.exp
     ):
         if theirs in given:
             found[ours] = given[theirs]
+
+    # a reader of files by its name: the files are the source
+    reader, files = found.get("dataset_name"), given.get("data_files")
+    if isinstance(reader, ast.Constant) and reader.value in _READERS and files is not None:
+        if isinstance(files, ast.Dict) and files.values:
+            splits = [getattr(key, "value", None) for key in files.keys]
+            files = files.values[splits.index("train") if "train" in splits else 0]
+        if isinstance(files, ast.List) and len(files.elts) == 1:
+            files = files.elts[0]
+        found["dataset_name"] = files
     return found
 
 

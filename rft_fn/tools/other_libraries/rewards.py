@@ -95,7 +95,7 @@ def openrlhf(options: Mapping[str, Any]) -> r.Combined:
     for place in [places] if isinstance(places, str) else places:
         for x in str(place).split(","):
             found.append(f"openrlhf:{x}:reward_func" if x.endswith(".py") else x)
-    if not found and folders == "{}":
+    if not found and (folders == "{}" or options.get("reward_pretrain") == ""):
         found.append("lightrft:reward_models_utils.py:reward_fn")
         notes.append(
             "--reward: no model; theirs is the rule that the column label names, reward_fn of the file "

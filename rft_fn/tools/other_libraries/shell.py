@@ -22,6 +22,7 @@ class Command(NamedTuple):
     words: list[str]
     line: int  # in which it begins, from 1
     unknown: dict[str, int]  # texts in its words that no line of the script gives a value -> their line
+    loops: list[str]  # variables of loops around it, which has the first value of each
 
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -56,6 +57,7 @@ class _Reader:
         self.found: list[Command] = []
         self.branches: list[list[bool]] = []  # of open ifs: whether this branch is read, whether one was
         self.documents: list[tuple[str, bool, str]] = []  # (end, whether it is expanded, variable) to come
+        self.loops: list[str] = []  # open loops: the variable that has more values than one; else empty
         self.status: bool | None = True  # of the last command; None is not known
 
     # ---------- commands
@@ -181,9 +183,15 @@ class _Reader:
 
     def act(self, words: list[str], assigned: list[tuple[str, str, Value]], line: int) -> None:
         """Do what a command does to variables and to the branch that is read, or note it."""
+        ended = 0
         while words and words[0] in ("}", "done", "esac"):
+            ended += words[0] == "done"
             words = words[1:]
         first = words[0] if words else ""
+        if all(read for read, _ in self.branches):
+            self.loops = self.loops[: len(self.loops) - ended]
+            if first in ("for", "while", "until"):
+                self.loops.append(words[1] if first == "for" and len(words) > 4 else "")
         if first in ("if", "elif", "fi", "while", "until"):
             self.branch(first, words[1:])
             return
@@ -212,7 +220,7 @@ class _Reader:
                 words = [word.replace(_SPACE, " ") for word in words]
                 shown = " ".join(words)
                 unknown = {x: n for x, n in self.lines.items() if x[0] in "$`" and x in shown}
-                self.found.append(Command(words, line, unknown))
+                self.found.append(Command(words, line, unknown, [x for x in self.loops if x]))
 
     def assign(self, name: str, more: str, value: Value, line: int) -> None:
         """Give a variable a value, or with `more` add to the one that it has."""

@@ -28,7 +28,9 @@ def _shared(options: Mapping[str, Any]) -> r.Combined:
     used = {"dataset_name", "dataset_config", "dataset_train_split", "lr_scheduler_kwargs", "processes"}
     source, config = options.get("dataset_name"), options.get("dataset_config")
     split = options.get("dataset_train_split")
-    if source:
+    if isinstance(source, list):
+        arguments.append(f"--data {' '.join(shlex.quote(str(x)) for x in source)}")
+    elif source:
         source = f"{source}:{config}" if config else str(source)
         whole = "." in source.rpartition("/")[2] and split == "train"  # a file has no splits
         source = f"{source}@{split}" if split and "[" not in str(split) and not whole else source
@@ -219,6 +221,7 @@ _COLUMNS = {
     "sft": "--messages: the columns of the data; of a question and an answer: --template and --response",
     "dpo": "--messages prompt chosen rejected: where these columns hold messages, not texts",
     "rm": "--messages prompt chosen rejected: where these columns hold messages, not texts",
+    "kto": "--messages prompt completion: where these hold messages; for rows of pairs leave out --unpaired",
 }
 _DEFAULT_BUDGETS = {"dpo": 1024, "rm": 2048}
 
@@ -254,9 +257,11 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
         arguments.append("--messages messages")
         used |= {"dataset_prompt_column"}
     if kind == "dpo":
-        pair = objectives.trl_pairs(options)
+        other = options.get("preferences")
+        pair = objectives.trl_preferences(options) if other else objectives.trl_pairs(options)
         arguments, used, notes = [*arguments, *pair.arguments], used | pair.used, [*notes, *pair.notes]
-    return r.Combined(arguments, used, [*notes, _COLUMNS[kind]])
+    single = "--unpaired" in arguments
+    return r.Combined(arguments, used, [*notes, _COLUMNS["kto" if single else kind]])
 
 
 # ------------------------------------------------------------------------------ trainers
@@ -323,7 +328,7 @@ LIBRARY = r.Library(
             numbers=_NUMBERS,
             script=lambda options: "dpo",
             sections=_SECTIONS,
-            programs=("dpo", "dpo_trainer", "dpo_vlm"),
+            programs=("dpo", "dpo_trainer", "dpo_vlm", "kto", "bco", "cpo", "orpo"),
             tells=tuple(f"loss_type={x}" for x in _PAIR_LOSSES),
         ),
         "rm": r.Trainer(
@@ -371,12 +376,8 @@ LIBRARY = r.Library(
         ),
     },
     {
-        "kto": "python train_scripts/dpo.py --unpaired --loss kto is that algorithm",
         "ppo": "python train_scripts/ppo.py has a critic",
         "ppo_tldr": "python train_scripts/ppo.py has a critic",
-        "orpo": "python train_scripts/dpo.py --loss orpo is that algorithm",
-        "cpo": "python train_scripts/dpo.py --loss cpo is that algorithm",
-        "bco": "python train_scripts/dpo.py --unpaired --loss bco is that algorithm",
         "tpo": "dpo.py learns from pairs, not from triples; the loss is `pair_loss` in it",
         **dict.fromkeys(
             ("online_dpo", "nash_md", "xpo"),
@@ -393,5 +394,6 @@ LIBRARY = r.Library(
     implied={
         "rloo": {"loss_type": "rloo", "beta": 0.05, "num_generations": 2},
         "rloo_vlm": {"loss_type": "rloo", "beta": 0.05, "num_generations": 2},
+        **{name: {"preferences": name} for name in ("kto", "bco", "cpo", "orpo")},
     },
 )

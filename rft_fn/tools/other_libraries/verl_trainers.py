@@ -68,9 +68,12 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
             notes.append(f"{on}: ppo.py has the KL in the reward of each token, --kl, not in the loss")
     adaptive = critic and str(options.get("algorithm.kl_ctrl.type")) == "adaptive"
     used |= set() if adaptive else {f"algorithm.kl_ctrl.{x}" for x in ("type", "target_kl", "horizon")}
+    in_reward = str(options.get("algorithm.use_kl_in_reward")).lower() == "true"
+    if in_reward and not critic and str(options.get("algorithm.kl_ctrl.type")) == "adaptive":
+        notes.append("--kl-in-reward: its coefficient is fixed; theirs is steered (kl_ctrl.type=adaptive)")
     penalty = str(options.get("algorithm.kl_penalty") or "kl")
     used |= {"algorithm.kl_penalty"}
-    if penalty not in ("kl", "k1") and str(options.get("algorithm.use_kl_in_reward")).lower() == "true":
+    if penalty not in ("kl", "k1") and in_reward:
         notes.append(f"--kl-in-reward: it is k1, the log-ratio itself; theirs is {penalty}")
 
     # without a critic nothing of one is read
@@ -226,7 +229,7 @@ LIBRARY = r.Library(
                 "ray_init.": "there is no Ray: torchrun starts the processes",
                 "actor_rollout_ref.rollout.agent.": "multi_turn.py and rft_fn.environment",
                 "actor_rollout_ref.rollout.multi_turn.": "multi_turn.py and rft_fn.environment",
-                "actor_rollout_ref.rollout.val_kwargs.": "an evaluation has one greedy answer a question",
+                "actor_rollout_ref.rollout.val_kwargs": "an evaluation has one greedy answer a question",
                 "actor_rollout_ref.rollout.": "vLLM is started with its own defaults",
                 "actor_rollout_ref.actor.megatron.": _MEGATRON,
                 "critic.megatron.": _MEGATRON,
