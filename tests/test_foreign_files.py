@@ -1,5 +1,6 @@
 """Files of other libraries as they are read: shell scripts and Python; what is unknown in them is named."""
 
+import json
 import time
 
 import pytest
@@ -104,6 +105,17 @@ def test_options_in_other_forms_of_python(line, tmp_path):
     assert ("line 4: **unknown(): its options are not in the file" in found.notes) == ("unknown" in line)
 
 
+def test_a_notebook_is_read_as_its_code(tmp_path, capsys):
+    source = ["!pip install trl\n", "from trl import DPOConfig\n", "a = DPOConfig(loss_type='apo_zero')"]
+    cells = [{"cell_type": "markdown", "source": "DPO"}, {"cell_type": "code", "source": source}]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    [found] = read(str(tmp_path / "a.ipynb"))
+    assert found.options == {"loss_type": "apo_zero"} and found.programs == ["dpo"]
+    (tmp_path / "a.ipynb").write_text('{"cells": [1]}')
+    assert migrate.main([str(tmp_path / "a.ipynb")]) == 2
+    assert "a.ipynb: expected a notebook, which cannot be read: " in capsys.readouterr().err
+
+
 def test_a_command_in_a_loop_says_so(tmp_path):
     inner = "for x in 1; do\n trl sft --learning_rate $lr\n done"
     text = f"for lr in 1e-6 2e-6; do\n\n {inner}\ndone\ntrl sft --seed 1"
@@ -118,6 +130,9 @@ def test_flags_win_over_the_file_that_a_command_names(tmp_path):
     (tmp_path / "run.sh").write_text("trl sft --config more.yaml --learning_rate 2e-5")
     [found] = read(str(tmp_path / "run.sh"))
     assert found.options == {"learning_rate": "2e-5", "seed": 4}
+    (tmp_path / "run.sh").write_text("accelerate launch --num_processes 2 run_dpo.py more.yaml --seed=5")
+    [found] = read(str(tmp_path / "run.sh"))
+    assert found.options == {"learning_rate": 1e-5, "seed": "5"} and found.programs == ["run_dpo"]
 
 
 def test_processes_of_the_launcher_count(tmp_path, capsys):

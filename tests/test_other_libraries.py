@@ -175,6 +175,22 @@ TOGETHER = [
         },
         "--reward lightrft:reward_models_utils.py:reward_fn", "theirs that of k3",
     ),
+    (
+        "verl", "rl",
+        {
+            "algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4,
+            "reward.custom_reward_function.path": "r.py", "reward.custom_reward_function.name": "f",
+            "reward.custom_reward_function.reward_kwargs.bonus": 0.5, "reward.reward_manager.name": "dapo",
+            "reward.reward_kwargs.overlong_buffer_cfg.enable": True,
+            "reward.reward_kwargs.overlong_buffer_cfg.len": 64,
+        },
+        "--overlong 64", "",
+    ),
+    ("verl", "rl", {"reward.custom_reward_function.path": "r.py"}, "--reward verl:r.py:compute_score", ""),
+    (
+        "trl", "rl", {"num_iterations": 2, "max_steps": 500, "save_steps": 0.1, "eval_steps": 20},
+        "--eval-every 10", "--save-every: theirs count updates, of which a rollout has 2",
+    ),
     ("trl", "sft", {"dataset_name": ["a.csv", "b.csv"]}, "--data a.csv b.csv", ""),
     (
         "trl", "dpo", {"preferences": "cpo", "loss_type": "simpo", "simpo_gamma": 0.6},

@@ -4,6 +4,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,9 +36,9 @@ class Config(NamedTuple):
 def read(path: str) -> list[Config]:
     """Return what a file says of each run that it starts, at least one.
 
-    .yaml, .yml, .json and .toml hold a mapping of options, .py calls of GRPOConfig and the like, or a command
-    in its docstring. Any other file is a shell script, which may name such files. ValueError for a file that
-    is not there, cannot be read, or holds no option.
+    .yaml, .yml, .json and .toml hold a mapping of options, .py and .ipynb calls of GRPOConfig and the like,
+    or a command in a docstring. Any other file is a shell script, which may name such files. ValueError for a
+    file that is not there, cannot be read, or holds no option.
     """
     file = Path(path)
     if not file.is_file():
@@ -51,6 +52,8 @@ def read(path: str) -> list[Config]:
         found = _of_text(file, str(options["run"])) if "verl" in str(options.get("run")) else []
         words = re.split(r"[^a-z0-9]+", "/".join(file.parts[-4:]).lower())
         found = found or [Config(options, [], path=words)]
+    elif file.suffix == ".ipynb":
+        found = _of_python(file, _of_notebook(file, text))
     elif file.suffix == ".py" or re.match(r"#!.*python", text):
         found = _of_python(file, text)
     else:
@@ -187,6 +190,9 @@ def _files(options: dict[str, Any], words: Sequence[str]) -> list[str]:
     folder, name = str(options.pop("config_path", "")), str(options.pop("config_name", ""))
     if name and name.removesuffix(".yaml") not in _OF_HYDRA:
         found.append(f"{folder}/{name.removesuffix('.yaml')}.yaml".lstrip("/"))
+    # before all options, as alignment-handbook has it
+    plain = takewhile(lambda word: not word.startswith("--"), words)
+    found += [word for word in plain if word.endswith((".yaml", ".yml"))]
     return found + [words[k + 1] for k, word in enumerate(words[:-1]) if word == "@"]
 
 
@@ -241,6 +247,19 @@ def _with(value: Any, word: str) -> Any:
 
 
 # ---------- Python
+
+
+def _of_notebook(file: Path, text: str) -> str:
+    """Return the code of a notebook, without lines for its own shell."""
+    try:
+        cells = json.loads(text)["cells"]
+        code = ["".join(x["source"]) for x in cells if x["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file}: expected a notebook, which cannot be read: {reason}") from None
+    return "\n".join(
+        line for x in code for line in x.splitlines() if not line.lstrip().startswith(("%", "!"))
+    )
 
 
 def _of_python(file: Path, text: str) -> list[Config]:

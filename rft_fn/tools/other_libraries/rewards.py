@@ -113,8 +113,29 @@ def openrlhf(options: Mapping[str, Any]) -> r.Combined:
 _RULES = "verl.utils.reward_score:default_compute_score"
 
 
+# names of verl 0.8 and later -> those before
+_OLDER = {
+    "reward.custom_reward_function.": "custom_reward_function.",
+    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "reward.reward_model.": "reward_model.",
+}
+
+
+def _older(name: str) -> str:
+    """Return the older name of an option of verl's rewards."""
+    head = next((head for head in _OLDER if name.startswith(head)), "")
+    return _OLDER[head] + name.removeprefix(head) if head else name
+
+
 def verl(options: Mapping[str, Any]) -> r.Combined:
     """Return the reward: a function, a model, or the rule that verl chooses by the column data_source."""
+    found = _verl({_older(name): x for name, x in options.items()})
+    return found._replace(used=found.used | {name for name in options if _older(name) in found.used})
+
+
+def _verl(options: Mapping[str, Any]) -> r.Combined:
+    """Return the reward by verl's older names."""
     arguments, notes = [], []
     used = {f"custom_reward_function.{name}" for name in ("path", "name")} | {"reward_model.model.path"}
     used |= {name for name in options if name.startswith("custom_reward_function.reward_kwargs")}

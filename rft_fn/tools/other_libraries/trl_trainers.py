@@ -180,8 +180,15 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     arguments += warmup.arguments
     if steps > 0:
         arguments.append(f"--steps {-(-int(steps) // updates)}")
+    for name, ours in (("save_steps", "--save-every"), ("eval_steps", "--eval-every")):
+        every = r.number(options, name) * (steps if 0 < r.number(options, name) < 1 else 1)
+        if updates > 1 and every >= 1 and "save_strategy" not in used:
+            used |= {name}
+            arguments.append(f"{ours} {max(int(every) // updates, 1)}")
     if updates > 1:
-        notes.append(f"--steps, --warmup: they count updates, of which a rollout has {updates}")
+        notes.append(
+            f"--steps, --warmup, --save-every: theirs count updates, of which a rollout has {updates}"
+        )
 
     # a pack must hold a prompt and its response
     new = r.integer(options, "max_completion_length", default=512)
@@ -318,7 +325,7 @@ LIBRARY = r.Library(
             numbers=_NUMBERS,
             script=lambda options: "sft",
             sections=_SECTIONS,
-            programs=("sft", "sft_trainer", "sft_vlm", "sft_gpt_oss"),
+            programs=("sft", "sft_trainer", "sft_vlm", "sft_gpt_oss", "run_sft"),
             tells=("loss_type=nll", "loss_type=chunked_nll", "loss_type=dft"),
         ),
         "dpo": r.Trainer(
@@ -328,7 +335,7 @@ LIBRARY = r.Library(
             numbers=_NUMBERS,
             script=lambda options: "dpo",
             sections=_SECTIONS,
-            programs=("dpo", "dpo_trainer", "dpo_vlm", "kto", "bco", "cpo", "orpo"),
+            programs=("dpo", "dpo_trainer", "dpo_vlm", "run_dpo", "kto", "bco", "cpo", "orpo", "run_orpo"),
             tells=tuple(f"loss_type={x}" for x in _PAIR_LOSSES),
         ),
         "rm": r.Trainer(
@@ -395,5 +402,6 @@ LIBRARY = r.Library(
         "rloo": {"loss_type": "rloo", "beta": 0.05, "num_generations": 2},
         "rloo_vlm": {"loss_type": "rloo", "beta": 0.05, "num_generations": 2},
         **{name: {"preferences": name} for name in ("kto", "bco", "cpo", "orpo")},
+        "run_orpo": {"preferences": "orpo"},
     },
 )

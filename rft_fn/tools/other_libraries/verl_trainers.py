@@ -241,6 +241,7 @@ LIBRARY = r.Library(
                 "actor_rollout_ref.": "trainer and engine share their processes",
                 "critic.": "the critic is trained as the actor is: its packs, precision and schedule",
                 "reward_model.": "a reward model runs in these processes, or behind a URL: docs/rewards.md",
+                "reward.": "a reward model runs in these processes, or behind a URL: docs/rewards.md",
                 "async_training.": "--ahead samples steps ahead, with an engine in a process of its own",
                 "rollout.": "--ahead samples steps ahead, with an engine in a process of its own",
                 "trainer.": "the folder of a run has its files and checkpoints",
