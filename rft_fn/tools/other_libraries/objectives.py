@@ -104,7 +104,12 @@ def trl(options: Mapping[str, Any]) -> r.Combined:
         used |= {"use_bias_correction_kl"}
         if str(options.get("use_bias_correction_kl", True)).lower() == "false":
             notes.append(differs(_KL.format("that of k3"), "trl/kl, uncorrected"))
-        elif (number(options.get("num_iterations")) or 1) > 1:
+        elif (
+            (number(options.get("num_iterations")) or 1) > 1
+            or options.get("generation_batch_size") is not None
+            or (number(options.get("steps_per_generation")) or 0)
+            > (number(options.get("gradient_accumulation_steps")) or 1)
+        ):
             notes.append(differs(_KL.format("has the ratio in front after the first update"), "trl/kl"))
     return r.Combined([*arguments(Objective(advantage, loss, weight, limits)), *more], used, notes)
 

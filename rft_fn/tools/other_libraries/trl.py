@@ -79,7 +79,9 @@ TABLE: r.Table = {
             hint="the optimizer is AdamW",
         ),
         "resume_from_checkpoint": r.RESUMED,
-        "preprocessing_num_workers dataset_num_proc": r.nothing("rows are read as they are drawn; --media-workers is for media"),
+        "preprocessing_num_workers dataset_num_proc": r.nothing(
+            "rows are read as they are drawn; --media-workers is for media"
+        ),
         "deepspeed": r.nothing(
             "--strategy.zero-stage 1, 2 or 3", r.Flag("zero_stage", "1, 2 or 3; there is no file of options")
         ),
