@@ -86,9 +86,9 @@ def policy_loss(
         loss = loss * extra["correction"]
     if kl and b.ref_logp is not None:
         loss = loss + kl * rft.loss.kl(out.logp, b.ref_logp)
-    if "entropy" in extra:
+    if "entropy" in extra and out.entropy is not None:
         loss = loss + extra["entropy"] * rft.loss.entropy_bonus(out.entropy)
-    return loss + router_aux * out.aux if router_aux else loss
+    return loss + router_aux * out.aux if router_aux and out.aux is not None else loss
 
 
 def likelihood(out: rft.TokenOut, b: rft.Packed) -> Tensor:
