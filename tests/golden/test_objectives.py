@@ -161,6 +161,14 @@ CORRECTIONS = [
         "--mismatch tis --cap 4 --geo-low 0.625 --geo-high 1.25", "takes dropped responses out of the mean",
     ),
     ("verl", {CORRECTED + "rollout_rs": "token_k3", CORRECTED + "rollout_rs_threshold": 2}, "", "within"),
+    (
+        "verl", {CORRECTED + "rollout_is": "token", CORRECTED + "rollout_is_threshold": "0.4_6"},
+        "--mismatch icepop --cap 6 --floor 0.4", "",
+    ),
+    (
+        "verl", {CORRECTED + "rollout_is": "sequence", CORRECTED + "rollout_is_threshold": "0.4_6"},
+        "--mismatch mis_seq --cap 6", "whole ratio below 0.4 too",
+    ),
     ("verl", {CORRECTED + "bypass_mode": True}, "--mismatch none", ""),
     (
         "openrlhf", {IS: "seq", f"{IS[:-5]}threshold": [0.9, 1.1]},

@@ -76,11 +76,16 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
 
     # importance weights
     level = "" if given["rollout_is"] is None else str(given["rollout_is"]).lower()
-    cap = number(given["rollout_is_threshold"]) or 2.0
-    kind = {"token": "tis", "sequence": "tis_seq"}.get(level)
+    limits = [number(x) or 2.0 for x in str(given["rollout_is_threshold"]).split("_")]
+    cap, band = limits[-1], len(limits) > 1  # LOWER_UPPER drops what is outside
+    kind = {"token": "icepop" if band else "tis", "sequence": "mis_seq" if band else "tis_seq"}.get(level)
     if older > 0 and kind is None:
         kind, cap = "tis", older
     found = [] if kind is None else [f"--mismatch {kind}", f"--cap {cap:g}"]
+    if kind == "icepop":
+        found.append(f"--floor {limits[0]:g}")
+    elif kind == "mis_seq":
+        notes.append(f"--mismatch: theirs drops responses with a whole ratio below {limits[0]:g} too")
     if kind is not None and is_true(given["rollout_is_batch_normalize"]):
         notes.append("--mismatch: theirs divides the weights by their mean: rft_fn.weight.self_normalized")
     elif level and kind is None:

@@ -74,7 +74,7 @@ def arguments(wanted: Objective) -> list[str]:
 def number(x: Any) -> float | None:
     """Return the number in a value of a config; None for a variable of the shell and other texts."""
     try:
-        return None if isinstance(x, bool) else float(x)
+        return None if isinstance(x, bool) or "_" in str(x) else float(x)
     except (TypeError, ValueError):
         return None
 

@@ -30,7 +30,7 @@ TABLE: r.Table = {
         "rollout.temperature": r.same("--temperature", "divides the logits in training too"),
         "rollout.top_p": r.same("--top-p", "cut in training too"),
         "train.max_tokens_per_gpu": r.same("--budget"),
-        "train.ema_beta": r.nothing("--ema, which also switches it on", r.Flag("ema")),
+        "train.ema_beta ema_beta": r.nothing("--ema, which also switches it on", r.Flag("ema")),
         "train.async_enable": r.choice("needs an engine in a process of its own", true="--ahead 1", false=""),
         "train.async_queue_size": r.same("--ahead"),
         "train.partial_rollout_enable": r.nothing(
@@ -55,7 +55,7 @@ TABLE: r.Table = {
             "advantage.grpo(reward, scale=False) in a copy of grpo.py",
             r.Flag("algorithm", "dr_grpo is grpo without the deviation"),
         ),
-        "algo.kl.horizon": r.same("--kl-horizon", "of ppo.py"),
+        "algo.kl.horizon kl_horizon": r.same("--kl-horizon", "of ppo.py"),
         "algo.dynamic_filtering_enable": r.choice(true="--rounds 4", false="", remark="above 1"),
         "reward.normalize_enable normalize_reward": r.flag("--normalize-reward"),
         "vllm.num_engines": r.nothing(
@@ -133,7 +133,6 @@ TABLE: r.Table = {
             r.Flag("reward_clip", "one number: rewards are clipped to both sides of 0")
         ),
         "actor_num_gpus_per_node": r.only(r.PROCESSES),
-        "ema_beta": r.only(r.Flag("ema")),
     },
 }
 
@@ -200,6 +199,9 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
             f"--rounds: it keeps groups whose rewards differ; theirs is a mean within {bounds or [0, 1]}"
         )
     used |= {"algo.dynamic_filtering_range", "dynamic_filtering_reward_range"}
+    if any(objectives.is_true(options.get(name)) for name in ("train.enable_ema", "enable_ema")):
+        used |= {"train.enable_ema", "enable_ema", "train.ema_beta", "ema_beta"}
+        arguments.append(f"--ema {options.get('train.ema_beta', options.get('ema_beta', 0.992))}")
     if options.get("train.agent_func_path"):
         notes.append(
             f"train.agent_func_path={options['train.agent_func_path']}: conversations over several turns; "

@@ -1,5 +1,6 @@
 """Trainers of TRL: options that only count together, defaults, and what tells them apart."""
 
+import json
 import math
 import shlex
 from collections.abc import Mapping
@@ -64,6 +65,11 @@ def _shared(options: Mapping[str, Any]) -> r.Combined:
 
     # a schedule with a floor
     more = options.get("lr_scheduler_kwargs")
+    if isinstance(more, str):  # of a command line
+        try:
+            more = json.loads(more)
+        except ValueError:
+            more = None
     if str(options.get("lr_scheduler_type")) == "cosine_with_min_lr" and isinstance(more, Mapping):
         used |= {"lr_scheduler_type"}
         floor = r.number(more, "min_lr_rate")
