@@ -15,7 +15,10 @@ from torch import Tensor
 from rft_fn import check, rng, tree
 from rft_fn.types import Media, Rollout, Sampling
 
-__all__ = ["concat", "draw_rows", "extend", "observed", "prefixes", "split", "take", "with_prompts"]
+__all__ = [
+    "concat", "draw_rows", "extend", "observed", "prefixes", "split", "take", "with_prompts",
+    "without_truncated",
+]  # fmt: skip
 
 
 def take(rollout: Rollout, index: Sequence[int] | Tensor) -> Rollout:
@@ -75,6 +78,11 @@ def observed(rollout: Rollout) -> Tensor:
     position = torch.arange(rollout.mask.shape[1], device=rollout.mask.device)
     begun = rollout.mask.cumsum(-1) > 0
     return begun & ~rollout.mask & (position < rollout.length[:, None])
+
+
+def without_truncated(rollout: Rollout) -> Rollout:
+    """Return a rollout with the responses that were cut off taken out of its mask."""
+    return tree.replace(rollout, mask=rollout.mask & ~rollout.truncated.unsqueeze(-1))
 
 
 def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) -> Rollout:

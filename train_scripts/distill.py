@@ -47,7 +47,7 @@ def advantages(
     adv = torch.zeros_like(old_logp)
     if cfg.loss in ("sampled", "to_go"):
         gamma = cfg.gamma if cfg.loss == "to_go" else 0.0
-        mask = batch.rollout.mask & taught.rows[:, None]
+        mask = batch.learned.mask & taught.rows[:, None]
         adv = rft.loss.teacher_advantage(old_logp, taught.logp, mask, gamma=gamma, normalize=gamma > 0)
     if cfg.rl:
         adv = adv + cfg.rl * algo.advantage(reward, batch.rollout)
@@ -104,11 +104,11 @@ def main(cfg: Config) -> None:
         sampled, collected, gap, floor = teachers.on_policy(step), loop["collect"], {}, loop["floor"]
         if sampled:
             batch, collected = collector.next(collected, step)
-            own = env.trainer_logp(state, batch.rollout, step)
+            own = env.trainer_logp(state, batch.learned, step)
             tokens.before(step, state.params, batch.rollout)
         else:
             batch = teachers.batch(step)
-        rollout = batch.rollout
+        rollout, learned = batch.rollout, batch.learned  # all responses, and what of them is learned from
         old_logp, correction = (own.old_logp, own.extra) if sampled else (rollout.logp, {})
         taught = teachers.say(state, batch)
 
@@ -116,26 +116,29 @@ def main(cfg: Config) -> None:
         reward, moments, shaped = shaping.apply(env.reward(batch), loop["shaping"], rollout)
         adv = advantages(cfg, algo, batch, reward, taught, old_logp)
         extra = taught.extra | correction | {"taught": taught.rows.float()}
-        exp = rft.experience(rollout, adv=adv, w=algo.weight(rollout.mask), old_logp=old_logp, extra=extra)
+        exp = rft.experience(learned, adv=adv, w=algo.weight(learned.mask), old_logp=old_logp, extra=extra)
         loss_fn = partial(student_loss, cfg, algo, sampled)
 
         # learn: passes over the minibatches
         logs = []
         with env.phase("train"):
             for part in minibatches(cfg, algo, exp, step):
-                packs = st.shard(part, cfg.budget)
+                packs = st.shard(part, cfg.budget, halves=not logs and env.halves(step))
                 grads, metrics = st.grad(state, apply, loss_fn, packs)
                 if sampled and not logs:  # before the first update trainer and sampler have the same weights
                     gap, floor = env.check_gap(loop["floor"], metrics, own, batch, state, packs)
                 rate = env.policy.schedule(rft.optim.count(state.opt))
                 state, more = st.update(state, grads)
                 logs.append(rft.metric.results(metrics | more))
+        moved = env.update_kl(state, learned, own) if sampled else {}
         tokens.after(step, state.params, exp, batch.prompts, batch.judged, rollout)
         env.push(state, version=step + 1)
 
         # report, evaluate, save, and stop where a signal asked for it
-        values |= shaped | batch.metrics | rft.metric.average(logs) | gap | taught.metrics | {"lr": rate}
-        score = env.report(step, batch, reward, values | env.evaluation(step + 1))
+        values |= (
+            shaped | batch.metrics | rft.metric.average(logs) | gap | moved | taught.metrics | {"lr": rate}
+        )
+        score = env.report(step, batch, reward, values | taught.metrics | env.evaluation(step + 1))
         loop = {"step": step + 1, "floor": floor, "collect": collected, "shaping": moments}
         env.checkpoint(state, loop, score=score, collector=collector)
     teachers.close()

@@ -110,7 +110,7 @@ def main(cfg: Config) -> None:
                 rate = env.policy.schedule(rft.optim.count(state.opt))
                 state, more = st.update(state, grads)
                 logs.append(rft.metric.results(metrics | more))
-        values |= env.update_kl(state, rollout, own)
+        values |= env.update_kl(state, learned, own)
         tokens.after(step, state.params, weighted(algo, exp), batch.prompts, batch.judged, rollout)
         env.push(state, version=step + 1)
 

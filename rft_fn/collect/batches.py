@@ -6,12 +6,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from rft_fn import data, tree
+from rft_fn import data
 from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, due
 from rft_fn.collect.gather import gather_and_generate
 from rft_fn.collect.partial import VariedGroups, judged_groups, sample_partial, sample_varied_groups
 from rft_fn.data.curriculum import by_prompt, by_source
 from rft_fn.reward import Judged
+from rft_fn.rollout import without_truncated
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
 __all__ = ["Batch", "Collector", "SampledAhead", "Source", "check_ways", "collector", "sample_ahead"]
@@ -163,9 +164,7 @@ def collector(
         metrics = groups.metrics()
         if rule is not None:
             metrics |= rule.metrics(levels)
-        learned = groups.rollout
-        if mask_truncated:
-            learned = tree.replace(learned, mask=learned.mask & ~learned.truncated.unsqueeze(-1))
+        learned = without_truncated(groups.rollout) if mask_truncated else groups.rollout
         batch = Batch(groups.prompts, groups.rollout, groups.judged, graded, metrics, learned)
         return batch, {"ahead": [], "waiting": waiting, "curriculum": levels}
 

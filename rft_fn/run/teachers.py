@@ -208,7 +208,8 @@ class Teachers:
         given = cfg.off_policy == "given"
         with env.sampling_block("demonstrate"):
             found = self._given_responses(prompts) if given else self._demonstrated(prompts, keys)
-        return Batch(list(prompts), found, env.judge(found, prompts, step))
+        learned = rollout.without_truncated(found) if cfg.mask_truncated else found
+        return Batch(list(prompts), found, env.judge(found, prompts, step), learned=learned)
 
     def _given_responses(self, prompts: Sequence[data.Prompt]) -> Rollout:
         """Return one response to each prompt, which its row gives."""

@@ -75,6 +75,8 @@ WAYS = {
     "hint": {"hint": HINT},
     "adapters": {"lora_rank": 4},
     "passes": {"epochs": 2, "minibatches": 2},
+    "whole responses": {"max_new": 4, "mask_truncated": True},
+    "and those cut off": {"max_new": 4},
 }
 
 
@@ -86,6 +88,15 @@ def test_every_option_changes_what_is_learned(tmp_path, folders):
         norms[name] = found[-1]["grad/norm"]
     assert all(x > 0 for x in norms.values())
     assert len({round(x, 5) for x in norms.values()}) == len(norms), norms
+
+
+def test_noise_and_the_kl_of_updates_are_measured_on_request(tmp_path, folders):
+    plain, asked = (
+        run(tmp_path / str(every), teacher=(folders[0],), warmup=0, noise_every=every, update_kl=bool(every))
+        for every in (0, 1)
+    )
+    assert all("grad/noise_scale" in row and row["policy/kl_update"] > 0 for row in asked)
+    assert not any("grad/noise_scale" in row or "policy/kl_update" in row for row in plain)
 
 
 @pytest.mark.parametrize("beta", [0.2, 0.8])
