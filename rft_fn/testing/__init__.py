@@ -22,6 +22,7 @@ from rft_fn.testing.certificate import (
     micro_batch_error,
     of_trl,
     of_verl,
+    token_loss,
 )
 from rft_fn.testing.diagnosis import Verdict, likeliest_cause, table, verdicts
 from rft_fn.testing.estimator import (
@@ -52,7 +53,7 @@ __all__ = [
     "check_kl_gradient", "check_masked", "check_on_policy_identity", "check_packing_invariance",
     "check_padding_invariance", "check_partition_invariance", "check_permutation_invariance",
     "check_sides", "importance_bias", "likeliest_cause", "loss_bias", "micro_batch_error", "of_trl",
-    "of_verl", "table", "verdicts",
+    "of_verl", "table", "token_loss", "verdicts",
 ]  # fmt: skip
 
 

@@ -109,6 +109,7 @@ class _Facts(NamedTuple):
     to_reference: Tensor  # [N] the slope where the policy is the reference, and not the old one
     changed: int  # most tokens of a row with a loss that another order of rows changes
     same: bool  # all tokens have one loss
+    drawn: bool  # a second call has other losses or slopes
     runs_on: bool  # tokens with A > 0 learn when they are far more probable already
 
 
@@ -131,6 +132,7 @@ def _facts(
     with torch.no_grad():
         out = c.apply(c.params, b)
         single, _ = token_losses(loss_fn, out, b)
+        again = [token_losses(loss_fn, out, b)[0][b.mask] for _ in range(4)]
         backwards = packing.pack(at, list(range(len(logp)))[::-1], unit=unit)
         other, _ = token_losses(loss_fn, c.apply(c.params, backwards), backwards)
     here = packing.unpack([torch.where(b.mask, single, 0)], [b], c.exp.tokens)
@@ -148,6 +150,7 @@ def _facts(
         to_reference=slope(tree.replace(c.exp, ref_logp=logp))[0],
         changed=int(moved.sum(-1).max()),
         same=bool((inside == inside[0]).all()),
+        drawn=any(bool((x != inside).any()) for x in again if x.isfinite().all()),
         runs_on=bool((far != 0)[of > 0].all()),
     )
 
@@ -223,6 +226,7 @@ CAUSES: dict[str, Callable[[_Facts], bool]] = {
         any("one number per token" in x for x in f.failed.values()) or ("packing" in f.failed and f.same)
     ),
     "the gradient is cut: a ratio that is detached, or a tensor that is built anew": _cut,
+    "a random draw inside the loss: draw for the whole batch, into extra": lambda f: f.drawn,
     "a metric that is a mean of means: take metric.mean over the mask": _only_metrics,
     "a division, root or logarithm of 0: mask what goes in, not what comes out": lambda f: (
         "finite" in f.failed and not _unlimited(f)
@@ -233,6 +237,7 @@ CAUSES: dict[str, Callable[[_Facts], bool]] = {
     "tokens outside the mask in a statistic of a sequence": lambda f: (
         "masked" in f.failed and "packing" not in f.failed
     ),
+    "the padding: its tokens or its width": lambda f: f.failed.keys() == {"padding"},
     "a second 1/n: w divides by the tokens already": lambda f: _one_over_n(f) or _of_length(f),
     "a shift that crosses the borders of sequences": lambda f: "packing" in f.failed and 0 < f.changed <= 2,
     "the place of a row or a token in its pack": lambda f: "permutation" in f.failed and f.changed > 0,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rft_fn import loss, testing
+from rft_fn import loss, testing, weight
 from rft_fn.tools import commands
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
@@ -108,12 +108,63 @@ def test_only_ratios_of_whole_responses_have_no_bias():
     assert testing.loss_bias(unclipped, gap=0.5).bias > 0.1
 
 
-def test_means_of_other_libraries_depend_on_the_micro_batch_or_not():
-    """The file of results has what is measured."""
-    found = certificates.measure()
-    recorded = json.loads(certificates.RESULTS.read_text())
-    for name, errors in found.items():
-        own = "bnpo" in name or name.endswith("=token-mean`")
-        assert all((x > 0.1) == own and (own or x < 1e-9) for x in errors.values()), name
-        if own:
-            assert [*recorded[name].values()] == pytest.approx([*errors.values()], rel=1e-3)
+def one_number(b, part, batch):
+    """A BatchLoss: the mean over the tokens of a micro-batch, averaged over micro-batches."""
+    x = loss.ppo_clip(b, part.old_logp, part.adv) * part.mask
+    return x.sum() / part.mask.sum().clamp(min=1) * len(part.mask) / len(batch.mask)
+
+
+RECORD = json.loads(certificates.RESULTS.read_text())
+OURS = {
+    **{f"TRL, `loss_type={name}`": (certificates.TRL[name], {}) for name in ("grpo", "dr_grpo", "dapo")},
+    "TRL, `loss_type=bnpo`": (certificates.TRL["bnpo"], {"informed": False}),
+    **{f"verl, `vanilla`, `{name}`": (x, {"dual": 3.0}) for name, x in certificates.MEANS.items()},
+    **{
+        f"verl, `vanilla`, `{name}`, not told of the batch": (x, {"dual": 3.0, "informed": False})
+        for name, x in certificates.MEANS.items()
+        if "loss_scale_factor" not in name
+    },
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_certificates_of_other_libraries_are_those_of_our_formulas(name):
+    """The recorded numbers are of their code; ours has the same, and so the same bias."""
+    published, options = OURS[name]
+    formula = certificates.ours(published, **options)
+    recorded = RECORD["entries"][name]
+    for kind, errors in certificates.measure(formula).items():
+        assert [*errors.values()] == pytest.approx(
+            [*recorded["micro_batch"][kind].values()], rel=1e-6, abs=1e-9
+        )
+    of_tokens = testing.token_loss(formula, weight=published.mean)
+    for gap, bias in recorded["bias"].items():
+        assert testing.loss_bias(of_tokens, gap=float(gap)).bias == pytest.approx(bias, rel=1e-6, abs=1e-9)
+
+
+def test_published_losses_and_the_micro_batch():
+    """What the page says of them."""
+    assert RECORD["made"].keys() == {"trl", "verl"} and all("version" in x for x in RECORD["made"].values())
+    depend = {
+        name
+        for name, entry in RECORD["entries"].items()
+        if max(x for kind in entry["micro_batch"].values() for x in kind.values()) > 1e-9
+    }
+    told = {name for name in depend if not name.endswith("not told of the batch")}
+    assert told == {
+        "TRL, `loss_type=bnpo`", "verl, `vanilla`, `seq-mean-token-sum-norm`", "verl, `clip_cov`",
+        "verl, `kl_cov`", "verl, `geo_mean`",
+    }  # fmt: skip
+    page = certificates.PAGE.read_text()
+    assert certificates.table(RECORD["entries"]) in page and certificates.verdicts(RECORD["entries"]) in page
+
+
+def test_token_losses_of_a_scalar():
+    """Their gradient is the scalar's; a mean of another kind is noticed."""
+    right = testing.token_loss(one_number)
+    testing.check_all(right, low=0.2, high=0.2)
+    with pytest.raises(AssertionError, match="partition"):
+        testing.check_all(testing.token_loss(one_number, weight=weight.seq_sum), weight=weight.seq_sum)
+    assert testing.loss_bias(right, gap=0.5) == pytest.approx(
+        testing.loss_bias(lambda out, b: loss.ppo_clip(out.logp, b.old_logp, b.adv), gap=0.5)
+    )

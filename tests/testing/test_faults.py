@@ -204,6 +204,13 @@ FAULTS = {
         "place in the pack": lambda o, b: clip(o, b) * (1 + torch.arange(len(b.mask)) / 10),
         "number of the row": lambda o, b: clip(o, b) * (1 + b.seq),
     },
+    "a random draw": {
+        "dropout": lambda o, b: clip(o, b) * (torch.rand(len(b.mask)) > 0.1),
+        "one token left out": lambda o, b: clip(o, b) * (torch.randperm(len(b.mask)) > 0),
+    },
+    "the padding": {
+        "by its width": lambda o, b: clip(o, b) * (1 + b.padding),
+    },
     "a mean of means": {
         "ratio": lambda o, b: (clip(o, b, 0.2, 0.28), {"ratio": metric.sum(o.logp.exp().mean())}),
     },
