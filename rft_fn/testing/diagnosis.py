@@ -204,7 +204,8 @@ def _old(f: _Facts) -> bool:
 
 
 def _cut(f: _Facts) -> bool:
-    return any("has no gradient" in x for x in f.failed.values()) or bool((f.slope == 0).all())
+    none = "on-policy" in f.failed and bool((f.slope == 0).all())
+    return none or any("has no gradient" in x for x in f.failed.values())
 
 
 def _unlimited(f: _Facts) -> bool:
@@ -257,6 +258,9 @@ CAUSES: dict[str, Callable[[_Facts], bool]] = {
     "an exponential without a limit": _unlimited,
     "the reference in place of the old policy": lambda f: _close(f.to_reference, -f.adv),
     "log-probs without the old policy beside them": _old,
+    "rounding, as by a cast to float32 inside the loss: the checks are in float64": lambda f: (
+        "on-policy" in f.failed and _close(f.slope, -f.adv)
+    ),
     "a term without the advantage, such as a KL or an entropy: on_policy=False": lambda f: (
         "on-policy" in f.failed and _close(f.slope - f.none, -f.adv)
     ),
@@ -265,6 +269,9 @@ CAUSES: dict[str, Callable[[_Facts], bool]] = {
     ),
     "the advantage is changed inside the loss: capped, or nothing but its sign": lambda f: (
         "on-policy" in f.failed and bool((f.slope[f.adv.argsort()].diff() <= 1e-12).all())
+    ),
+    "the advantage has a factor of tokens or rows, which belongs in w": lambda f: (
+        "on-policy" in f.failed and bool((f.slope * f.adv <= 0).all() and (f.none == 0).all())
     ),
 }
 

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import json
 import platform
+import traceback
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -30,15 +31,23 @@ def certificate(
 ) -> Certificate:
     """Certify FILE.py:NAME, or a row of algorithm.TABLE; functions are named in the same way."""
     loss, usual = _loss(name)
-    return rft.testing.certify(
-        loss,
-        weight=_weight(weight) if weight else usual,
-        extra=_function(extra, "extra") if extra else None,
-        unit=unit,
-        on_policy=on_policy,
-        low=low,
-        high=high,
-    )
+    try:
+        return rft.testing.certify(
+            loss,
+            weight=_weight(weight) if weight else usual,
+            extra=_function(extra, "extra") if extra else None,
+            unit=unit,
+            on_policy=on_policy,
+            low=low,
+            high=high,
+        )
+    except (AttributeError, NameError, TypeError, KeyError) as error:
+        places = traceback.extract_tb(error.__traceback__)
+        own = [x for x in places if x.filename == inspect.getsourcefile(loss)]
+        if not own:
+            raise
+        where = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+        raise ValueError(f"loss: {where}, {own[-1].line}: {type(error).__name__}: {error}") from error
 
 
 def _loss(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -1,13 +1,14 @@
-"""Certificates of the published losses of TRL and verl, by their own code, into docs/results/certificates.json.
+"""Certificates of the published losses of TRL and verl, by their own code.
 
     pip install --no-deps --target /tmp/trl trl==1.16.0
     PYTHONPATH=/tmp/trl:. python tests/bench/certificates.py trl
     pip install --no-deps --target /tmp/verl verl==0.9.1
     PYTHONPATH=/tmp/verl:. python tests/bench/certificates.py verl
 
-Their functions go through `testing.of_trl` and `testing.of_verl`: how far the gradient of micro-batches of 1, 2
-and 4 of eight rows is from that of the whole batch, and every check of the losses of their tokens. Each call
-writes the entries of one library, and the tables of docs/algorithms.md; without a library only the tables.
+Their functions go through `testing.of_trl` and `testing.of_verl`: how far the gradient of micro-batches of 1,
+2 and 4 of eight rows is from that of the whole batch, and every check of the losses of their tokens. The
+entries of one library go into docs/results/certificates.json, and the tables into docs/algorithms.md; without
+a library only the tables are written.
 """
 
 import argparse

@@ -18,6 +18,7 @@ import torch, rft_fn as rft
 NUMBER = 3
 def clipped(out, b): return rft.loss.ppo_clip(out.logp, b.old_logp, b.adv)
 def clamped(out, b): return -rft.loss.ratio(out.logp, b.old_logp).clamp(0.8, 1.2) * b.adv
+def typo(out, b): return -out.logp * b.advantage
 def scalar(out, b): return (out.logp * b.adv).mean()
 def halves(mask): return mask.double() / 2
 def shares(exp): return {"share": exp.adv.abs().sum(-1)}
@@ -82,7 +83,11 @@ def test_options_of_a_certificate(file, args, capsys):
     [
         ("nothing.py:x", "loss 'nothing.py:x': no such file"),
         ("{}NUMBER", "loss: expected a function of "),
-        ("{}missing", "(clamped, clipped, halves, scalar, shared, shares), got 'missing'"),
+        ("{}missing", "(clamped, clipped, halves, scalar, shared, shares, typo), got 'missing'"),
+        (
+            "{}typo",
+            "my_loss.py:6, def typo(out, b): return -out.logp * b.advantage: AttributeError: Packed has no",
+        ),
         ("word", "loss: expected FILE.py:NAME, got 'word'"),
     ],
 )

@@ -208,8 +208,12 @@ FAULTS = {
         "dropout": lambda o, b: clip(o, b) * (torch.rand(len(b.mask)) > 0.1),
         "one token left out": lambda o, b: clip(o, b) * (torch.randperm(len(b.mask)) > 0),
     },
-    "the padding": {
-        "by its width": lambda o, b: clip(o, b) * (1 + b.padding),
+    "a factor of tokens or rows": {
+        "by place in the sequence": lambda o, b: clip(o, b) / (b.pos + 1),
+        "by the entropy": lambda o, b: clip(o, b) * (0.5 + o.entropy.detach()),
+    },
+    "rounding": {
+        "float32": lambda o, b: loss.ppo_clip(o.logp.float(), b.old_logp.float(), b.adv.float()),
     },
     "a mean of means": {
         "ratio": lambda o, b: (clip(o, b, 0.2, 0.28), {"ratio": metric.sum(o.logp.exp().mean())}),
@@ -236,6 +240,11 @@ def test_every_fault_is_caught_and_most_causes_are_named():
                 missed.append((part, name))
     assert not missed
     assert number >= 60 and number - len(unnamed) >= max(50, 0.85 * number), (number, unnamed)
+
+
+def test_a_weight_that_counts_the_padding():
+    with pytest.raises(AssertionError, match="the padding: its tokens or its width"):
+        testing.check_all(clip, weight=lambda mask: mask / mask.shape[1])
 
 
 @pytest.mark.parametrize("name", list(algorithm.TABLE))
