@@ -397,7 +397,7 @@ def test_every_option_has_a_reader_and_a_line_of_help(name):
     config, source = load_script(name).Config, readers_of(name)
     records = [inspect.getsource(base) for base in config.__mro__ if dataclasses.is_dataclass(base)]
     for field in dataclasses.fields(config):
-        reader = rf'cfg\.{field.name}\b|cfg, "{field.name}"'
+        reader = rf'\b(?:cfg|how)\.{field.name}\b|cfg, "{field.name}"'  # how: options.of(SUBJECT, cfg)
         assert re.search(reader, source), f"{name}.py: nobody reads {field.name}"
         lines = (re.search(rf"^    {field.name}: .*", record, re.M) for record in records)
         line = next(filter(None, lines)).group()
