@@ -1,9 +1,9 @@
 """Certificates of the published losses of TRL and verl, by their own code.
 
-    pip install --no-deps --target /tmp/trl trl==1.16.0
-    PYTHONPATH=/tmp/trl:. python tests/bench/certificates.py trl
-    pip install --no-deps --target /tmp/verl verl==0.9.1
-    PYTHONPATH=/tmp/verl:. python tests/bench/certificates.py verl
+    pip install --no-deps --target ~/trl trl==1.16.0
+    PYTHONPATH=~/trl:. python tests/bench/certificates.py trl
+    pip install --no-deps --target ~/verl verl==0.9.1
+    PYTHONPATH=~/verl:. python tests/bench/certificates.py verl
 
 Their functions go through `testing.of_trl` and `testing.of_verl`: how far the gradient of micro-batches of 1,
 2 and 4 of eight rows is from that of the whole batch, and every check of the losses of their tokens. The
