@@ -243,8 +243,8 @@ def reference(
 ) -> Reference:
     """Return the gradient of slopes [B, S] over all `rows` as a reference, with its noise by these parts.
 
-    Rows in a single list are an exact gradient, without noise. Memory: two gradients. ValueError for slopes
-    that are all 0.
+    Rows in a single list are an exact gradient, without noise. Memory: a gradient more than `Strategy.grad`
+    holds. ValueError for slopes that are all 0.
     """
     whole = Kept()
     squares = 0.0

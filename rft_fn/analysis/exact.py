@@ -30,7 +30,7 @@ def every_response(
     `prompts` are token ids, `words` the size of the vocabulary and `end` the token that ends a response. Rows
     of a prompt follow each other, and `logp` is the policy's: exp of its sum over a row is the chance of the
     response, which sums to the covered mass for each prompt. With words^max_new responses this is for tiny
-    models. All ranks call it alike.
+    models. Memory: the log-probs [beginnings, S, words] of one length. All ranks call it alike.
     """
     done: list[tuple[int, list[int], list[float], bool]] = []  # (prompt, tokens, log-probs, cut off)
     open_: list[tuple[int, list[int], list[float]]] = [(i, [], []) for i in range(len(prompts))]

@@ -176,13 +176,14 @@ def _at_once(
 
 def _products_of_rows(grads: Any, targets: Sequence[Kept], count: int) -> Tensor:
     """Return (square, product with each target) of gradients of rows, [1 + targets, count]."""
-    out = torch.zeros(1 + len(targets), count, dtype=torch.float64)
+    device = next(iter(grads.values())).device
+    out = torch.zeros(1 + len(targets), count, dtype=torch.float64, device=device)
     for name, x in grads.items():
-        flat = x.detach().flatten(1).double()
-        out[0] += flat.square().sum(-1).cpu()
-        for k, target in enumerate(targets):
-            out[1 + k] += (flat @ target[name][0].flatten().double()).cpu()
-    return out
+        others = [target[name][0].flatten().double() for target in targets]
+        for row, one in enumerate(x.detach().flatten(1)):  # one row in float64 at a time
+            mine = one.double()
+            out[:, row] += torch.stack([mine @ other for other in (mine, *others)])
+    return out.cpu()
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """The gradient of each response, against `st.grad` of its row and against brute force."""
 
-import gc
 import warnings
 
 import families
@@ -110,22 +109,6 @@ def test_what_is_computed_in_a_loop_says_why():
     apply, state = trained(st)
     with pytest.raises(ValueError, match="loop: expected True for parts of several rows, got False"):
         analysis.per_sequence(st, state, apply, reinforce, exp, budget=100, parts=[[0, 1]], loop=False)
-
-
-def test_no_more_than_a_chunk_of_gradients_is_in_memory():
-    """The largest tensors that are alive are those of `chunk` rows, not of all."""
-    st, exp = get_strategy(), batch(8)
-    apply, state = trained(st)
-    most = []
-
-    def counted(out, b):
-        gc.collect()
-        held = {x.data_ptr(): x.numel() for x in gc.get_objects() if type(x) is torch.Tensor and x.dim() > 2}
-        most.append(max(held.values(), default=0))
-        return reinforce(out, b)
-
-    analysis.per_sequence(st, state, apply, counted, exp, budget=100, chunk=4)
-    assert max(most) <= 4 * max(p.numel() for p in state.params.values())
 
 
 def on_ranks(rank):
