@@ -74,12 +74,12 @@ def gradients(
     (and every norm): K gradients. `layer` says which layer a parameter of a name belongs to.
 
     `one_forward` runs each pack's forward once, and K backwards: on one process, for a module without
-    gradient checkpointing and without bf16's cast, which is where it is the default. It holds K + 2 gradients,
-    and the activations of one pack. Otherwise `Strategy.grad` runs for each loss in turn, and at most two
-    gradients are in memory at once (in shards where they are sharded; under ZeRO, which holds the last one
-    itself, also one whole parameter): K (K - 1) / 2 + 1 gradients without a `reference`. Under ZeRO the
-    gradients of earlier calls of `st.grad` are gone afterwards. ValueError for no loss, for a reference that
-    is none of them, and for one_forward=True where it cannot be.
+    gradient checkpointing and without bf16's cast, which is where it is the default. It holds K + 2
+    gradients, and the activations of one pack. Otherwise `Strategy.grad` runs for each loss in turn, and at
+    most two gradients are in memory at once (in shards where they are sharded; under ZeRO, which holds the
+    last one itself, also one whole parameter): K (K - 1) / 2 + 1 gradients without a `reference`. Under ZeRO
+    the gradients of earlier calls of `st.grad` are gone afterwards. ValueError for no loss, for a reference
+    that is none of them, and for one_forward=True where it cannot be.
     """
     names = tuple(loss_fns)
     if not names:

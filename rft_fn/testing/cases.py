@@ -210,7 +210,7 @@ def token_losses(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dic
     if x.shape != b.target.shape:
         raise AssertionError(
             f"loss: expected one number per token, [T] = {list(b.target.shape)}, got {list(x.shape)}; "
-            "averages belong in w"
+            + ("averages belong in w" if x.numel() < b.target.numel() else "bring it to [T]")
         )
     return x, metrics
 

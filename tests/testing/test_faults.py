@@ -212,6 +212,10 @@ FAULTS = {
         "by place in the sequence": lambda o, b: clip(o, b) / (b.pos + 1),
         "by the entropy": lambda o, b: clip(o, b) * (0.5 + o.entropy.detach()),
     },
+    "a dimension too many": {
+        "a column": lambda o, b: clip(o, b)[:, None],
+        "a column less a row": lambda o, b: -b.adv * (o.logp[:, None] - b.old_logp).exp(),
+    },
     "rounding": {
         "float32": lambda o, b: loss.ppo_clip(o.logp.float(), b.old_logp.float(), b.adv.float()),
     },
