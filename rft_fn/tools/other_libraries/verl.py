@@ -90,7 +90,7 @@ TABLE: r.Table = {
         "trainer.max_actor_ckpt_to_keep": r.same("--keep"),
         "trainer.max_critic_ckpt_to_keep": r.nothing("--keep is of both models"),
         "trainer.log_val_generations trainer.validation_data_dir": r.nothing(r.COMPLETIONS),
-        "trainer.rollout_data_dir": r.nothing(r.COMPLETIONS),
+        "trainer.rollout_data_dir": r.Row("--rollouts-every 1", "in rollouts/ of the run's folder"),
         "data.gen_batch_size": r.nothing("--rounds samples --prompts at a time"),
         "trainer.val_before_train": r.nothing(
             "the first evaluation is always before the first step", "step 0 always has an evaluation"
