@@ -1,4 +1,6 @@
-"""Certificates of the published losses of TRL and verl, by their own code.
+"""Certificates of the rows of algorithm.TABLE, and of the losses of TRL and verl, by their own code.
+
+    python tests/bench/certificates.py rft_fn
 
     pip install --no-deps --target ~/trl trl==1.16.0
     PYTHONPATH=~/trl:. python tests/bench/certificates.py trl
@@ -24,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rft_fn import loss, testing
-from rft_fn.types import Experience, WeightFn
+from rft_fn import algorithm, loss, testing
+from rft_fn.types import Experience, LossFn, WeightFn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -145,18 +147,30 @@ def measure(batch_loss: Any) -> dict[str, dict[int, float]]:
     return {"every row has tokens": every, "two have none": testing.micro_batch_error(batch_loss, empty=True)}
 
 
-def certificate(batch_loss: Any, published: Published) -> dict[str, Any]:
-    """Return the checks that fail, the cause, and the bias."""
+def certificate(loss_fn: LossFn, mean: WeightFn, **options: Any) -> dict[str, Any]:
+    """Return the checks that fail, the cause, and the bias; options of `testing.certify`."""
     torch.manual_seed(0)
-    mean: WeightFn = published.mean
-    found = testing.certify(
-        testing.token_loss(batch_loss, weight=mean), weight=mean, low=published.low, high=published.high
-    )
+    found = testing.certify(loss_fn, weight=mean, **options)
     return {
         "failed": {v.check: v.error for v in found.verdicts if v.error},
         "cause": found.cause,
         "bias": {f"{x.gap:g}": x.bias for x in found.bias},
     }
+
+
+def certified(batch_loss: Any, published: Published) -> dict[str, Any]:
+    """Return what is measured of a loss of a library."""
+    tokens_of = testing.token_loss(batch_loss, weight=published.mean)
+    found = certificate(tokens_of, published.mean, low=published.low, high=published.high)
+    return {"micro_batch": measure(batch_loss), **found}
+
+
+def row(name: str) -> dict[str, Any]:
+    """Return the certificate of a row of algorithm.TABLE."""
+    of = algorithm.TABLE[name]
+    unit = 4 if getattr(of, "together", False) else 1  # a loss of whole groups
+    # of a regression the gradient is not that of the policy
+    return certificate(of.loss, of.weight, unit=unit, on_policy=name != "a_star_po")
 
 
 # ---------- ours: the same formula, without their code
@@ -206,6 +220,17 @@ def verdicts(entries: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def of_rows(found: dict[str, Any]) -> str:
+    """Return the table of the rows of algorithm.TABLE: the bias, or why there is none."""
+    lines = ["| row | bias at 0 | 0.1 | 0.5 nats |", "|---|---|---|---|"]
+    same: dict[tuple[str, ...], list[str]] = {}
+    for name, entry in found.items():
+        cells = tuple("0" if x < 1e-9 else f"{x:.2f}" for x in entry["bias"].values()) or ("-", "-", "-")
+        same.setdefault(cells, []).append(f"`{name}`")
+    lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in same.items()]
+    return "\n".join(lines)
+
+
 def put(page: str, section: str, text: str) -> str:
     """Put a table between the marks of a section."""
     before, begin, rest = page.partition(f"<!-- {section}:begin -->")
@@ -216,10 +241,12 @@ def put(page: str, section: str, text: str) -> str:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("library", choices=["trl", "verl"], nargs="?")
+    parser.add_argument("library", choices=["rft_fn", "trl", "verl"], nargs="?")
     library = parser.parse_args().library
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"made": {}, "entries": {}}
-    if library:
+    if library == "rft_fn":
+        record["rows"] = {name: row(name) for name in algorithm.TABLE}
+    elif library:
         losses = of_trl() if library == "trl" else of_verl()
         record["made"][library] = {
             "version": importlib.metadata.version(library),
@@ -228,16 +255,14 @@ def main() -> None:
         }
         label = {"trl": "TRL", "verl": "verl"}[library]
         kept = {k: v for k, v in record["entries"].items() if not k.startswith(label)}
-        made = {
-            name: {"micro_batch": measure(batch_loss), **certificate(batch_loss, published)}
-            for name, (batch_loss, published) in losses.items()
-        }
+        made = {name: certified(*given) for name, given in losses.items()}
         record["entries"] = made | kept if library == "trl" else kept | made
-        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
     page = put(PAGE.read_text(), "micro-batches", table(record["entries"]))
     page = put(page, "certificates", verdicts(record["entries"]))
+    page = put(page, "rows-certified", of_rows(record["rows"]))
     PAGE.write_text(page)
-    print(table(record["entries"]), verdicts(record["entries"]), sep="\n\n")
+    print(table(record["entries"]), verdicts(record["entries"]), of_rows(record["rows"]), sep="\n\n")
 
 
 if __name__ == "__main__":

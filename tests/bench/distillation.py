@@ -4,6 +4,9 @@ Three seeds of GRPO on the embedded default, and for each a student that starts 
 its result: responses that either has sampled when it first reaches a score on unseen prompts. Then the memory
 of the comparison of two heads, by its peak on this machine. Writes docs/results/distillation.json, and of it
 docs/pictures/distillation.png and the tables of docs/distillation.md; `--draw` makes only these two.
+
+`--smollm2 runs/smollm2`, after `make train-smollm2`, teaches SmolLM2-135M by its own GRPO run, one seed:
+docs/results/smollm2/distillation.json, the picture beside it, and one more table of the page.
 """
 
 import argparse
@@ -36,6 +39,33 @@ GRPO = {
 }
 KEPT = ("eval/mean", "reward/mean", "distill/divergence", "distill/agreement", "distill/kl_sampled")
 KEPT += ("rollout/length_mean",)
+SMOLLM2 = ROOT / "docs" / "results" / "smollm2" / "distillation.json"
+SUM = ["--data", "addition:2", "--template", r"{question} Put the answer in \boxed{{}}.", "--system", ""]
+SUM += ["--max-new", "10", "--engine-batch", "64"]
+ANSWER = ["--hint", r"{question} Put the answer in \boxed{{}}. The answer is \boxed{{{answer}}}."]
+# behind which prompt the GRPO run teaches -> (the run that the student starts from, options)
+STUDENTS = {
+    "its prompt": ("sft", ["--lr", "2e-5"]),
+    "the answer, reverse KL": ("sft", [*ANSWER, "--lr", "2e-5"]),
+    "the answer, forward KL": ("sft", [*ANSWER, "--lr", "2e-5", "--loss", "forward_kl"]),
+    "the answer, forward KL, slower": ("sft", [*ANSWER, "--lr", "4e-6", "--loss", "forward_kl"]),
+    "the answer, from the GRPO run on": ("grpo", [*ANSWER, "--lr", "5e-6"]),
+}
+STUDENT = [
+    "--reward",
+    "boxed",
+    "--steps",
+    "24",
+    "--prompts",
+    "16",
+    "--group",
+    "4",
+    "--lr-end",
+    "1",
+    "--warmup",
+    "2",
+]
+STUDENT += ["--budget", "1024", "--eval-every", "6", "--eval-prompts", "100", "--save-every", "100"]
 HEADS = {"SmolLM2-135M": (576, 49152), "Qwen2.5-0.5B": (896, 151936)}
 TOKENS = 1024
 
@@ -171,18 +201,116 @@ def draw(found):
     fig.savefig(PICTURE, dpi=110, metadata={"Software": None})
 
 
+# ---------- a language model
+
+
+def evaluated(model, out, temperature):
+    """The share of right answers to 200 questions that no training saw."""
+    command = [sys.executable, str(ROOT / "train_scripts" / "evaluate.py"), "--model", str(model), *SUM]
+    command += ["--reward", "boxed", "--count", "200", "--temperature", str(temperature), "--out", str(out)]
+    if not out.exists():
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return json.loads(out.read_text())["result"]["avg@1"]
+
+
+def smollm2(runs):
+    """The curves of the GRPO run and of the students, and their answers at the end."""
+    ends = {"sft": runs / "sft", "grpo": runs / "grpo"}
+    found = {"runs": {"GRPO": run("grpo.py", runs / "grpo", [])}, "right": {}}
+    for name, (start, more) in STUDENTS.items():
+        ends[name] = runs / name.replace(",", "").replace(" ", "_")
+        options = [
+            "--model",
+            str(runs / start / "model"),
+            "--teacher",
+            str(runs / "grpo"),
+            *SUM,
+            *STUDENT,
+            *more,
+        ]
+        found["runs"][name] = run("distill.py", ends[name], options) | {"options": more}
+    for name, folder in ends.items():
+        sampled, greedy = folder / "sampled.json", folder / "greedy.json"
+        model = folder / "model"
+        found["right"][name] = {
+            "sampled": evaluated(model, sampled, 1),
+            "greedy": evaluated(model, greedy, 0),
+        }
+    return found
+
+
+def answers(found):
+    """The table of right answers."""
+    right, runs = found["right"], found["runs"]
+    rows = {"SFT, where students start": ("sft", None), "GRPO, the teacher": ("grpo", runs["GRPO"])}
+    rows |= {f"taught behind {name}": (name, runs[name]) for name in STUDENTS}
+    lines = ["| | responses | sampled | greedy |", "|---|---|---|---|"]
+    for title, (name, x) in rows.items():
+        count = "-" if x is None else f"{len(x['reward/mean']) * x['responses']:,}"
+        lines.append(f"| {title} | {count} | {right[name]['sampled']:.1%} | {right[name]['greedy']:.1%} |")
+    return "\n".join(lines)
+
+
+def draw_smollm2(found):
+    """Rewards of the samples and the KL to the teacher, over responses."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 2, figsize=(10, 3.4))
+    for i, (name, x) in enumerate(found["runs"].items()):
+        style = {"color": f"C{i}", "lw": 1.2, "label": name if name == "GRPO" else f"behind {name}"}
+        for ax, metric in zip(axes, ("reward/mean", "distill/kl_sampled"), strict=True):
+            values = list(x[metric].values())
+            means = [
+                sum(values[max(k - 2, 0) : k + 1]) / len(values[max(k - 2, 0) : k + 1])
+                for k in range(len(values))
+            ]
+            ax.plot([(k + 1) * x["responses"] for k in range(len(values))], means, **style)
+    titles = "samples that are right (mean of three steps)", "KL to the teacher [nats per token]"
+    for ax, title in zip(axes, titles, strict=True):
+        ax.set_title(title, fontsize=9, loc="left")
+        ax.set_xlabel("responses sampled", fontsize=8)
+        ax.tick_params(labelsize=8)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.set_ylim(bottom=0)
+    fig.legend(*axes[0].get_legend_handles_labels(), fontsize=8, ncols=3, loc="lower center", frameon=False)
+    fig.tight_layout(rect=(0, 0.13, 1, 1))
+    fig.savefig(SMOLLM2.with_suffix(".png"), dpi=110, metadata={"Software": None})
+
+
+def write(tables):
+    """Put tables into the page, each between its marks."""
+    page = PAGE.read_text()
+    for mark, made in tables.items():
+        begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+        head, _, rest = page.partition(begin)
+        page = f"{head}{begin}\n{made}\n{end}{rest.partition(end)[2]}"
+    PAGE.write_text(page)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "distillation")
     parser.add_argument("--draw", action="store_true")
     parser.add_argument("--head", nargs=3)
+    parser.add_argument("--smollm2", type=Path)
     args = parser.parse_args()
+    about = {"date": str(date.today()), "machine": platform.machine(), "cores": os.cpu_count()}
+    about |= {"torch": torch.__version__}
     if args.head:
         print(head_peak(args.head[0], int(args.head[1]), int(args.head[2])))
         return
+    if args.smollm2:
+        if not args.draw:
+            SMOLLM2.write_text(json.dumps(about | smollm2(args.smollm2)) + "\n")
+        found = json.loads(SMOLLM2.read_text())
+        draw_smollm2(found)
+        write({"smollm2": answers(found)})
+        return
     if not args.draw:
-        found = {"date": str(date.today()), "machine": platform.machine(), "cores": os.cpu_count()}
-        found |= {"torch": torch.__version__, "distill": DISTILL, "grpo": GRPO, "runs": {}}
+        found = about | {"distill": DISTILL, "grpo": GRPO, "runs": {}}
         for seed in SEEDS:
             teacher = args.runs / f"grpo_{seed}"
             options = ["--seed", str(seed)]
@@ -196,12 +324,7 @@ def main():
         OUT.write_text(json.dumps(found) + "\n")
     found = json.loads(OUT.read_text())
     draw(found)
-    page = PAGE.read_text()
-    for mark, made in {"curves": curves(found), "memory": memory(found)}.items():
-        begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
-        head, _, rest = page.partition(begin)
-        page = f"{head}{begin}\n{made}\n{end}{rest.partition(end)[2]}"
-    PAGE.write_text(page)
+    write({"curves": curves(found), "memory": memory(found)})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rft_fn import loss, testing, weight
+from rft_fn import algorithm, loss, testing, weight
 from rft_fn.tools import commands
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
@@ -162,6 +162,17 @@ def test_published_losses_and_the_micro_batch():
     }  # fmt: skip
     page = certificates.PAGE.read_text()
     assert certificates.table(RECORD["entries"]) in page and certificates.verdicts(RECORD["entries"]) in page
+
+
+def test_rows_of_the_table_have_the_bias_of_the_page():
+    """All rows are recorded, no check fails; the bias is computed again."""
+    rows = RECORD["rows"]
+    assert rows.keys() == algorithm.TABLE.keys() and not any(entry["failed"] for entry in rows.values())
+    assert certificates.of_rows(rows) in certificates.PAGE.read_text()
+    for name, entry in rows.items():
+        for gap, bias in entry["bias"].items():
+            again = testing.loss_bias(algorithm.TABLE[name].loss, gap=float(gap)).bias
+            assert again == pytest.approx(bias, rel=1e-6, abs=1e-9), name
 
 
 def test_token_losses_of_a_scalar():
