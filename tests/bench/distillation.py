@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from datetime import date
@@ -41,31 +42,20 @@ KEPT = ("eval/mean", "reward/mean", "distill/divergence", "distill/agreement", "
 KEPT += ("rollout/length_mean",)
 SMOLLM2 = ROOT / "docs" / "results" / "smollm2" / "distillation.json"
 SUM = ["--data", "addition:2", "--template", r"{question} Put the answer in \boxed{{}}.", "--system", ""]
-SUM += ["--max-new", "10", "--engine-batch", "64"]
+SUM += ["--max-new", "10"]
 ANSWER = ["--hint", r"{question} Put the answer in \boxed{{}}. The answer is \boxed{{{answer}}}."]
-# behind which prompt the GRPO run teaches -> (the run that the student starts from, options)
+# behind which prompt the GRPO run teaches -> (the run that the student starts from, steps, options)
 STUDENTS = {
-    "its prompt": ("sft", ["--lr", "2e-5"]),
-    "the answer, reverse KL": ("sft", [*ANSWER, "--lr", "2e-5"]),
-    "the answer, forward KL": ("sft", [*ANSWER, "--lr", "2e-5", "--loss", "forward_kl"]),
-    "the answer, forward KL, slower": ("sft", [*ANSWER, "--lr", "4e-6", "--loss", "forward_kl"]),
-    "the answer, from the GRPO run on": ("grpo", [*ANSWER, "--lr", "5e-6"]),
+    "its prompt": ("sft", "24", ["--lr", "2e-5"]),
+    "the answer, reverse KL": ("sft", "60", [*ANSWER, "--lr", "2e-5"]),
+    "the answer, forward KL": ("sft", "24", [*ANSWER, "--lr", "2e-5", "--loss", "forward_kl"]),
+    "the answer, forward KL, slower": ("sft", "24", [*ANSWER, "--lr", "4e-6", "--loss", "forward_kl"]),
+    "the answer, from the GRPO run on": ("grpo", "24", [*ANSWER, "--lr", "5e-6"]),
 }
-STUDENT = [
-    "--reward",
-    "boxed",
-    "--steps",
-    "24",
-    "--prompts",
-    "16",
-    "--group",
-    "4",
-    "--lr-end",
-    "1",
-    "--warmup",
-    "2",
-]
-STUDENT += ["--budget", "1024", "--eval-every", "6", "--eval-prompts", "100", "--save-every", "100"]
+STUDENT = shlex.split(
+    "--reward boxed --prompts 16 --group 4 --lr-end 1 --warmup 2 --budget 1024 "
+    "--eval-every 6 --eval-prompts 100 --save-every 100"
+)
 HEADS = {"SmolLM2-135M": (576, 49152), "Qwen2.5-0.5B": (896, 151936)}
 TOKENS = 1024
 
@@ -217,24 +207,16 @@ def smollm2(runs):
     """The curves of the GRPO run and of the students, and their answers at the end."""
     ends = {"sft": runs / "sft", "grpo": runs / "grpo"}
     found = {"runs": {"GRPO": run("grpo.py", runs / "grpo", [])}, "right": {}}
-    for name, (start, more) in STUDENTS.items():
+    teacher = ["--teacher", str(runs / "grpo")]
+    for name, (start, steps, more) in STUDENTS.items():
         ends[name] = runs / name.replace(",", "").replace(" ", "_")
-        options = [
-            "--model",
-            str(runs / start / "model"),
-            "--teacher",
-            str(runs / "grpo"),
-            *SUM,
-            *STUDENT,
-            *more,
-        ]
-        found["runs"][name] = run("distill.py", ends[name], options) | {"options": more}
+        given = [*SUM, *STUDENT, "--steps", steps, *more]
+        student = ["--model", str(runs / start / "model")]
+        found["runs"][name] = run("distill.py", ends[name], [*student, *teacher, *given]) | {"options": given}
     for name, folder in ends.items():
-        sampled, greedy = folder / "sampled.json", folder / "greedy.json"
-        model = folder / "model"
         found["right"][name] = {
-            "sampled": evaluated(model, sampled, 1),
-            "greedy": evaluated(model, greedy, 0),
+            how: evaluated(folder / "model", folder / f"{how}.json", temperature)
+            for how, temperature in {"sampled": 1, "greedy": 0}.items()
         }
     return found
 
@@ -262,12 +244,8 @@ def draw_smollm2(found):
     for i, (name, x) in enumerate(found["runs"].items()):
         style = {"color": f"C{i}", "lw": 1.2, "label": name if name == "GRPO" else f"behind {name}"}
         for ax, metric in zip(axes, ("reward/mean", "distill/kl_sampled"), strict=True):
-            values = list(x[metric].values())
-            means = [
-                sum(values[max(k - 2, 0) : k + 1]) / len(values[max(k - 2, 0) : k + 1])
-                for k in range(len(values))
-            ]
-            ax.plot([(k + 1) * x["responses"] for k in range(len(values))], means, **style)
+            values = torch.tensor(list(x[metric].values())).unfold(0, 3, 1).mean(-1) if x[metric] else []
+            ax.plot([(k + 3) * x["responses"] for k in range(len(values))], values, **style)
     titles = "samples that are right (mean of three steps)", "KL to the teacher [nats per token]"
     for ax, title in zip(axes, titles, strict=True):
         ax.set_title(title, fontsize=9, loc="left")

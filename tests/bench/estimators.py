@@ -28,7 +28,7 @@ COMMAND = (
     "--parts 3 --reference-prompts 12 --probes 0 --largest 0 --drift 0 --budget 512 "
     "--strategy.engine-batch 48 "
     "--rows rloo grpo dr_grpo dapo gspo gspo_token cispo sapo gmpo cpgd dppo_tv dppo_kl opo remax reinforce "
-    "reinforce_pp reinforce_pp_baseline"
+    "reinforce_pp reinforce_pp_baseline maxrl lite_ppo luspo vespo dro gpg best_minus_second"
 )
 COLUMNS = ("with_first", "cosine", "direction", "noise_prompts", "effective", "longest", "length")
 
