@@ -194,8 +194,8 @@ def gradients_of_parts(
     for part in rows:
         index = torch.tensor([i for i in part if pushed[i]], dtype=torch.long)
         if len(index):
-            grads, _ = st.grad(state, apply, _logp, st.shard(packing.take(weighted, index), budget))
-            yield keep(st, grads)
+            packs = st.shard(packing.take(weighted, index), budget)
+            yield keep(st, st.grad(state, apply, _logp, packs)[0])
         else:
             yield None
 
@@ -215,7 +215,10 @@ def _dot(st: Strategy, a: Kept | None, b: Kept | None) -> float:
 def _add(total: Kept, part: Kept | None) -> None:
     """Add a gradient to a sum, in place."""
     for name, (x, copies) in (part or {}).items():
-        total[name] = (total[name][0] + x if name in total else x.clone(), copies)
+        if name in total:
+            total[name][0].add_(x)
+        else:
+            total[name] = (x.clone(), copies)
 
 
 class Reference(NamedTuple):
@@ -252,6 +255,7 @@ def reference(
         if part is not None:
             _add(whole, part)
             squares += _dot(st, part, part)
+        del part  # before the next one is computed
     if not whole:
         raise ValueError("reference: expected groups with different rewards, got none; take more prompts")
     square = _dot(st, whole, whole)

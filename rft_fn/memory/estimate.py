@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rft_fn import tree
+from rft_fn import precision, tree
 from rft_fn.memory import trace
 from rft_fn.memory.phases import Asked, Estimate, Example, Layout, Models
 from rft_fn.model import quantize
@@ -213,6 +213,7 @@ class _Tracer:
         return _Work(part.activations + towers, part.head, part.backward, gathered)
 
     def _step(self, module: nn.Module, tokens: int, example: Example | None) -> trace.Step:
+        kept = {trace.dtype_of(p, self.layout.kept) for p in module.parameters() if p.requires_grad}
         return trace.step(
             trace.on_meta(module, self.layout.computed),
             tokens,
@@ -221,6 +222,7 @@ class _Tracer:
             chunk_size=self.chunk_size,
             groups=self.layout.groups,
             shard=self.layout.gradients,
+            in_place=self.layout.in_place and kept == {*map(precision.wide, kept)},
             example=example,
         )
 

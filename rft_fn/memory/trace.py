@@ -113,11 +113,14 @@ def _pack(tokens: int, example: Example | None = None) -> Packed:
 
 
 class _Reduced:
-    """Parameters with gradients that are reduced together, to a `shard`-th, once all are there."""
+    """Parameters with gradients that are reduced together, to a `shard`-th, once all are there.
 
-    def __init__(self, params: Sequence[nn.Parameter], shard: int, live: Live):
+    With `in_place` they are added to the sums there, and take no memory of their own.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], shard: int, live: Live, *, in_place: bool):
         self.params = [p for p in params if p.requires_grad]
-        self.shard, self.live = shard, live
+        self.shard, self.live, self.in_place = shard, live, in_place
         self.waiting = {id(p) for p in self.params}
         for p in self.params:
             p.register_post_accumulate_grad_hook(self.arrived)
@@ -128,7 +131,7 @@ class _Reduced:
         if self.waiting:
             return
         for q in self.params:
-            if q.grad is not None:
+            if q.grad is not None and not self.in_place:
                 self.live.add(nbytes(q.grad) // self.shard)
             q.grad = None
 
@@ -200,19 +203,20 @@ def step(
     chunk_size: int = 0,
     groups: Groups | None = None,
     shard: int = 1,
+    in_place: bool = False,
     example: Example | None = None,
 ) -> Step:
     """Return the bytes of forward and backward of a pack of `tokens`.
 
-    The module is on the meta device, and consumed. kind: "cpu" or "cuda", on which attention and the
-    head's workspace differ. `example` fills the pack, else it is text. groups(root) are the parameters
-    with gradients that are reduced together, to a `shard`-th. An error that the module raises on the meta
-    device (mostly because it reads a value) passes through.
+    The module is on the meta device, and consumed. kind: "cpu" or "cuda", on which attention and the head's
+    workspace differ. `example` fills the pack, else it is text. groups(root) are the parameters with
+    gradients that are reduced together, to a `shard`-th, and with `in_place` added to sums at once. An error
+    that the module raises on the meta device (mostly because it reads a value) passes through.
     """
     root, pack, values, live = _prepare(module, tokens, example, kind, fused, chunk_size)
-    if groups is not None:
-        for group in groups(root):
-            _Reduced(group, shard, live)  # their hooks keep it
+    if groups is not None or in_place:
+        for group in groups(root) if groups else [[p] for p in root.parameters()]:
+            _Reduced(group, shard, live, in_place=in_place)  # their hooks keep it
 
     phases = _Phases(live)
     if isinstance(root, Reader):

@@ -376,6 +376,7 @@ def layout(config: StrategyConfig, world: int) -> memory.Layout:
         frozen=one.kept,
         cast_copy=False,
         groups=groups,
+        in_place=True,
         gathered=True,
     )
     if not config.fsdp_cpu_offload:

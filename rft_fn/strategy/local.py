@@ -153,6 +153,7 @@ def layout(config: StrategyConfig) -> memory.Layout:
         wrap_optimizer=wrap_optimizer,
         sum_dtype=precision.wide,
         cast_copy=config.bf16,
+        in_place=not config.bf16,
         on_host=frozenset({"optimizer", "update"} if config.adam_offload else ()),
         copied_for_update=config.adam_offload,
     )

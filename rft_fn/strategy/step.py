@@ -229,17 +229,29 @@ def start(
     return move_opt(state, "cpu") if config.adam_offload else state
 
 
-def _add_gradients(sums: dict[str, Tensor], params: Mapping[str, Tensor]) -> None:
-    """Move the gradients of one pack from the parameters into their sums."""
-    parts = {name: p.grad for name, p in params.items() if p.grad is not None}
+def _widen_gradients(sums: dict[str, Tensor], params: Mapping[str, Tensor]) -> None:
+    """Move the 16-bit gradients of one pack from the parameters into wide sums.
+
+    The others stay where they are: the next backward adds to them, parameter by parameter, so that there are
+    never two whole gradients.
+    """
+    given = {name: p.grad for name, p in params.items() if p.grad is not None}
+    parts = {name: x for name, x in given.items() if x.dtype != wide(x.dtype)}
+    del given
     old = [name for name in parts if name in sums]
     if old:
         torch._foreach_add_(local_parts([sums[name] for name in old]), local_parts([parts[n] for n in old]))
-    for name, p in params.items():
-        p.grad = None
-        part = parts.pop(name, None)  # so that its memory is free before the next one is made wide
-        if part is not None and name not in sums:  # in bfloat16 a sum stops growing after 256 terms
+    for name in list(parts):
+        params[name].grad = None
+        part = parts.pop(name)  # so that its memory is free before the next one is made wide
+        if name not in sums:  # in bfloat16 a sum stops growing after 256 terms
             sums[name] = part.to(wide(part.dtype))
+
+
+def _sums(narrow: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sums so far, in the order of the parameters; none of what no loss depended on."""
+    found = {name: narrow.get(name, p.grad) for name, p in params.items()}
+    return {name: x for name, x in found.items() if x is not None}
 
 
 def grad(
@@ -255,12 +267,11 @@ def grad(
     check_trains(state.params)
     metrics: dict[str, metric.Metric] = {}
     device = next(iter(state.params.values())).device
-    sums: dict[str, Tensor] = {}
+    narrow: dict[str, Tensor] = {}
     noise = noise_meter(packs)
     for p in state.params.values():
         p.grad = None
 
-    # each pack's gradients are taken out at once, so that sums of 16-bit ones can be wider
     for i, pack in enumerate(packs):
         pack = to_device(pack, device)
         with session.phase(f"forward of step {state.step + 1}"):
@@ -269,14 +280,14 @@ def grad(
             if total.requires_grad:
                 total.backward()
         metrics = metric.merge(metrics, more)
-        _add_gradients(sums, state.params)
+        _widen_gradients(narrow, state.params)
         if noise is not None:
-            noise.note(i, sums)
+            noise.note(i, _sums(narrow, state.params))
 
     # what no pack's loss depends on has a gradient of 0
-    grads = tree.Named()
+    grads, sums = tree.Named(), _sums(narrow, state.params)
     for name, p in state.params.items():
-        total = sums.get(name)
+        p.grad, total = None, sums.get(name)
         grads[name] = torch.zeros_like(p, dtype=wide(p.dtype)) if total is None else total.detach()
     if noise is not None:
         metrics = {**metrics, **noise.metrics()}
