@@ -34,7 +34,9 @@ def test_the_tables_of_benches_are_what_their_scripts_make_of_the_files():
     assert between(gap) == gap.table(json.loads(gap.OUT.read_text()))
     taught = as_module(BENCH / "distillation.py")
     found, page = json.loads(taught.OUT.read_text()), taught.PAGE.read_text()
-    for mark, made in {"curves": taught.curves(found), "memory": taught.memory(found)}.items():
+    tables = {"curves": taught.curves(found), "memory": taught.memory(found)}
+    tables["smollm2"] = taught.answers(json.loads(taught.SMOLLM2.read_text()))
+    for mark, made in tables.items():
         assert f"<!-- {mark}:begin -->\n{made}\n<!-- {mark}:end -->" in page, mark
     performance = (ROOT / "docs" / "performance.md").read_text()
     gradients, step = as_module(BENCH / "gradients.py"), as_module(BENCH / "step" / "report.py")

@@ -229,7 +229,8 @@ def answers(found):
     lines = ["| | responses | sampled | greedy |", "|---|---|---|---|"]
     for title, (name, x) in rows.items():
         count = "-" if x is None else f"{len(x['reward/mean']) * x['responses']:,}"
-        lines.append(f"| {title} | {count} | {right[name]['sampled']:.1%} | {right[name]['greedy']:.1%} |")
+        cells = " | ".join(f"{100 * right[name][how]:.1f} %" for how in ("sampled", "greedy"))
+        lines.append(f"| {title} | {count} | {cells} |")
     return "\n".join(lines)
 
 
