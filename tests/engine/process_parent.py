@@ -1,4 +1,5 @@
 # A script without a `__main__` guard: it starts an engine's process, names it, and ends as its argument says.
+import signal
 import sys
 import threading
 
@@ -7,6 +8,7 @@ import faulty
 import rft_fn as rft
 from rft_fn.engine import EngineConfig, own_process
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test in the background ignores it
 engine = own_process(faulty.build, EngineConfig(), "", None)
 pid = engine.generate.__self__.engine.generate.__self__.process.pid
 busy = threading.Thread(target=lambda: engine.generate([[1]], [0], sampling=rft.Sampling()), daemon=True)
