@@ -224,7 +224,7 @@ class Layout:
     # copies for the time of a forward and backward
     cast_copy: bool = False  # all parameters in the computed type
     groups: Groups | None = None  # gradients are reduced group by group; None: they stay whole
-    in_place: bool = False  # a backward adds wide gradients to their sums; if not, those of a pack are beside
+    in_place: bool = False  # a backward adds wide gradients to their sums; else those of a pack are extra
     gathered: bool = False  # parameters are gathered group by group
 
     # "parameters", "gradients", "optimizer", "update": what lives in host memory

@@ -214,9 +214,9 @@ def step(
     that the module raises on the meta device (mostly because it reads a value) passes through.
     """
     root, pack, values, live = _prepare(module, tokens, example, kind, fused, chunk_size)
-    if groups is not None or in_place:
-        for group in groups(root) if groups else [[p] for p in root.parameters()]:
-            _Reduced(group, shard, live, in_place=in_place)  # their hooks keep it
+    alone = [[p] for p in root.parameters() if in_place]
+    for group in alone if groups is None else groups(root):
+        _Reduced(group, shard, live, in_place=in_place)  # their hooks keep it
 
     phases = _Phases(live)
     if isinstance(root, Reader):

@@ -235,9 +235,7 @@ def _widen_gradients(sums: dict[str, Tensor], params: Mapping[str, Tensor]) -> N
     The others stay where they are: the next backward adds to them, parameter by parameter, so that there are
     never two whole gradients.
     """
-    given = {name: p.grad for name, p in params.items() if p.grad is not None}
-    parts = {name: x for name, x in given.items() if x.dtype != wide(x.dtype)}
-    del given
+    parts = {name: p.grad for name, p in params.items() if p.dtype != wide(p.dtype) and p.grad is not None}
     old = [name for name in parts if name in sums]
     if old:
         torch._foreach_add_(local_parts([sums[name] for name in old]), local_parts([parts[n] for n in old]))
@@ -249,7 +247,7 @@ def _widen_gradients(sums: dict[str, Tensor], params: Mapping[str, Tensor]) -> N
 
 
 def _sums(narrow: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sums so far, in the order of the parameters; none of what no loss depended on."""
+    """Return the sums so far, in the order of the parameters, of those that a loss depended on."""
     found = {name: narrow.get(name, p.grad) for name, p in params.items()}
     return {name: x for name, x in found.items() if x is not None}
 

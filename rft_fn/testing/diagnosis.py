@@ -221,15 +221,18 @@ def _only_metrics(f: _Facts) -> bool:
     )
 
 
+# those that are plain from the first error, before any slope is taken
+_SHAPE = "a dimension too many, where tokens were combined with a column or a row of others"
+_MEAN = "a mean or a sum inside the loss: it has one number a token, averages belong in w"
+_CUT = "the gradient is cut: a ratio that is detached, or a tensor that is built anew"
+
 # cause -> its sign; the order matters: what explains more comes first
 CAUSES: dict[str, Callable[[_Facts], bool]] = {
-    "a dimension too many, where tokens were combined with a column or a row of others": lambda f: any(
-        "bring it to [T]" in x for x in f.failed.values()
-    ),
-    "a mean or a sum inside the loss: it has one number a token, averages belong in w": lambda f: (
+    _SHAPE: lambda f: any("bring it to [T]" in x for x in f.failed.values()),
+    _MEAN: lambda f: (
         any("one number per token" in x for x in f.failed.values()) or ("packing" in f.failed and f.same)
     ),
-    "the gradient is cut: a ratio that is detached, or a tensor that is built anew": _cut,
+    _CUT: _cut,
     "a random draw or a counter inside the loss: draw for the whole batch, into extra": lambda f: f.drawn,
     "a metric that is a mean of means: take metric.mean over the mask": _only_metrics,
     "a division, root or logarithm of 0: mask what goes in, not what comes out": lambda f: (
@@ -297,8 +300,8 @@ def likeliest_cause(
         return ""
     first = next(v.error for v in found if v.error)
     if "one number per token" in first:
-        return list(CAUSES)[0 if "bring it to [T]" in first else 1]
+        return _SHAPE if "bring it to [T]" in first else _MEAN
     if "has no gradient" in first:
-        return list(CAUSES)[2]
+        return _CUT
     facts = _facts(loss_fn, found, weight, extra, seed, unit)
     return next((cause for cause, sign in CAUSES.items() if sign(facts)), "")

@@ -44,9 +44,9 @@ SMOLLM2 = ROOT / "docs" / "results" / "smollm2" / "distillation.json"
 SUM = ["--data", "addition:2", "--template", r"{question} Put the answer in \boxed{{}}.", "--system", ""]
 SUM += ["--max-new", "10"]
 ANSWER = ["--hint", r"{question} Put the answer in \boxed{{}}. The answer is \boxed{{{answer}}}."]
-# behind which prompt the GRPO run teaches -> (the run that the student starts from, steps, options)
+# what the teacher, the GRPO run, sees -> (the run that the student starts from, steps, options)
 STUDENTS = {
-    "its prompt": ("sft", "24", ["--lr", "2e-5"]),
+    "the same prompt": ("sft", "24", ["--lr", "2e-5"]),
     "the answer, reverse KL": ("sft", "60", [*ANSWER, "--lr", "2e-5"]),
     "the answer, forward KL": ("sft", "24", [*ANSWER, "--lr", "2e-5", "--loss", "forward_kl"]),
     "the answer, forward KL, slower": ("sft", "24", [*ANSWER, "--lr", "4e-6", "--loss", "forward_kl"]),
@@ -225,7 +225,7 @@ def answers(found):
     """The table of right answers."""
     right, runs = found["right"], found["runs"]
     rows = {"SFT, where students start": ("sft", None), "GRPO, the teacher": ("grpo", runs["GRPO"])}
-    rows |= {f"taught behind {name}": (name, runs[name]) for name in STUDENTS}
+    rows |= {f"teacher sees {name}": (name, runs[name]) for name in STUDENTS}
     lines = ["| | responses | sampled | greedy |", "|---|---|---|---|"]
     for title, (name, x) in rows.items():
         count = "-" if x is None else f"{len(x['reward/mean']) * x['responses']:,}"
@@ -243,7 +243,7 @@ def draw_smollm2(found):
 
     fig, axes = plt.subplots(1, 2, figsize=(10, 3.4))
     for i, (name, x) in enumerate(found["runs"].items()):
-        style = {"color": f"C{i}", "lw": 1.2, "label": name if name == "GRPO" else f"behind {name}"}
+        style = {"color": f"C{i}", "lw": 1.2, "label": name if name == "GRPO" else f"teacher sees {name}"}
         for ax, metric in zip(axes, ("reward/mean", "distill/kl_sampled"), strict=True):
             values = torch.tensor(list(x[metric].values())).unfold(0, 3, 1).mean(-1) if x[metric] else []
             ax.plot([(k + 3) * x["responses"] for k in range(len(values))], values, **style)

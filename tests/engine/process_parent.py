@@ -8,7 +8,7 @@ import faulty
 import rft_fn as rft
 from rft_fn.engine import EngineConfig, own_process
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test in the background ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
 engine = own_process(faulty.build, EngineConfig(), "", None)
 pid = engine.generate.__self__.engine.generate.__self__.process.pid
 busy = threading.Thread(target=lambda: engine.generate([[1]], [0], sampling=rft.Sampling()), daemon=True)

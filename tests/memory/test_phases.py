@@ -59,7 +59,7 @@ def test_a_phase_holds_the_models_that_it_uses_and_no_others():
     """The whole set does not have to fit, only the largest phase."""
     with torch.device("meta"):
         m = models()
-    x = forecast(m, placed=True)
+    x = forecast(m, placed=True, budget=96)
     trained = size(m["actor"], m["critic"])
     held = {phase.name: phase.held for phase in x.phases}
     assert held == {
@@ -71,10 +71,10 @@ def test_a_phase_holds_the_models_that_it_uses_and_no_others():
         "sync": size(m["actor"]),
     }
     whole = 3 * trained + size(m["reference"], *m["scalars"], m["judge"])
-    apart = forecast(m, placed=False)
-    assert apart.training - x.training == size(m["reference"], *m["scalars"])
+    apart = forecast(m, placed=False, budget=96)
+    assert apart.total - x.total == size(m["reference"], *m["scalars"])
     assert x.total == x.largest.total == x.largest.held + x.largest.work
-    assert x.largest.held < whole and x.total < apart.total
+    assert x.largest.held < whole and x.largest.name in ("train", "update")
     names = {phase.name: phase.models for phase in x.phases}
     assert names["judge"] == ("Qwen2ForCausalLM",) and names["generate"] == ()
     assert names["score"] == ("Qwen2ForCausalLM", "Critic", "Qwen2ForCausalLM")
