@@ -208,21 +208,65 @@ def test_a_row_waits_where_top_p_may_go_further(monkeypatch):
     assert waited[0][0] > 0 and {ranks for _, ranks in waited} == {3, 48}
 
 
-def test_a_graph_that_cannot_be_captured_is_said_once(monkeypatch):
-    """Steps then run one by one, here for want of a driver."""
+def test_a_graph_that_cannot_be_captured_is_tried_once(monkeypatch):
+    """Steps then run one by one, here for want of a driver; the next call does not try again."""
     lm = small("Llama", torch.float32)
     fixed = probe.find_batching(lm, 0, fixed=True)
     want = sampled(lm, fixed, 4, every=7)
+    start, capture, tried = FixedSteps.__init__, FixedSteps._capture, []
+
+    def captures(own, *args, **kwargs):
+        start(own, *args, **kwargs)
+        own.captures = lm not in fixed_steps._UNCAPTURED
+
+    monkeypatch.setattr(FixedSteps, "__init__", captures)
+    monkeypatch.setattr(FixedSteps, "_capture", lambda own: tried.append(own) or capture(own))
+    with pytest.warns(UserWarning, match="sampling: LlamaForCausalLM runs without a CUDA graph: ") as said:
+        assert sampled(lm, fixed, 4, every=7) == want
+    assert sampled(lm, fixed, 4, every=7) == want
+    assert len(said) == len(tried) == 1
+
+
+def test_a_failed_capture_gives_the_stream_back(monkeypatch):
+    """torch.cuda.graph leaves its own stream current where the end of a capture raises (torch 2.11)."""
+    current, entered = ["the user's"], []
+
+    class Stream:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def __enter__(self):
+            entered.append(self.stream)
+
+        def __exit__(self, *error):
+            current[0] = self.stream
+
+    class Graph:
+        def __init__(self, graph, capture_error_mode):
+            pass
+
+        def __enter__(self):
+            current[0] = "the capture's"
+
+        def __exit__(self, *error):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    lm = small("Llama", torch.float32)
+    fixed = probe.find_batching(lm, 0, fixed=True)
     start = FixedSteps.__init__
 
     def captures(own, *args, **kwargs):
         start(own, *args, **kwargs)
-        own.captures = True
+        own.captures = lm not in fixed_steps._UNCAPTURED
 
     monkeypatch.setattr(FixedSteps, "__init__", captures)
-    with pytest.warns(UserWarning, match="sampling: LlamaForCausalLM runs without a CUDA graph: ") as said:
-        assert sampled(lm, fixed, 4, every=7) == want
-    assert len(said) == 1
+    monkeypatch.setattr(fixed_steps, "_current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "stream", Stream)
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    with pytest.warns(UserWarning, match="previous error during capture"):
+        sampled(lm, fixed, 4, every=7)
+    assert entered == current == ["the user's"]
 
 
 @each(

@@ -10,6 +10,7 @@ larger waits, and its next token is drawn from all of them before the next steps
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _RANKS = 1024  # tokens that are looked at for top_p
 _MANY = 8  # more are looked at once one row in so many had to wait
+_UNCAPTURED: "WeakSet[PreTrainedModel]" = WeakSet()  # models whose step no graph can hold
 
 
 class FixedSteps:
@@ -44,7 +46,7 @@ class FixedSteps:
         self.ends = ends  # [V] bool, tokens that end a row
         self.every = every  # steps at a time, at most
         self.rows = rows  # at a time, at most
-        self.captures = lm.device.type == "cuda"
+        self.captures = lm.device.type == "cuda" and lm not in _UNCAPTURED
         self.graph: torch.cuda.CUDAGraph | None = None
         self.shape: tuple[Any, ...] = ()
         self.prompts: Prompts | None = None  # where rows share them
@@ -186,11 +188,14 @@ class FixedSteps:
         """Record a step; without it where the model or the device does not allow that, said once."""
         try:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # torch leaves the stream of a capture that fails as the current one
+            capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
+            with torch.cuda.stream(_current_stream()), capture:
                 self._step(self._process)
             self.graph = graph
         except (RuntimeError, AssertionError) as error:
             self.captures = False
+            _UNCAPTURED.add(self.lm)
             reason = str(error).partition("\n")[0]
             warn_once(f"sampling: {type(self.lm).__name__} runs without a CUDA graph: {reason}")
 
@@ -204,3 +209,8 @@ class FixedSteps:
         parts: list[Any] = prompt_cache.own(batch.cache)
         for part in parts:
             part.advance(count)
+
+
+def _current_stream() -> "torch.cuda.Stream | None":
+    """Return the current stream of the device; None without one."""
+    return torch.cuda.current_stream() if torch.cuda.is_available() else None
