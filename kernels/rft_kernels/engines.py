@@ -36,6 +36,7 @@ def _triton() -> Engine:
 
 ENGINES: dict[str, Callable[[], Engine]] = {"streamed": _streamed, "gemm": _gemm, "triton": _triton}
 _NEED_TRITON = ("gemm", "triton")
+_HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile of 2.11 cannot trace the question
 
 
 def load(name: str) -> Engine:
@@ -64,12 +65,11 @@ def pick(name: str, h: Tensor, w: Tensor) -> str:
     """
     if name in ENGINES and name not in _NEED_TRITON:
         return name
-    has_triton = find_spec("triton") is not None
     if name == "auto":
-        if has_triton and h.is_cuda and torch.float64 not in (h.dtype, w.dtype):
+        if _HAS_TRITON and h.is_cuda and torch.float64 not in (h.dtype, w.dtype):
             return automatic(h.device.index, h.shape[1])
         return "streamed"
-    if not has_triton:
+    if not _HAS_TRITON:
         raise ValueError(f"engine: expected 'auto' or 'streamed' without triton installed, got {name!r}")
     if not (h.is_cuda or _interpreted(h)):
         raise ValueError(
