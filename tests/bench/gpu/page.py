@@ -27,11 +27,13 @@ may lack (3.3 MB of wheels, listed in `tests/bench/gpu/wheels.txt`) and prints t
 first asks whether everything is right and what the card reaches, the second how fast it is. `python
 tests/bench/gpu/page.py RESULTS ...` puts what they measured into this section.
 
-Each stage is a fork with a time limit: a crash, a hang or an error that stays with the CUDA context costs one
-stage. `results.json` is in the folder after every number. `--only STAGE ...` picks stages, `--budget SECONDS`
-limits all of them together, and `--dry` runs them with tiny shapes on a CPU, as `tests/test_gpu.py` does: it
-shows that they work, and its times mean nothing. Models have the shapes of Qwen2.5 and random weights, packs
-have 16,384 tokens of sequences of 256 to 4,096, and numbers are bfloat16.
+Each stage is a process with a time limit: a crash, a hang or an error that stays with the CUDA context costs
+one stage, and seconds that a stage leaves are the next one's. Stages that ask whether something is right run
+side by side. `results.json` is in the folder after every number, and a call ends with the table of what it
+measured. `--only STAGE ...` picks stages, `--budget SECONDS` limits all of them together, and `--dry` runs
+them with tiny shapes on a CPU, as `tests/test_gpu.py` does: it shows that they work, and its times mean
+nothing. Models have the shapes of Qwen2.5 and random weights, packs have 16,384 tokens of sequences of 256 to
+4,096, and numbers are bfloat16.
 """.strip()
 
 MFU = """
@@ -57,7 +59,8 @@ ABOUT = {
     "ceilings": "versions; rates of products, copies and launches: what all else is held against",
     "smoke": "the README's loop; `grpo.py` with its canary, twice, and stopped and resumed: the same bits?",
     "head": "the fused head's engines against float64: entropy, bias, softcap, frozen, ignored rows",
-    "attention": "attention of packs and its gradients against float64; its rate",
+    "attention": "attention of packs and its gradients against float64",
+    "attention_rate": "the rate of attention of a full pack",
     "bars": "the head's engines beside the rate of their products in the same run; makes `auto.json`",
     "gradient": "1.5B: layers checkpointed, not, profiled, blocks compiled",
     "sampling": "the engine `hf` at 1.5B: 64 and 256 rows, prompts of one length and of many, CUDA graphs",
@@ -193,7 +196,8 @@ COLUMNS = {
         "relative",
     ),
     "head": ("size", "engine", "way", "logp", "entropy", "dh", "dw", "dbias"),
-    "attention": ("heads", "kernel", "out", "dq", "dk", "dv", "forward_tflops", "both_tflops"),
+    "attention": ("heads", "kernel", "out", "dq", "dk", "dv"),
+    "attention_rate": ("heads", "kernel", "sequences", "forward_tflops", "both_tflops"),
     "gradient": ("size", "way", "tokens", "mfu", "tokens_s", "peak_gib", "first_seconds"),
     "sampling": (
         "rows",
@@ -201,6 +205,8 @@ COLUMNS = {
         "graphs",
         "tokens_s",
         "decode_tokens_s",
+        "captures",
+        "capture_seconds",
         "launches_a_token",
         "graph_launches",
     ),
@@ -266,7 +272,7 @@ def stages(found: Found) -> str:
         x = found.stages.get(name)
         ended = f"{x['ended']}, {x['seconds']:.0f} s" if x else NONE
         rows.append([f"`{name}`", ABOUT[name], stage.seconds, ended])
-    return table(["stage", "what it measures", "seconds at most", ""], rows)
+    return table(["stage", "what it measures", "seconds kept", ""], rows)
 
 
 def details(name: str, rows: list[Row]) -> str:

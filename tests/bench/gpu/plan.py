@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,33 +11,58 @@ WHEELS = Path(".wheels")
 
 
 class Stage(NamedTuple):
-    """A part of the measurement: where its cases are, and the seconds after which it is killed."""
+    """A part of the measurement: where its cases are, and the seconds that are kept for it.
+
+    A stage is killed once it would take from the seconds that are kept for later ones: what an earlier one
+    did not use is there for the next.
+    """
 
     function: str  # module.name
     seconds: float
     beside: bool = False  # it needs no device and runs beside the others, from the start
+    together: bool = False  # it asks whether it is right: its neighbours of this kind run at once
 
 
 STAGES = {
-    "ceilings": Stage("speed.ceilings", 10),
-    "smoke": Stage("checks.smoke", 45),
-    "head": Stage("checks.head", 40),
-    "attention": Stage("checks.attention", 15),
+    "ceilings": Stage("speed.ceilings", 30),
+    "smoke": Stage("checks.smoke", 75, together=True),
+    "head": Stage("checks.head", 60, together=True),
+    "attention": Stage("checks.attention", 40, together=True),
+    "gap": Stage("checks.gap", 60, together=True),
+    "vision": Stage("state.vision", 60, together=True),
+    "tests": Stage("checks.tests", 75, together=True),
     "bars": Stage("speed.bars", 45),
-    "gradient": Stage("speed.gradient", 75),
-    "sampling": Stage("speed.sampling", 60),
-    "gap": Stage("checks.gap", 20),
-    "state": Stage("state.state", 40),
+    "sampling": Stage("speed.sampling", 75),
+    "attention_rate": Stage("speed.attention_rate", 15),
+    "gradient": Stage("speed.gradient", 90),
+    "state": Stage("state.state", 55),
     "fsdp2": Stage("state.fsdp2", 30),
-    "vision": Stage("state.vision", 25),
-    "lora": Stage("speed.lora", 20),
-    "gradient_7b": Stage("speed.gradient_7b", 40),
+    "lora": Stage("speed.lora", 25),
+    "gradient_7b": Stage("speed.gradient_7b", 45),
     "step": Stage("speed.step", 75),
-    "tests": Stage("checks.tests", 30),
     "forecast": Stage("state.forecast", 120, beside=True),
 }
 # what everything rests on comes first: the second call reads the auto.json of the first
-CALLS = (("ceilings", "smoke", "head", "attention", "bars"), tuple(STAGES)[5:])
+CALLS = (tuple(STAGES)[:9], tuple(STAGES)[9:])
+AUTO = "/tmp/rft_auto.json"  # which a machine that stays warm still has
+
+
+def groups(names: Sequence[str]) -> list[list[str]]:
+    """Return the stages that run at once, in their order: neighbours that are `together`, others alone."""
+    found: list[list[str]] = []
+    for name in names:
+        if STAGES[name].beside:
+            continue
+        if found and STAGES[name].together and STAGES[found[-1][-1]].together:
+            found[-1].append(name)
+        else:
+            found.append([name])
+    return found
+
+
+def seconds_of(parts: Sequence[Sequence[str]]) -> float:
+    """Return the seconds that are kept for groups of stages, one after another."""
+    return sum(max(STAGES[name].seconds for name in part) for part in parts)
 
 
 # ---------- what is printed and carried
@@ -53,15 +79,16 @@ def commands() -> str:
         "folder for the results, and nothing is fetched there:",
     ]
     for number, stages in enumerate(CALLS, 1):
-        most = sum(STAGES[n].seconds for n in stages if not STAGES[n].beside)
-        budget = most + 25  # imports, and ends of processes
+        budget = seconds_of(groups(stages)) + 15  # imports, and ends of processes
         names = " ".join(stages)
-        command = f'python3 tests/bench/gpu/run.py --out "$OUT" --budget {budget:.0f} --only {names}'
+        options = f'--out "$OUT" --auto {AUTO} --budget {budget:.0f} --only {names}'
+        command = f"python3 tests/bench/gpu/run.py {options}"
         log = '2>&1 | tee "$OUT/log"'
-        lines += ["", f"{number}. at most {budget + 20:.0f} s", "", f"{install} && {command} {log}"]
+        lines += ["", f"{number}. at most {budget + 10:.0f} s", "", f"{install} && {command} {log}"]
     lines += [
         "",
-        "After the first: copy its auto.json to kernels/rft_kernels/. After both, here:",
+        "Where the machine stays warm between them, the second reads the auto.json of the first; else copy",
+        "it to kernels/rft_kernels/ before. After both, here:",
         "",
         "python tests/bench/gpu/page.py FIRST/results.json SECOND/results.json",
     ]

@@ -4,9 +4,10 @@
     python tests/bench/gpu/run.py --only head bars             # some
     python tests/bench/gpu/run.py --dry --out runs/gpu-dry     # tiny shapes on the CPU; times say nothing
 
-This process imports and never touches the device. Each stage is a fork with a time limit, so a crash, a hang
-or an error that stays with a CUDA context costs one stage. results.json is written again with every row that
-a stage measures. Models have Qwen2.5's shapes and random weights: no network is needed.
+This process imports and never touches the device. Each stage is a fork with a time limit, or a fresh process
+where a fork cannot start CUDA, so a crash, a hang or an error that stays with a CUDA context costs one stage.
+results.json is written again with every row that a stage measures, and the last lines printed are the table
+of what was. Models have Qwen2.5's shapes and random weights: no network is needed.
 """
 
 import argparse
@@ -17,12 +18,15 @@ import gc
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -31,11 +35,15 @@ ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
 # CUDA must not begin in the process that forks: torch asks the driver's library in place of the runtime
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # nobody waits for a name that is not found
 sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "kernels")]
 
-from plan import STAGES, Stage, commands, fetch  # noqa: E402
+from plan import STAGES, Stage, commands, fetch, groups, seconds_of  # noqa: E402
 
-# ---------- a stage is a fork
+MODULES = ("harness", "checks", "speed", "state")
+AUTO = ROOT / "kernels" / "rft_kernels" / "auto.json"
+
+# ---------- a stage is a process
 
 
 def work(stage: Stage, setting: Any, rows: Path) -> None:
@@ -73,10 +81,78 @@ def shown(row: dict[str, Any]) -> str:
     return "  ".join(words)
 
 
+def forked(call: Callable[[], None]) -> int:
+    """Return the process of a fork that makes a call and ends with 0, or with 1 and its error."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setsid()
+            call()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    return pid
+
+
+def fresh(name: str, setting: Any, rows: Path) -> int:
+    """Return a new process with a stage, which imports everything again."""
+    given = ["--stage", name, "--rows", str(rows), "--out", str(setting.out)]
+    given += ["--device", setting.device.type, "--rounds", str(setting.rounds)]
+    given += ["--peak", str(setting.peak / 1e12), *(["--dry"] if setting.dry else [])]
+    command = [sys.executable, str(HERE / "run.py"), *given]
+    return os.posix_spawn(sys.executable, command, os.environ, setsid=True)
+
+
+TOUCH = "import torch; assert torch.zeros(1, device='cuda').item() == 0"
+
+
+def starts_cuda(begin: str = TOUCH, *, seconds: float = 60.0) -> Callable[[str, Any, Path], int] | None:
+    """Return how to start a process that reaches the device: by a fork, or anew; None if neither does.
+
+    Where the driver's library cannot be asked, whatever asks for the device spoils each later fork.
+    """
+    pid = forked(lambda: exec(begin))
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done and status == 0:
+            return fork
+        if done:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(pid, signal.SIGKILL)
+    print("a fork cannot start CUDA: each stage is a fresh process", flush=True)
+    try:
+        done = subprocess.run([sys.executable, "-c", begin], timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    return fresh if done.returncode == 0 else None
+
+
+def fork(name: str, setting: Any, rows: Path) -> int:
+    """Return a fork of this process with a stage."""
+    return forked(lambda: work(STAGES[name], setting, rows))
+
+
 class Running:
     """A stage that runs: its process, and the file that its rows go to."""
 
-    def __init__(self, name: str, setting: Any, folder: Path, seconds: float):
+    def __init__(
+        self,
+        name: str,
+        setting: Any,
+        folder: Path,
+        seconds: float,
+        start: Callable[[str, Any, Path], int] = fork,
+    ):
         self.name = name
         self.seconds = seconds
         self.rows = folder / f"{name}.jsonl"
@@ -84,23 +160,7 @@ class Running:
         self.began = time.perf_counter()
         self.ended: str | None = None
         self.took = 0.0
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                os.setsid()
-                work(STAGES[name], setting, self.rows)
-                status = 0
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
+        self.pid = start(name, setting, self.rows)
 
     def poll(self) -> bool:
         """Return whether the stage has ended; kill it, and all that it started, where its time is over."""
@@ -143,9 +203,19 @@ def said(status: int) -> str:
 
 
 def run(
-    names: list[str], setting: Any, found: dict[str, Any], *, began: float, budget: float, scale: float
+    names: list[str],
+    setting: Any,
+    found: dict[str, Any],
+    *,
+    began: float,
+    budget: float,
+    scale: float,
+    start: Callable[[str, Any, Path], int] = fork,
 ) -> None:
-    """Run stages one after another within a budget of seconds; results.json has all that is measured."""
+    """Run groups of stages one after another within a budget of seconds; results.json has all measured.
+
+    A group is killed once it would take from the seconds that are kept for the later ones.
+    """
     file = setting.out / "results.json"
     beside: list[Running] = []
 
@@ -159,35 +229,43 @@ def run(
         part.write_text(json.dumps(found, indent=1) + "\n")
         part.replace(file)
 
-    def watch(stage: Running) -> None:
-        size = -1
-        while not stage.poll():
+    def watch(stages: list[Running]) -> None:
+        sizes = dict.fromkeys((stage.name for stage in stages), -1)
+        going = list(stages)
+        while going:
             for other in beside:
                 other.poll()
-            if stage.rows.stat().st_size != size:
+            for stage in list(going):
+                ended = stage.poll()
                 size = stage.rows.stat().st_size
-                write(stage)
+                if ended or size != sizes[stage.name]:
+                    sizes[stage.name] = size
+                    write(stage)
+                if ended:
+                    going.remove(stage)
+                    print(f"== {stage.name}: {stage.ended}, {stage.took:.1f} s", flush=True)
             time.sleep(0.05)
-        write(stage)
-        print(f"== {stage.name}: {stage.ended}, {stage.took:.1f} s", flush=True)
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        beside = [Running(n, setting, folder, scale * STAGES[n].seconds) for n in names if STAGES[n].beside]
-        for name in names:
-            if STAGES[name].beside:
-                continue
-            limit = min(scale * STAGES[name].seconds, left())
+        beside = [
+            Running(n, setting, folder, scale * STAGES[n].seconds, start) for n in names if STAGES[n].beside
+        ]
+        parts = groups(names)
+        for number, part in enumerate(parts):
+            later = scale * seconds_of(parts[number + 1 :])
+            limit = max(min(scale * seconds_of([part]), left()), left() - later)
             if limit < 5:
-                found["stages"][name] = {"limit": 0, "seconds": 0, "ended": "left out: the budget is spent"}
-                found["stages"][name]["rows"] = []
+                for missed in part:
+                    found["stages"][missed] = {"limit": 0, "seconds": 0, "rows": []}
+                    found["stages"][missed]["ended"] = "left out: the budget is spent"
                 write()
                 continue
-            print(f"== {name}, at most {limit:.0f} s", flush=True)
-            watch(Running(name, setting, folder, limit))
+            print(f"== {', '.join(part)}, at most {limit:.0f} s", flush=True)
+            watch([Running(n, setting, folder, limit, start) for n in part])
         for stage in beside:
             stage.seconds = min(stage.seconds, time.perf_counter() - stage.began + max(left(), 0))
-            watch(stage)
+        watch(beside)
 
 
 # ---------- a run
@@ -216,25 +294,51 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def summary(found: dict[str, Any]) -> str:
+    """Return the table of what was measured, whatever was not."""
+    import page
+
+    rows = page.Found(found)
+    ran = [[name, x["ended"], x["seconds"], len(x["rows"])] for name, x in found["stages"].items()]
+    errors = [
+        f"{name}: {row['error'][:200]}"
+        for name, x in found["stages"].items()
+        for row in x["rows"]
+        if "error" in row
+    ]
+    return "\n".join([page.table(["stage", "", "s", "rows"], ran), "", page.goals(rows), *errors])
+
+
+def imported() -> None:
+    """Import all that the forks need, which takes seconds; what cannot be costs the stages that use it."""
+    import importlib
+
+    for name in (*MODULES, "transformers.models.qwen2.modeling_qwen2", "rft_fn.run"):
+        try:
+            importlib.import_module(name)
+        except Exception:
+            print(f"{name} cannot be imported:", flush=True)
+            traceback.print_exc()
+
+
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Run the stages; return the results, which the folder has too."""
     began = time.perf_counter()
     args.out.mkdir(parents=True, exist_ok=True)
-
-    # all that the forks need: an import takes seconds, a fork does not
-    import checks  # noqa: F401
+    if args.auto is not None and args.auto.exists() and not args.dry:
+        shutil.copy(args.auto, AUTO)
+        print(f"{AUTO.relative_to(ROOT)}: from {args.auto}", flush=True)
+    imported()
     import harness
-    import speed  # noqa: F401
-    import state  # noqa: F401
     import torch
-    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
-    import rft_fn.run  # noqa: F401
-
-    if args.device == "cuda" and not args.dry and not torch.cuda.is_available():
-        raise SystemExit("run.py: device: expected a CUDA device, got none; --dry runs on a CPU")
-    if torch.cuda.is_initialized():
-        raise SystemExit("run.py: expected imports that leave the device alone, got one that touches it")
+    start = fork
+    if args.device == "cuda" and not args.dry:
+        if torch.cuda.is_initialized():
+            raise SystemExit("run.py: expected imports that leave the device alone, got one that touches it")
+        start = starts_cuda()
+        if start is None:
+            raise SystemExit("run.py: device: expected a CUDA device, got none; --dry runs on a CPU")
     setting = harness.setting_of(
         args.device, args.out.resolve(), dry=args.dry, rounds=args.rounds, peak=args.peak
     )
@@ -244,9 +348,24 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     gc.freeze()  # no fork looks through what was imported
     atexit.register(gc.unfreeze)  # nanobind reports what is not collected at the end
     names = args.only or list(STAGES)
-    run(names, setting, found, began=began, budget=args.budget, scale=args.scale)
+    try:
+        run(names, setting, found, began=began, budget=args.budget, scale=args.scale, start=start)
+    finally:
+        print(summary(found), flush=True)
+    made = args.out / "auto.json"
+    if args.auto is not None and made.exists() and not args.dry:
+        shutil.copy(made, args.auto)
     print(f"{args.out / 'results.json'}: {time.perf_counter() - began:.0f} s", flush=True)
     return found
+
+
+def one_stage(args: argparse.Namespace) -> None:
+    """Run one stage in this process, which was started for it."""
+    import harness
+
+    os.chdir(ROOT)
+    setting = harness.setting_of(args.device, args.out, dry=args.dry, rounds=args.rounds, peak=args.peak)
+    work(STAGES[args.stage], setting, args.rows)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -270,6 +389,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="timed repetitions")
     parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of the device; an H100's in bf16")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/gpu")))
+    parser.add_argument("--auto", type=Path, help="auto.json of an earlier call, and for a later one")
+    parser.add_argument("--stage", choices=list(STAGES), help=argparse.SUPPRESS)  # by a run itself
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--dry", action="store_true", help="tiny shapes, on the CPU unless --device cuda")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda, and cpu in a dry run")
     parser.add_argument("--commands", action="store_true", help="print the two command lines, and end")
@@ -289,5 +411,7 @@ if __name__ == "__main__":
         fetch()
     if chosen.commands:
         print(commands())
-    if not (chosen.fetch or chosen.commands):
+    if chosen.stage:
+        one_stage(chosen)
+    elif not (chosen.fetch or chosen.commands):
         main(chosen)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import checks
 import models
 import torch
 from harness import ROOT, Cases, Row, Setting, forked, now, peak_gib, reset_peak, seconds_of
@@ -20,6 +21,7 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn.engine import EngineConfig, get_engine
+from rft_fn.engine.hf.fixed_steps import FixedSteps
 from rft_fn.environment import tiny_models
 from rft_fn.strategy import StrategyConfig
 
@@ -86,6 +88,14 @@ def ceilings(setting: Setting) -> Cases:
         yield {"what": "product", "size": size}, partial(product, setting, size)
     yield {"what": "copy"}, partial(copies, setting, 1 if setting.dry else 512)
     yield {"what": "launch"}, partial(launches, setting)
+
+
+def attention_rate(setting: Setting) -> Cases:
+    """Attention of a full pack, forward and with its gradients."""
+    sizes = models.lengths_of(setting, 0)
+    for name, shape in checks.heads_of(setting).items():
+        about = {"heads": name, "tokens": sum(sizes), "sequences": len(sizes)}
+        yield about, partial(checks.attend, setting, shape, sizes, timed=True)
 
 
 # ---------- the fused head beside its products
@@ -256,17 +266,28 @@ def sample(setting: Setting, lm: nn.Module, batch: int, *, ragged: bool, graphs:
     def generate(most: int) -> rft.Rollout:
         return engine.generate(prompts, range(len(prompts)), n=samples, sampling=rft.Sampling(max_new=most))
 
-    generate(new if graphs else 4)  # all widths of a graph are captured
+    captured: list[float] = []
+    capture = FixedSteps._capture
+
+    def timed(steps: FixedSteps) -> None:
+        began = now(setting)
+        capture(steps)
+        captured.append(now(setting) - began)
+
+    generate(new if graphs else 4)  # kernels are compiled
     reset_peak(setting)
     found = {}
     for most in (new // 2, new):
-        began = now(setting)
-        rollout = generate(most)
-        found[most] = (now(setting) - began, int(rollout.mask.sum()))
+        captured.clear()
+        with mock.patch.object(FixedSteps, "_capture", timed):
+            began = now(setting)
+            rollout = generate(most)
+            found[most] = (now(setting) - began, int(rollout.mask.sum()))
     (half, some), (seconds, tokens) = found[new // 2], found[new]
     row: Row = {"tokens": tokens, "seconds": seconds, "tokens_s": tokens / seconds}
     row |= {"decode_tokens_s": (tokens - some) / max(seconds - half, 1e-9), "peak_gib": peak_gib(setting)}
-    row["ms_a_token"] = (seconds - half) / (new - new // 2) * 1e3
+    row |= {"ms_a_token": (seconds - half) / (new - new // 2) * 1e3}
+    row |= {"captures": len(captured), "capture_seconds": sum(captured)}
     if deep:
         few, many = (profiled(setting, partial(generate, n)) for n in (2, 10))
         for name in ("launches", "waits", "device_ms"):
