@@ -21,7 +21,7 @@ CHATML = f"""
 Be kind.{LISTED}<|im_end|>
 {{% endif %}}
 {{%- for m in messages %}}<|im_start|>{{{{ m['role'] }}}}
-{{{{ m['content'] }}}}{CALLS}<|im_end|>
+{{{{ m['content'] }}}}{{% if loop.first and m['role'] == 'system' %}}{LISTED}{{% endif %}}{CALLS}<|im_end|>
 {{% endfor %}}
 {{%- if add_generation_prompt %}}<|im_start|>assistant
 {{% endif %}}"""

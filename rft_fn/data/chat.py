@@ -3,25 +3,28 @@
 Prompts are to be answered; lessons are sequences with turns to be learned.
 """
 
+import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
+from rft_fn.data import template_probe
 from rft_fn.data.medium import for_template, media_of_turns, placed
-from rft_fn.data.messages import Conversation, Turn, text_of
+from rft_fn.data.messages import Conversation, Turn, extra_keys, is_learned, text_of
 from rft_fn.data.processing import Encoded, Processing
 from rft_fn.data.table import Row
-from rft_fn.data.templates import MARK, Lesson, cut, dated, reads, runs, shared_prefix, span, special_tokens
+from rft_fn.data.templates import MARK, Lesson, cut, dated, runs, shared_prefix, span, special_tokens
 
-__all__ = ["LOSS_ON", "Chat", "learned_turns"]
+__all__ = ["LOSS_ON", "MARKED", "Chat", "learned_turns"]
 
 LOSS_ON = ("all", "last")
-_MARK = "rftfnresponse"  # stands for a response while the chat template is asked what follows one
+MARKED = "rftfnresponse"
+"""Stands for a response while the chat template is asked what follows one."""
 _EXCHANGE: list[Turn] = [
     {"role": "user", "content": "rftfnquestion"},
-    {"role": "assistant", "content": _MARK},
+    {"role": "assistant", "content": MARKED},
 ]
 
 
@@ -54,11 +57,10 @@ class Chat:
                 "chat_template_kwargs: expected none, as the tokenizer has no chat template, got "
                 f"{', '.join(self.kwargs)}"
             )
-        own = {"add_generation_prompt", "messages", "tools", *self.tokenizer.special_tokens_map}
-        read = reads(self.tokenizer.get_chat_template()) - own
+        own = template_probe.own_names(self.tokenizer)
         for name in self.kwargs:
-            if name not in read:
-                known = ", ".join(sorted(read))
+            if name in own or not template_probe.reads_keyword(self.tokenizer, name, self.kwargs):
+                known = ", ".join(template_probe.keywords(self.tokenizer))
                 raise ValueError(
                     f"chat_template_kwargs: expected a name that the chat template reads "
                     f"({known or 'it reads none'}), got {name!r}"
@@ -72,6 +74,18 @@ class Chat:
         if self.processing is not None:
             read |= {*self.processing.kinds, *(f"{kind}s" for kind in self.processing.kinds)}
         return read
+
+    def unread_keys(self, row: Row, columns: Collection[str]) -> list[str]:
+        """Return the keys of the messages in these columns of a row that neither the library nor the template reads."""
+        found = set()
+        for name in columns:
+            found |= extra_keys(row.get(name))
+        return sorted({f"{key} of {role}" for role, key in found if not self._reads_key(role, key)})
+
+    def _reads_key(self, role: str, key: str) -> bool:
+        if key in template_probe.THOUGHTS:
+            return role == "assistant" and bool(template_probe.thought_key(self.tokenizer))
+        return template_probe.reads_key(self.tokenizer, role, key)
 
     def check_text(self, text: str) -> None:
         """Raise ValueError for text of a row that has the place of a medium by itself."""
@@ -108,7 +122,7 @@ class Chat:
         """Return the sequences in which turns of the assistant are learned.
 
         Each turn is learned with the token that ends it. "all" learns the turns of the last column, "last"
-        the last one. They share a sequence as long as the template renders a turn alike whatever follows it.
+        the last one; a turn with "weight" 0 is none of them. They share a sequence as long as the template renders a turn alike whatever follows it.
         A turn that it changes later (earlier thoughts are dropped), or that it ends with no special token,
         has a sequence up to its end.
 
@@ -122,7 +136,8 @@ class Chat:
             raise ValueError("turn 1: the assistant speaks first, so that no prompt asks for it")
         for i in spoken:
             turn = talk.turns[i]
-            if not (text_of(turn).strip() or turn.get("tool_calls") or turn.get("reasoning_content")):
+            thought = turn.get("reasoning_content") and template_probe.thought_key(self.tokenizer)
+            if not (text_of(turn).strip() or turn.get("tool_calls") or thought):
                 raise ValueError(f"turn {i + 1}: the response is empty")
 
         # nothing after the last learned turn is read
@@ -185,15 +200,20 @@ class Chat:
                 return list(ids[: i + 1])
         return usual
 
-    def behind_response(self, turns: Sequence[Turn], *, ask: bool) -> str:
-        """Return the template's text after a response that these turns follow. ValueError if it fails."""
-        text = self._rendered([*_EXCHANGE, *turns], None, ask, tokenize=False)
-        count = text.count(_MARK)
+    def behind_response(
+        self, turns: Sequence[Turn], *, ask: bool, exchange: Sequence[Turn] = tuple(_EXCHANGE)
+    ) -> str:
+        """Return the template's text after a response that these turns follow. ValueError if it fails.
+
+        `exchange` are the turns up to the response, in which `MARKED` stands for it, or for its end.
+        """
+        text = self._rendered([*exchange, *turns], None, ask, tokenize=False)
+        count = text.count(MARKED)
         if count != 1:
             raise ValueError(
                 f"chat template: expected a response once in the conversation, got it {count} times"
             )
-        return text.partition(_MARK)[2]
+        return text.partition(MARKED)[2]
 
     def ids(self, turns: Sequence[Mapping[str, Any]], tools: Any = None, *, ask: bool) -> list[int]:
         """Return the ids of turns; with `ask` the assistant's header follows.
@@ -221,41 +241,72 @@ class Chat:
         """Return the output of `apply_chat_template` with these options."""
         if template := dated(self.tokenizer, tools):
             options["chat_template"] = template
-        if self.processing is not None:
-            turns = [for_template(turn, self.tokenizer.chat_template) for turn in turns]
+        tools = template_probe.wrapped_tools(self.tokenizer, tools)
 
-        def rendered(turns: list[Any]) -> Any:
+        def rendered(turns: Sequence[Turn]) -> Any:
             return self.tokenizer.apply_chat_template(
-                turns, tools=tools, add_generation_prompt=ask, **options, **self.kwargs
+                [self._as_read(turn) for turn in turns],
+                tools=tools,
+                add_generation_prompt=ask,
+                **options,
+                **self.kwargs,
             )
 
-        try:
-            return rendered(list(turns))
-        except Exception as error:  # a template is a program: it may raise anything
-            merged = _without_system(turns)
-            if merged is None:
-                raise _refusal(turns, error) from error
+        # what a template refuses may be that calls have no ids of its form, or that there is a system turn
+        merged = _without_system(turns)
+        ways = [list(turns), template_probe.with_ids(turns)]
+        if merged is not None:
+            ways += [merged, template_probe.with_ids(merged)]
+        refused: ValueError | None = None
+        for number, way in enumerate(ways):
+            if way is None:
+                continue
+            try:
+                out = rendered(way)
+            except Exception as error:  # a template is a program: it may raise anything
+                if refused is None or number == 2:
+                    refused = _refusal(way, error)
+                    refused.__cause__ = error
+                continue
+            if number >= 2:
+                _warn_of_merged_system(self.tokenizer.chat_template)
+            return out
+        assert refused is not None
+        raise refused
 
-        # the same without a system turn
-        try:
-            out = rendered(merged)
-        except Exception as error:
-            raise _refusal(merged, error) from error
-        _warn_of_merged_system(self.tokenizer.chat_template)
-        return out
+    def _as_read(self, turn: Mapping[str, Any]) -> Turn:
+        """Return a turn in the form that the chat template reads."""
+        turn = {name: x for name, x in turn.items() if name != "weight"}
+        thought = turn.pop("reasoning_content", None)
+        if thought is not None and (key := template_probe.thought_key(self.tokenizer)):
+            turn[key] = thought
+        if turn.get("tool_calls") and template_probe.arguments_form(self.tokenizer) == "text":
+            turn["tool_calls"] = [_with_text_arguments(call) for call in turn["tool_calls"]]
+        as_parts = template_probe.content_form(self.tokenizer, turn["role"]) == "parts"
+        return for_template(turn, as_parts=as_parts)
 
     def _check_read(self, talk: Conversation) -> None:
         """Raise ValueError for parts of a row that the template would drop silently."""
-        template = self.tokenizer.get_chat_template(tools=talk.tools)
-        if talk.tools and "tools" not in reads(template):
+        if talk.tools and self._is_same(talk, talk._replace(tools=None)):
             raise ValueError(
                 "the row has tools, and the chat template reads none: take a model whose template does, or "
                 "rows without the column"
             )
-        for i, turn in enumerate(talk.turns, 1):
-            for key in ("tool_calls", "reasoning_content"):
-                if turn.get(key) and key not in template:
-                    raise ValueError(f"turn {i} has {key}, and the chat template does not read them")
+        for i, turn in enumerate(talk.turns):
+            if text_of(turn).strip() and template_probe.content_form(self.tokenizer, turn["role"]) == "none":
+                raise ValueError(f"turn {i + 1}: the chat template shows no text of a turn of {turn['role']}")
+            if turn.get("tool_calls") and not template_probe.arguments_form(self.tokenizer):
+                less = [*talk.turns]
+                less[i] = {name: x for name, x in turn.items() if name != "tool_calls"}
+                if self._is_same(talk, talk._replace(turns=less)):
+                    raise ValueError(
+                        f"turn {i + 1} has tool_calls, and the chat template does not read them"
+                    )
+
+    def _is_same(self, talk: Conversation, other: Conversation) -> bool:
+        """Return whether the template writes the same for two conversations."""
+        texts = [self._rendered(x.turns, x.tools, False, tokenize=False) for x in (talk, other)]
+        return texts[0] == texts[1]
 
     def _by_marks(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
         """Return the sequence by the marks {% generation %}, [] unless each turn has one pair of marks."""
@@ -280,14 +331,16 @@ class Chat:
                 return []
             if i not in spoken:
                 continue
-            if self._begins_in_prompt(talk, i, ids, start):
+            asked = self.ids(talk.turns[:i], talk.tools, ask=True)
+            if start < len(asked) < end and ids[: len(asked)] == asked:
+                start = len(asked)  # marks around the header too, which the prompt gives
+            if start < len(asked) or self._begins_in_prompt(asked, ids, start):
                 return []
             mask[start:end] = [True] * (end - start)
         return [cut(ids, mask)]
 
-    def _begins_in_prompt(self, talk: Conversation, i: int, ids: list[int], start: int) -> bool:
+    def _begins_in_prompt(self, asked: list[int], ids: list[int], start: int) -> bool:
         """Return whether a turn's first token begins with the last characters of the prompt before it."""
-        asked = self.ids(talk.turns[:i], talk.tools, ask=True)
         if asked[:start] != ids[:start]:
             return False
         over = self._text(asked[start:])
@@ -382,9 +435,21 @@ def learned_turns(talk: Conversation, loss_on: str | None) -> list[int]:
     spoken = [i for i in _assistant_turns(talk.turns) if i >= talk.start]
     if not spoken:
         raise ValueError("expected a turn of the assistant to learn, got none")
+    spoken = [i for i in spoken if is_learned(talk.turns[i])]
+    if not spoken:
+        raise ValueError("expected a turn of the assistant to learn, got none: the row leaves all of them out")
     if loss_on == "last":
         spoken = spoken[-1:]
     return spoken
+
+
+def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments are JSON text."""
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _without_system(turns: Sequence[Mapping[str, Any]]) -> list[Any] | None:

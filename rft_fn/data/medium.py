@@ -253,16 +253,11 @@ def _put_first(turns: list[Turn], cells: Mapping[str, Sequence[Any]]) -> None:
     user["content"] = [*places, {"type": "text", "text": user["content"]}]
 
 
-def for_template(turn: Mapping[str, Any], template: str) -> Mapping[str, Any]:
-    """Return a turn as a chat template reads it, with media as bare places.
-
-    Templates of processors mostly read lists of parts only, so that text becomes one.
-    """
+def for_template(turn: Mapping[str, Any], *, as_parts: bool) -> dict[str, Any]:
+    """Return a turn as a chat template reads it, with media as bare places, and text as a part if it must be."""
     content = turn["content"]
     if isinstance(content, str):
-        if "'type'" not in template.replace('"', "'"):
-            return turn
-        return {**turn, "content": [{"type": "text", "text": content}]}
+        return {**turn, "content": [{"type": "text", "text": content}] if as_parts else content}
     bare = [{"type": part["type"]} if part["type"] in KINDS else part for part in content]
     return {**turn, "content": bare}
 

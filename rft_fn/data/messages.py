@@ -3,7 +3,8 @@
 The schemas of OpenAI, TRL and sharegpt are read. All of them become turns {"role", "content", ...} with text
 as content, calls of tools as `{"type": "function", "function": {"name", "arguments"}}`, and no key that holds
 None. Content with images, audio or videos is a list of parts. A new schema is read by `_turn`; its names of
-roles are rows of `_ROLES`.
+roles are rows of `_ROLES`, and every key of a message is one of `_READ`, `_THOUGHTS`, `_LEARNED` or `_REFUSED`,
+or is passed on to the chat template and named by `extra_keys`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,8 +15,8 @@ from rft_fn.data.medium import KINDS, part_of
 from rft_fn.data.table import Row
 
 __all__ = [
-    "Conversation", "Turn", "advice", "are_messages", "conversation", "opened", "system_of", "text_of",
-    "tools_of", "turns_of", "unread",
+    "Conversation", "Turn", "advice", "are_messages", "conversation", "extra_keys", "is_learned", "opened",
+    "system_of", "text_of", "tools_of", "turns_of", "unread",
 ]  # fmt: skip
 
 Turn = dict[str, Any]
@@ -37,6 +38,25 @@ _ROLES = {
     "function_response": "tool",
     "ipython": "tool",
 }
+_READ = ("role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id")
+"""The keys that make a turn."""
+
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""The keys of a thought; a turn has it in the first."""
+
+_LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+"""The keys that say by 0 or 1 whether a turn is learned; a turn that is not has "weight": 0."""
+
+_REFUSED = {
+    **{name: "put it into the content, or into a column" for kind in KINDS for name in (kind, f"{kind}s")},
+    "tools": "give them in the column 'tools'",
+    "functions": "give them in the column 'tools'",
+    "train_detail": "only whole turns are learned or left out, by 'train'",
+    "prefix": "a turn that the assistant has begun is not continued",
+    "partial": "a turn that the assistant has begun is not continued",
+}
+"""The keys without which a turn would mean something else."""
+
 _ASKED = ("system", "system_prompt", "tools", "functions", "chat_template_kwargs", "history")
 """Columns of known schemas that belong to what is asked, next to a conversation or a question."""
 
@@ -111,6 +131,37 @@ def unread(row: Row, read: Collection[str]) -> list[str]:
     return names
 
 
+def extra_keys(cell: Any) -> set[tuple[str, str]]:
+    """Return (role, key) of the keys that are passed on with a turn, in messages or in lists of messages.
+
+    They belong to no schema that is read here: whoever renders the turns tells whether they are read.
+    """
+    found: set[tuple[str, str]] = set()
+    for message in _listed(cell) or ():
+        if isinstance(message, (list, tuple)):
+            found |= extra_keys(message)
+        if not isinstance(message, Mapping) or not ("role" in message or "from" in message):
+            continue
+        role = _ROLES.get(str(message.get("role", message.get("from"))), "")
+        for key, x in message.items():
+            of_result = key == "name" and role == "tool"
+            if key in _READ or of_result or key in _REFUSED or _is_nothing(x):
+                continue
+            if key in _LEARNED and (role == "assistant" or not _flag(key, x)):
+                continue
+            found.add((role, key))
+    return found
+
+
+def _is_nothing(x: Any) -> bool:
+    return x is None or (isinstance(x, _SIZED) and not len(x))
+
+
+def is_learned(turn: Turn) -> bool:
+    """Return whether a turn of the assistant is learned; the row may leave it out."""
+    return turn.get("weight", 1) != 0
+
+
 def turns_of(row: Row, name: str, *, media: bool = False) -> list[Turn]:
     """Return the messages of one column, a list or JSON text of one. ValueError as `conversation`."""
     if name not in row:
@@ -139,8 +190,9 @@ def turns_of(row: Row, name: str, *, media: bool = False) -> list[Turn]:
 def tools_of(row: Row) -> list[Any] | None:
     """Return the JSON schemas in the column `tools` of a row; None without any.
 
-    The column is a list or JSON text of one. Holes that a table puts into them are left out. ValueError for
-    text that is not JSON.
+    The column is a list or JSON text of one. JSON text has no holes. Those that a table puts into a list are
+    left out, and told from the null of a schema by where they are: one in "default" or "const" is meant,
+    unless the list has holes elsewhere too. ValueError for text that is not JSON.
     """
     cell = row.get("tools")
     if cell is None or (isinstance(cell, str) and not cell.strip()):
@@ -148,14 +200,27 @@ def tools_of(row: Row) -> list[Any] | None:
     given = _listed(cell)
     if given is None:
         raise ValueError(f"column 'tools': expected a list of JSON schemas, got {cell!r:.60}")
+    values = () if not isinstance(cell, str) and _has_holes(given) else _VALUES
     schemas = []
     for i, schema in enumerate(given, 1):
-        if isinstance(schema, str):
+        from_text = isinstance(schema, str)
+        if from_text:
             schema = _json(schema)
         if not isinstance(schema, Mapping):
             raise ValueError(f"column 'tools', tool {i}: expected a JSON schema, got {given[i - 1]!r:.60}")
-        schemas.append(_solid(schema))
+        schemas.append(_solid(schema, _VALUES if from_text else values))
     return schemas or None
+
+
+_VALUES = ("default", "const", "enum", "examples")
+"""The keys of a JSON schema that hold values, which may be null."""
+
+
+def _has_holes(x: Any) -> bool:
+    """Return whether a schema holds None where JSON Schema has no null."""
+    if isinstance(x, Mapping):
+        return any(y is None or _has_holes(y) for key, y in x.items() if key not in _VALUES)
+    return isinstance(x, (list, tuple)) and any(_has_holes(y) for y in x)
 
 
 def advice(row: Row) -> str:
@@ -212,33 +277,86 @@ def _turn(message: Any, media: bool) -> Turn:
     role = _ROLES.get(str(named))
     if role is None:
         raise ValueError(f"role: expected one of {', '.join(_ROLES)}, got {named!r}")
-    if named == "function_call":
-        return {"role": role, "content": "", "tool_calls": _calls(given.get("content"))}
+    for name, remedy in _REFUSED.items():
+        if not _is_nothing(given.get(name)) and given[name] is not False:
+            raise ValueError(f"{role}: expected no {name!r} in a message, got {given[name]!r:.40}; {remedy}")
+        given.pop(name, None)
+    learned = _weight(given)
+    thought = _thought(given)
 
     # a turn that calls tools needs no text
     calls = _calls(given.pop("tool_calls", []))
+    if not _is_nothing(given.get("function_call")):
+        calls += _calls(given["function_call"])
+    given.pop("function_call", None)
     content = given.pop("content", None)
-    if content is None and not calls:
+    if named == "function_call":
+        calls, content = _calls(content), None
+    elif content is None and not calls:
         raise ValueError(f"{role}: expected content, got none")
-    turn = {"role": role, "content": _content(content, media), **given}
+    content, inner = _content(content, media)
+    turn = {"role": role, "content": content, **given}
+    if thought or inner:
+        turn["reasoning_content"] = thought or inner
     if calls:
         turn["tool_calls"] = calls
+    if learned is False:
+        turn["weight"] = 0
     return turn
 
 
-def _content(content: Any, media: bool) -> str | list[Turn]:
-    """Return content as text, its parts joined; with media a list of parts. ValueError for other parts."""
+def _weight(given: dict[str, Any]) -> bool | None:
+    """Take the keys that say whether a turn is learned; None without any. ValueError for another value."""
+    flags = {name: _flag(name, given.pop(name)) for name in _LEARNED if name in given}
+    if len(set(flags.values())) > 1:
+        raise ValueError(f"{' and '.join(flags)}: expected the same for a turn, got {flags}")
+    return next(iter(flags.values()), None)
+
+
+def _flag(name: str, x: Any) -> bool:
+    """Return whether a value says that a turn is learned. ValueError for one that is neither 0 nor 1."""
+    if hasattr(x, "item"):  # a number of a table
+        x = x.item()
+    if not isinstance(x, (bool, int, float)) or x not in (0, 1):
+        raise ValueError(f"{name}: expected 0 or 1, whether the turn is learned, got {x!r:.40}")
+    return bool(x)
+
+
+def _thought(given: dict[str, Any]) -> str:
+    """Take the thought of a message, "" without one. ValueError for two that differ, and for other than text."""
+    found = {name: given.pop(name) for name in _THOUGHTS if name in given}
+    texts = {x for x in found.values() if isinstance(x, str) and x}
+    wrong = [name for name, x in found.items() if not isinstance(x, str) and not _is_nothing(x)]
+    if wrong or len(texts) > 1:
+        name = wrong[0] if wrong else " and ".join(found)
+        raise ValueError(f"{name}: expected the text of one thought, got {next(iter(found.values()))!r:.40}")
+    return next(iter(texts), "")
+
+
+_OF_TEXT = ("text", "input_text", "output_text", None)  # types of parts
+_OF_THOUGHT = ("thinking", "reasoning")
+
+
+def _content(content: Any, media: bool) -> tuple[str | list[Turn], str]:
+    """Return (content, the thoughts among its parts); with media the content is a list of parts.
+
+    Parts of text are joined. ValueError for other parts.
+    """
     if content is None:
-        return ""
+        return "", ""
     if isinstance(content, str):
-        return content
+        return content, ""
+    if hasattr(content, "tolist"):  # an array of a table
+        content = content.tolist()
     if not isinstance(content, (list, tuple)):
         raise ValueError(f"content: expected text, or a list of parts of text, got {type(content).__name__}")
 
     parts = [_part(part, media) for part in content]
+    thoughts = "".join(part["text"] for part in parts if part["type"] == "thought")
+    parts = [part for part in parts if part["type"] != "thought"]
     if any(part["type"] in KINDS for part in parts):
-        return parts
-    return "".join(part["text"] for part in parts)
+        return parts, thoughts
+    return "".join(part["text"] for part in parts), thoughts
 
 
 def _part(part: Any, media: bool) -> Turn:
@@ -247,14 +365,25 @@ def _part(part: Any, media: bool) -> Turn:
         return {"type": "text", "text": part}
     kind: Any = type(part).__name__
     if isinstance(part, Mapping):
-        if isinstance(part.get("text"), str):
+        kind = part.get("type")
+        if kind in _OF_TEXT and isinstance(part.get("text"), str):
             return {"type": "text", "text": part["text"]}
+        if kind in _OF_THOUGHT:
+            return {"type": "thought", "text": _text_of_thought(part)}
         medium = part_of(part)
         if medium is not None and media:
             return medium
-        kind = part.get("type")
     expected = f"text, {', '.join(KINDS)}" if media else "text"
     raise ValueError(f"content: expected parts of {expected}, got one of type {kind!r}")
+
+
+def _text_of_thought(part: Mapping[str, Any]) -> str:
+    """Return the text of a part that is a thought, in which it may be a list of parts."""
+    inner = next((part[name] for name in (*_OF_THOUGHT, "text") if part.get(name) is not None), "")
+    if isinstance(inner, str):
+        return inner
+    text, _ = _content(inner, False)
+    return str(text)
 
 
 def text_of(turn: Mapping[str, Any]) -> str:
@@ -281,26 +410,30 @@ def _call(call: Any) -> Turn:
     if not isinstance(call, Mapping):
         raise ValueError(f"tool_calls: expected a call with name and arguments, got {call!r:.60}")
 
-    # OpenAI's {"function": {...}}, or only name and arguments
-    function = call.get("function")
-    if not function:
-        function = {"name": call.get("name"), "arguments": call.get("arguments")}
+    # OpenAI's {"function": {...}}, or only name and arguments, which Llama calls parameters
+    function = call.get("function") or call
     if not isinstance(function, Mapping) or not function.get("name"):
         raise ValueError(f"tool_calls: expected a call with a name, got {call!r:.60}")
-    arguments = _solid(function.get("arguments") or {})
+    given = [function[name] for name in ("arguments", "parameters") if function.get(name) is not None]
+    arguments = _solid(given[0]) if given else {}
     if isinstance(arguments, str):
-        read = _json(arguments)
+        read = _json(arguments) if arguments.strip() not in ("", "null") else {}
         if isinstance(read, dict):
             arguments = read
 
-    turn = {name: x for name, x in call.items() if name not in ("name", "arguments") and x is not None}
+    of_call = ("name", "arguments", "parameters", "function")
+    turn = {name: x for name, x in call.items() if name not in of_call and x is not None}
     return {**turn, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _solid(x: Any) -> Any:
-    """x without the keys that hold None. A table gives every object the keys of all."""
+def _solid(x: Any, values: Collection[str] = ()) -> Any:
+    """Return x without the keys that hold None. A table gives every object the keys of all.
+
+    What the keys `values` hold stays as it is.
+    """
     if isinstance(x, Mapping):
-        return {name: _solid(y) for name, y in x.items() if y is not None}
+        kept = {name: y for name, y in x.items() if y is not None or name in values}
+        return {name: y if name in values else _solid(y, values) for name, y in kept.items()}
     if isinstance(x, (list, tuple)):
-        return [_solid(y) for y in x]
+        return [_solid(y, values) for y in x]
     return x

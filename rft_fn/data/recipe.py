@@ -179,6 +179,7 @@ class _Built(NamedTuple):
     row: str  # that has the content of its row
     notes: tuple[str, ...]  # how its media were changed
     unread: Sequence[str]  # columns of a known schema that are not read
+    unread_keys: Sequence[str]  # of messages
     tokens: int
     unknown: int  # of them, those for text that the tokenizer does not know
 
@@ -206,6 +207,7 @@ def _built(item: Any, recipe: Recipe) -> _Built:
         row=repr(row),
         notes=getattr(item, "media_notes", ()),
         unread=unread(item.columns, recipe.reads),
+        unread_keys=recipe.chat.unread_keys(item.columns, recipe.reads),
         tokens=len(ids),
         unknown=sum(token == unknown for token in ids),
     )
@@ -225,11 +227,12 @@ def _plain(x: Any) -> Any:
 
 
 class _Seen:
-    """What is said once of all rows: columns that are not read, and the share of unknown text."""
+    """What is said once of all rows: columns and keys that are not read, and the share of unknown text."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._unread: dict[str, FirstFew] = {}
+        self._keys: dict[str, FirstFew] = {}
         self._tokens = 0
         self._unknown = 0
         self._first = ""
@@ -237,17 +240,26 @@ class _Seen:
     def add(self, built: _Built, place: str) -> None:
         for name in built.unread:
             self._unread.setdefault(name, FirstFew()).add(place)
+        for key in built.unread_keys:
+            self._keys.setdefault(key, FirstFew()).add(place)
         if built.unknown and not self._unknown:
             self._first = place
         self._tokens += built.tokens
         self._unknown += built.unknown
 
     def warn(self) -> None:
-        """Warn of columns that are not read, and of unknown text."""
+        """Warn of columns and keys that are not read, and of unknown text."""
         for name, rows in self._unread.items():
             warnings.warn(
                 f"data: column {name!r} of {rows.count} rows is not read, the first is {rows.shown[0]}; a "
                 "template may name it",
+                stacklevel=4,
+            )
+        for key, rows in self._keys.items():
+            name, _, role = key.partition(" of ")
+            warnings.warn(
+                f"data: {name!r} in messages of {role} is not read, in {rows.count} rows; the first is "
+                f"{rows.shown[0]}",
                 stacklevel=4,
             )
         if self._unknown:

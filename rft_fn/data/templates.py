@@ -18,7 +18,7 @@ from rft_fn.data.table import InvalidRow, Row
 
 __all__ = [
     "MARK", "Lesson", "columns_in", "cut", "dated", "fill", "fix_day", "fixed_day", "is_empty",
-    "literals", "reads", "runs", "shared_prefix", "span", "special_tokens",
+    "literals", "runs", "shared_prefix", "span", "special_tokens",
 ]  # fmt: skip
 
 
@@ -127,38 +127,6 @@ def literals(pairs: Sequence[str]) -> dict[str, Any]:
                 f"with a text in quotes, got {pair!r}"
             ) from None
     return values
-
-
-@cache
-def reads(template: str) -> frozenset[str]:
-    """Return the names of the variables that a template reads before it sets them."""
-    from jinja2 import Environment, meta
-
-    env = Environment(extensions=["jinja2.ext.loopcontrols"])
-    tree = env.parse(MARK.sub("", template))
-
-    # the first use of each name decides: one that is set first is the template's own variable
-    first: dict[str, str] = {}
-    for name, use in _uses(tree):
-        first.setdefault(name, use)
-
-    # jinja counts a name that is set in one branch as undeclared in the others, also where none reads it
-    undeclared = meta.find_undeclared_variables(tree)
-    names = {name for name in undeclared if first.get(name) == "load"}
-    return frozenset(names) - set(env.globals) - {"raise_exception", "strftime_now"}
-
-
-def _uses(node: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, "load" or "store") of each variable below a node, in order of execution."""
-    from jinja2 import nodes
-
-    parts = list(node.iter_child_nodes())
-    if isinstance(node, nodes.Assign):
-        parts.reverse()  # the value, then the name that gets it
-    for part in parts:
-        if isinstance(part, nodes.Name):
-            yield part.name, part.ctx
-        yield from _uses(part)
 
 
 # ------------------------------------------------------------------------------------------------- the date

@@ -276,7 +276,6 @@ def test_a_system_prompt_that_a_template_refuses_is_put_before_the_first_questio
     ("CHATML", FEW[:3], "^turn 3: expected the last turn of a prompt from user or tool, got assistant$"),
     ("CHATML", [turn("system", ""), user(" \n")], "^the prompt is empty$"),
     ("GEMMA2", [user("a"), says("b", tool_calls=[CALLED]), user("c")], "turn 2 has tool_calls, and"),
-    ("CHATML", [user("a"), says("b", reasoning_content="c"), user("d")], "turn 2 has reasoning_content"),
 ])  # fmt: skip
 def test_a_prompt_that_cannot_be_asked_is_refused(name, turns, message):
     with pytest.raises(ValueError, match=message):

@@ -1,0 +1,319 @@
+"""What a chat template reads and writes, found by rendering it with and without a marker.
+
+A template is a program: its source does not tell what it does with a tool, a keyword, a thought or a part of
+text. So it is asked. All questions go through `rendered`.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from rft_fn.data.templates import MARK
+
+__all__ = [
+    "CALL_ID", "arguments_form", "call_turn", "content_form", "keywords", "reads_key", "reads_keyword",
+    "rendered", "thought_key", "thought_marks", "thought_starts", "with_ids", "wrapped_tools",
+]  # fmt: skip
+
+Turn = Mapping[str, Any]
+
+_ASKED = "rftfnquestion"
+_SAID = "rftfnanswer"
+_FOUND = "rftfnmarker"
+CALL_ID = "call{:05}"  # the form that Mistral's templates ask for: nine letters and digits
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""The keys under which templates read a thought."""
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "rftfntool",
+        "description": "rftfndescription",
+        "parameters": {
+            "type": "object",
+            "properties": {"rftfnkey": {"type": "string", "description": "rftfnabout"}},
+            "required": ["rftfnkey"],
+        },
+    },
+}
+
+
+def rendered(
+    tokenizer: Any,
+    turns: Sequence[Turn],
+    tools: Sequence[Any] | None = None,
+    *,
+    ask: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
+) -> str | None:
+    """Return the text that a tokenizer's chat template makes of turns, None where it fails."""
+    if not tokenizer.chat_template:
+        return None
+    given = [dict(turn) for turn in turns]
+    tools = None if tools is None else list(tools)
+    try:
+        return tokenizer.apply_chat_template(
+            given, tools=tools, tokenize=False, add_generation_prompt=ask, **(kwargs or {})
+        )
+    except Exception:  # whatever a template raises
+        return None
+
+
+def _user(content: Any = _ASKED) -> Turn:
+    return {"role": "user", "content": content}
+
+
+def _assistant(content: Any = _SAID, **more: Any) -> Turn:
+    return {"role": "assistant", "content": content, **more}
+
+
+def call_turn(calls: Sequence[tuple[str, Any]], *, ids: Sequence[str] = (), content: str = "") -> Turn:
+    """Return a turn that calls tools, of (name, arguments) of each call."""
+    made = []
+    for i, (name, arguments) in enumerate(calls):
+        function = {"name": name, "arguments": arguments}
+        made.append({
+            "id": ids[i] if ids else CALL_ID.format(i + 1), "type": "function", "function": function,
+        })  # fmt: skip
+    return _assistant(content, tool_calls=made)
+
+
+def _key_of(tokenizer: Any) -> str:
+    return json.dumps(tokenizer.chat_template)  # a template may be replaced
+
+
+# ---------- the content of a turn
+
+
+def content_form(tokenizer: Any, role: str) -> str:
+    """Return how the template reads the content of a role: "text", "parts", "none", or "" if it fails.
+
+    "text" is a string, "parts" a list of {"type": "text"}. Without a chat template it is text.
+    """
+    return _content_form(tokenizer, role, _key_of(tokenizer))
+
+
+@lru_cache(256)
+def _content_form(tokenizer: Any, role: str, template: str) -> str:
+    if not tokenizer.chat_template:
+        return "text"
+    forms = {"text": _FOUND, "parts": [{"type": "text", "text": _FOUND}]}
+    found = ""
+    for form, content in forms.items():
+        for turns in _with_role(role, content, form):
+            text = rendered(tokenizer, turns)
+            if text is not None and _FOUND in text:
+                return form
+            if text is not None:
+                found = "none"
+    return found
+
+
+def _with_role(role: str, content: Any, form: str) -> list[list[Turn]]:
+    """Return conversations with a turn of a role, in the order in which they are tried."""
+
+    def as_form(text: str) -> Any:
+        return text if form == "text" else [{"type": "text", "text": text}]
+
+    asked = _user(as_form(_ASKED))
+    if role == "user":
+        return [[_user(content)]]
+    if role == "assistant":
+        return [[asked, _assistant(content)]]
+    if role == "tool":
+        result = {"role": "tool", "content": content, "name": "rftfntool", "tool_call_id": CALL_ID.format(1)}
+        calls = [call_turn([("rftfntool", x)]) for x in ({"rftfnkey": "x"}, '{"rftfnkey": "x"}')]
+        return [[asked, call, result] for call in calls] + [[asked, _assistant(as_form(_SAID)), result]]
+    return [[{"role": role, "content": content}, asked]]
+
+
+# ---------- calls of tools, tools
+
+
+def arguments_form(tokenizer: Any) -> str:
+    """Return how the template reads the arguments of a call: "object", "text" of JSON, or "" if it does not."""
+    return _arguments_form(tokenizer, _key_of(tokenizer))
+
+
+@lru_cache(64)
+def _arguments_form(tokenizer: Any, template: str) -> str:
+    arguments = {"rftfnkey": _FOUND}
+    asked = _user() if content_form(tokenizer, "user") != "parts" else _user([{"type": "text", "text": "x"}])
+    for tools in (None, [_TOOL]):
+        texts = {
+            form: rendered(tokenizer, [asked, call_turn([("rftfntool", given)])], tools) or ""
+            for form, given in (("object", arguments), ("text", json.dumps(arguments)))
+        }
+        # an object that is printed as Python writes it is meant to be text
+        if _FOUND in texts["object"] and f"{arguments}" not in texts["object"]:
+            return "object"
+        if json.dumps(arguments) in texts["text"]:
+            return "text"
+        if _FOUND in texts["object"]:
+            return "object"
+    return ""
+
+
+def with_ids(turns: Sequence[Turn]) -> list[Turn] | None:
+    """Return turns whose calls and results have ids of nine characters, None where there are none."""
+    numbered: list[Turn] = []
+    made = 0
+    open_ids: list[str] = []
+    for turn in turns:
+        if turn.get("tool_calls"):
+            calls = []
+            open_ids = []
+            for call in turn["tool_calls"]:
+                made += 1
+                open_ids.append(CALL_ID.format(made))
+                calls.append({**call, "id": open_ids[-1]})
+            turn = {**turn, "tool_calls": calls}
+        elif turn["role"] == "tool":
+            made += not open_ids
+            turn = {**turn, "tool_call_id": open_ids.pop(0) if open_ids else CALL_ID.format(made)}
+        numbered.append(turn)
+    return numbered if made else None
+
+
+def wrapped_tools(tokenizer: Any, tools: Sequence[Any] | None) -> list[Any] | None:
+    """Return the schemas of tools in the form that the template reads: bare ones in OpenAI's if it must be."""
+    if tools is None:
+        return None
+    bare = [tool for tool in tools if "function" not in tool and "name" in tool]
+    if not bare or _reads_bare_tools(tokenizer, _key_of(tokenizer)):
+        return list(tools)
+    return [{"type": "function", "function": tool} if tool in bare else tool for tool in tools]
+
+
+@lru_cache(64)
+def _reads_bare_tools(tokenizer: Any, template: str) -> bool:
+    texts = [rendered(tokenizer, [_user()], [tool]) or "" for tool in (_TOOL["function"], _TOOL)]
+    return "rftfntool" in texts[0] or "rftfntool" not in texts[1]
+
+
+# ---------- thoughts
+
+
+def thought_key(tokenizer: Any) -> str:
+    """Return the key of a turn that the template reads a thought from, "" where it reads none."""
+    return _thought_key(tokenizer, _key_of(tokenizer))
+
+
+@lru_cache(64)
+def _thought_key(tokenizer: Any, template: str) -> str:
+    for key in THOUGHTS:
+        if reads_key(tokenizer, "assistant", key):
+            return key
+    return ""
+
+
+def thought_marks(tokenizer: Any) -> list[tuple[str, str]]:
+    """Return the texts around a thought: what the template writes, and the usual <think> and </think>."""
+    marks = [("<think>", "</think>")]
+    key = thought_key(tokenizer)
+    if key:
+        text = rendered(tokenizer, [_user(), _assistant(**{key: _FOUND})]) or ""
+        plain = rendered(tokenizer, [_user(), _assistant()]) or ""
+        before, _, after = text.partition(_FOUND)
+        plain = plain.partition(_SAID)[0]
+        size = next((i for i, (a, b) in enumerate(zip(before, plain)) if a != b), min(len(before), len(plain)))
+        opening = before[size:].strip() or (before.split() or [""])[-1]
+        closing = re.match(r"\s*(<[^<>]*>|\[[^\[\]]*\])", after)
+        if opening and closing and _FOUND in text:
+            marks.append((opening, closing[1]))
+    return list(dict.fromkeys(marks))
+
+
+def thought_starts(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Return whether the prompt ends inside a thought, so that a response begins within it."""
+    text = (rendered(tokenizer, [_user()], ask=True, kwargs=kwargs) or "").rstrip()
+    return any(text.endswith(opening) for opening, _ in thought_marks(tokenizer))
+
+
+# ---------- keys of a message, keywords of the template
+
+
+def reads_key(tokenizer: Any, role: str, key: str) -> bool:
+    """Return whether the template writes anything else for a turn of a role that has this key."""
+    return _reads_key(tokenizer, role, key, _key_of(tokenizer))
+
+
+@lru_cache(1024)
+def _reads_key(tokenizer: Any, role: str, key: str, template: str) -> bool:
+    form = content_form(tokenizer, role)
+    content: Any = _SAID if form != "parts" else [{"type": "text", "text": _SAID}]
+    for turns in _with_role(role, content, form or "text"):
+        place = next(i for i, turn in enumerate(turns) if turn["role"] == role)
+        for ask in (False, True):
+            plain = rendered(tokenizer, turns, ask=ask)
+            for value in (_FOUND, True, [{"type": "text", "text": _FOUND}]):
+                more = [*turns]
+                more[place] = {**more[place], key: value}
+                text = rendered(tokenizer, more, ask=ask)
+                if text is not None and text != plain:
+                    return True
+    return False
+
+
+def _talks() -> list[tuple[list[Turn], list[Any] | None]]:
+    """Return conversations in which a template may read whatever it reads, each with tools or None."""
+    thought = dict.fromkeys(THOUGHTS, _FOUND)
+    talk = [_user(), _assistant(**thought), _user(), _assistant(f"<think>\n{_FOUND}\n</think>\n\n{_SAID}")]
+    result = {"role": "tool", "content": _SAID, "name": "rftfntool", "tool_call_id": CALL_ID.format(1)}
+    parts = [{"type": "image"}, {"type": "video"}, {"type": "text", "text": _ASKED}]
+    talks: list[list[Turn]] = [
+        [_user()],
+        [{"role": "system", "content": _SAID}, _user()],
+        [_user(), _assistant()],
+        [*talk, _user()],
+        [_user(parts)],
+    ]
+    for arguments in ({"rftfnkey": "x"}, '{"rftfnkey": "x"}'):
+        talks.append([_user(), {**call_turn([("rftfntool", arguments)]), **thought}, result])
+    return [(turns, tools) for turns in talks for tools in (None, [_TOOL])]
+
+
+_COMPARED = re.compile(r"""[=!]=\s*(?:"([^"\n]{1,32})"|'([^'\n]{1,32})')""")
+"""A text that a template compares something with."""
+
+
+def reads_keyword(tokenizer: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a keyword changes what the template writes, by its value in `kwargs` or by another.
+
+    The others are true, false, a marker, and the texts that the template compares anything with.
+    """
+    rest = {other: x for other, x in kwargs.items() if other != name}
+    compared = {"".join(match) for match in _COMPARED.findall(str(tokenizer.get_chat_template()))}
+    values = [*([kwargs[name]] if name in kwargs else []), True, False, _FOUND, *sorted(compared)]
+    for turns, tools in _talks():
+        for ask in (True, False):
+            plain = rendered(tokenizer, turns, tools, ask=ask, kwargs=rest)
+            for value in values:
+                if rendered(tokenizer, turns, tools, ask=ask, kwargs={**rest, name: value}) != plain:
+                    return True
+    return False
+
+
+def own_names(tokenizer: Any) -> set[str]:
+    """Return the names that the template gets anyway, and options of the function that renders it."""
+    from jinja2.defaults import DEFAULT_NAMESPACE
+
+    options = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"}
+    given = {"messages", "tools", "raise_exception", "strftime_now", *tokenizer.special_tokens_map}
+    return options | given | set(DEFAULT_NAMESPACE)
+
+
+def keywords(tokenizer: Any) -> list[str]:
+    """Return the keywords that the template reads, for an error: of the names in its source those that do."""
+    from jinja2 import Environment, TemplateError, meta
+
+    env = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        tree = env.parse(MARK.sub("", tokenizer.get_chat_template()))
+    except TemplateError:
+        return []
+    names = meta.find_undeclared_variables(tree) - own_names(tokenizer)
+    return sorted(name for name in names if reads_keyword(tokenizer, name, {}))
