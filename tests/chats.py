@@ -84,25 +84,25 @@ ASKED = """
 
 
 @cache
-def _core() -> Any:
+def _core(more: tuple[str, ...] = ()) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     # every byte is a token, and two ends of a line are one, as in the vocabularies of real models
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {c: i for i, c in enumerate([*SPECIAL, *alphabet, "ĊĊ"])}
+    vocab = {c: i for i, c in enumerate([*SPECIAL, *alphabet, "ĊĊ", *more])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(x, special=True, normalized=False) for x in SPECIAL])
+    core.add_special_tokens([AddedToken(x, special=True, normalized=False) for x in (*SPECIAL, *more)])
     return core
 
 
-def tokenizer(template: str | None, *, end: str = "<eos>") -> Any:
-    """A tokenizer of its own, with that chat template and that end of a sequence."""
+def tokenizer(template: str | None, *, end: str = "<eos>", more: tuple[str, ...] = ()) -> Any:
+    """A tokenizer of its own, with that chat template, that end of a sequence and `more` special tokens."""
     from transformers import PreTrainedTokenizerFast
 
     names = {"pad_token": "<pad>", "eos_token": end, "bos_token": "<bos>"}
-    return PreTrainedTokenizerFast(tokenizer_object=_core(), chat_template=template, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=_core(more), chat_template=template, **names)
 
 
 def ending() -> Any:

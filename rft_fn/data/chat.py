@@ -3,7 +3,6 @@
 Prompts are to be answered; lessons are sequences with turns to be learned.
 """
 
-import json
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from rft_fn.data.processing import Encoded, Processing
 from rft_fn.data.table import Row
 from rft_fn.data.templates import MARK, Lesson, cut, dated, runs, shared_prefix, span, special_tokens
 
-__all__ = ["LOSS_ON", "MARKED", "Chat", "learned_turns"]
+__all__ = ["EXCHANGE", "LOSS_ON", "MARKED", "Chat", "learned_turns"]
 
 LOSS_ON = ("all", "last")
 MARKED = "rftfnresponse"
 """Stands for a response while the chat template is asked what follows one."""
-_EXCHANGE: list[Turn] = [
+EXCHANGE: list[Turn] = [
     {"role": "user", "content": "rftfnquestion"},
     {"role": "assistant", "content": MARKED},
 ]
@@ -201,7 +200,7 @@ class Chat:
         return usual
 
     def behind_response(
-        self, turns: Sequence[Turn], *, ask: bool, exchange: Sequence[Turn] = tuple(_EXCHANGE)
+        self, turns: Sequence[Turn], *, ask: bool, exchange: Sequence[Turn] = EXCHANGE
     ) -> str:
         """Return the template's text after a response that these turns follow. ValueError if it fails.
 
@@ -254,9 +253,12 @@ class Chat:
 
         # what a template refuses may be that calls have no ids of its form, or that there is a system turn
         merged = _without_system(turns)
-        ways = [list(turns), template_probe.with_ids(turns)]
-        if merged is not None:
-            ways += [merged, template_probe.with_ids(merged)]
+        ways: list[Sequence[Turn] | None] = []
+        for way in (turns, merged):
+            both = [way, template_probe.with_ids(self.tokenizer, way) if way is not None else None]
+            if way is not None and template_probe.lacks_ids(self.tokenizer, way):
+                both.reverse()
+            ways += both
         refused: ValueError | None = None
         for number, way in enumerate(ways):
             if way is None:
@@ -299,9 +301,7 @@ class Chat:
                 less = [*talk.turns]
                 less[i] = {name: x for name, x in turn.items() if name != "tool_calls"}
                 if self._is_same(talk, talk._replace(turns=less)):
-                    raise ValueError(
-                        f"turn {i + 1} has tool_calls, and the chat template does not read them"
-                    )
+                    raise ValueError(f"turn {i + 1} has tool_calls, and the chat template does not read them")
 
     def _is_same(self, talk: Conversation, other: Conversation) -> bool:
         """Return whether the template writes the same for two conversations."""
@@ -437,7 +437,9 @@ def learned_turns(talk: Conversation, loss_on: str | None) -> list[int]:
         raise ValueError("expected a turn of the assistant to learn, got none")
     spoken = [i for i in spoken if is_learned(talk.turns[i])]
     if not spoken:
-        raise ValueError("expected a turn of the assistant to learn, got none: the row leaves all of them out")
+        raise ValueError(
+            "expected a turn of the assistant to learn, got none: the row leaves all of them out"
+        )
     if loss_on == "last":
         spoken = spoken[-1:]
     return spoken
@@ -446,10 +448,7 @@ def learned_turns(talk: Conversation, loss_on: str | None) -> list[int]:
 def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call whose arguments are JSON text."""
     function = call["function"]
-    arguments = function["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": template_probe.as_json(function["arguments"])}}
 
 
 def _without_system(turns: Sequence[Mapping[str, Any]]) -> list[Any] | None:

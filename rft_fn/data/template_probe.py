@@ -14,8 +14,8 @@ from typing import Any
 from rft_fn.data.templates import MARK
 
 __all__ = [
-    "CALL_ID", "arguments_form", "call_turn", "content_form", "keywords", "reads_key", "reads_keyword",
-    "rendered", "thought_key", "thought_marks", "thought_starts", "with_ids", "wrapped_tools",
+    "CALL_ID", "THOUGHTS", "TOOL", "arguments_form", "as_json", "call_turn", "content_form", "id_of_call", "keywords", "lacks_ids", "own_names", "reads_key",
+    "reads_keyword", "rendered", "thought_key", "thought_marks", "thought_starts", "with_ids", "wrapped_tools",
 ]  # fmt: skip
 
 Turn = Mapping[str, Any]
@@ -27,7 +27,7 @@ CALL_ID = "call{:05}"  # the form that Mistral's templates ask for: nine letters
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """The keys under which templates read a thought."""
 
-_TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "rftfntool",
@@ -79,6 +79,11 @@ def call_turn(calls: Sequence[tuple[str, Any]], *, ids: Sequence[str] = (), cont
             "id": ids[i] if ids else CALL_ID.format(i + 1), "type": "function", "function": function,
         })  # fmt: skip
     return _assistant(content, tool_calls=made)
+
+
+def as_json(arguments: Any) -> str:
+    """Return the arguments of a call as JSON text; a text is one already."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _key_of(tokenizer: Any) -> str:
@@ -142,7 +147,7 @@ def arguments_form(tokenizer: Any) -> str:
 def _arguments_form(tokenizer: Any, template: str) -> str:
     arguments = {"rftfnkey": _FOUND}
     asked = _user() if content_form(tokenizer, "user") != "parts" else _user([{"type": "text", "text": "x"}])
-    for tools in (None, [_TOOL]):
+    for tools in (None, [TOOL]):
         texts = {
             form: rendered(tokenizer, [asked, call_turn([("rftfntool", given)])], tools) or ""
             for form, given in (("object", arguments), ("text", json.dumps(arguments)))
@@ -157,25 +162,56 @@ def _arguments_form(tokenizer: Any, template: str) -> str:
     return ""
 
 
-def with_ids(turns: Sequence[Turn]) -> list[Turn] | None:
-    """Return turns whose calls and results have ids of nine characters, None where there are none."""
+def id_of_call(tokenizer: Any, name: str, number: int) -> str:
+    """Return the id of the call of a name, the `number`-th from 1, in the form that the template asks for.
+
+    Nine letters and digits, as Mistral's want; Kimi's writes an id in place of the name, and has its own form.
+    """
+    if _names_by_id(tokenizer, _key_of(tokenizer)):
+        return f"functions.{name}:{number - 1}"
+    return CALL_ID.format(number)
+
+
+@lru_cache(64)
+def _names_by_id(tokenizer: Any, template: str) -> bool:
+    text = rendered(tokenizer, [_user(), call_turn([("rftfntool", {"rftfnkey": _FOUND})])]) or ""
+    return "rftfntool" not in text and CALL_ID.format(1) in text
+
+
+def with_ids(tokenizer: Any, turns: Sequence[Turn]) -> list[Turn] | None:
+    """Return turns whose calls and results have ids of the template's form, None where there are none."""
     numbered: list[Turn] = []
     made = 0
-    open_ids: list[str] = []
+    left: list[str] = []  # ids of calls without a result
     for turn in turns:
         if turn.get("tool_calls"):
+            left = []
             calls = []
-            open_ids = []
             for call in turn["tool_calls"]:
                 made += 1
-                open_ids.append(CALL_ID.format(made))
-                calls.append({**call, "id": open_ids[-1]})
+                left.append(id_of_call(tokenizer, call["function"]["name"], made))
+                calls.append({**call, "id": left[-1]})
             turn = {**turn, "tool_calls": calls}
         elif turn["role"] == "tool":
-            made += not open_ids
-            turn = {**turn, "tool_call_id": open_ids.pop(0) if open_ids else CALL_ID.format(made)}
+            made += not left
+            own = id_of_call(tokenizer, str(turn.get("name") or "rftfntool"), made)
+            turn = {**turn, "tool_call_id": left.pop(0) if left else own}
         numbered.append(turn)
     return numbered if made else None
+
+
+def lacks_ids(tokenizer: Any, turns: Sequence[Turn]) -> bool:
+    """Return whether turns have no ids where the template writes them, or no names in ids in place of names."""
+    calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
+    results = [turn for turn in turns if turn["role"] == "tool"]
+    if not calls and not results:
+        return False
+    if _names_by_id(tokenizer, _key_of(tokenizer)):
+        return any(call["function"]["name"] not in str(call.get("id")) for call in calls) or any(
+            "tool_call_id" not in turn for turn in results
+        )
+    missing = any("tool_call_id" not in turn for turn in results)
+    return missing and reads_key(tokenizer, "tool", "tool_call_id")
 
 
 def wrapped_tools(tokenizer: Any, tools: Sequence[Any] | None) -> list[Any] | None:
@@ -190,7 +226,7 @@ def wrapped_tools(tokenizer: Any, tools: Sequence[Any] | None) -> list[Any] | No
 
 @lru_cache(64)
 def _reads_bare_tools(tokenizer: Any, template: str) -> bool:
-    texts = [rendered(tokenizer, [_user()], [tool]) or "" for tool in (_TOOL["function"], _TOOL)]
+    texts = [rendered(tokenizer, [_user()], [tool]) or "" for tool in (TOOL["function"], TOOL)]
     return "rftfntool" in texts[0] or "rftfntool" not in texts[1]
 
 
@@ -219,7 +255,9 @@ def thought_marks(tokenizer: Any) -> list[tuple[str, str]]:
         plain = rendered(tokenizer, [_user(), _assistant()]) or ""
         before, _, after = text.partition(_FOUND)
         plain = plain.partition(_SAID)[0]
-        size = next((i for i, (a, b) in enumerate(zip(before, plain)) if a != b), min(len(before), len(plain)))
+        size = next(
+            (i for i, (a, b) in enumerate(zip(before, plain)) if a != b), min(len(before), len(plain))
+        )
         opening = before[size:].strip() or (before.split() or [""])[-1]
         closing = re.match(r"\s*(<[^<>]*>|\[[^\[\]]*\])", after)
         if opening and closing and _FOUND in text:
@@ -273,7 +311,7 @@ def _talks() -> list[tuple[list[Turn], list[Any] | None]]:
     ]
     for arguments in ({"rftfnkey": "x"}, '{"rftfnkey": "x"}'):
         talks.append([_user(), {**call_turn([("rftfntool", arguments)]), **thought}, result])
-    return [(turns, tools) for turns in talks for tools in (None, [_TOOL])]
+    return [(turns, tools) for turns in talks for tools in (None, [TOOL])]
 
 
 _COMPARED = re.compile(r"""[=!]=\s*(?:"([^"\n]{1,32})"|'([^'\n]{1,32})')""")

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from rft_fn.check import writable
-from rft_fn.data.chat import Chat
+from rft_fn.data import template_probe
+from rft_fn.data.chat import EXCHANGE, MARKED, Chat
 from rft_fn.data.messages import Turn, opened
 from rft_fn.data.responses import prompt_ids
 from rft_fn.data.templates import special_tokens
@@ -97,6 +98,45 @@ def as_messages(observation: Observation) -> list[Turn]:
 # ---------- observations as tokens, after sampled tokens that do not change
 
 
+_TOLD = "rftfntold"  # stands for the content of a message
+
+
+class _Behind(NamedTuple):
+    """What a chat template writes after a response."""
+
+    ended: str  # where nothing follows
+    text: str  # where messages follow, which it asks to answer
+    head: str  # the text up to the content of the first of them
+    of_calls: bool  # whether the response called tools, so that the text begins inside of a call
+
+
+def _exchanges(
+    tokenizer: Any, messages: Sequence[Turn]
+) -> list[tuple[Sequence[Turn], Callable[[Sequence[Turn]], Sequence[Turn]]]]:
+    """Return what is tried before messages: (the turns up to the response, the messages that follow)."""
+    results = [message for message in messages if message["role"] == "tool"]
+    if not results:
+        return [(EXCHANGE, list)]
+    names = [str(x.get("name") or "rftfntool") for x in results]
+    own = [template_probe.id_of_call(tokenizer, name, i) for i, name in enumerate(names, 1)]
+    ids = [x.get("tool_call_id") or number for x, number in zip(results, own)]
+
+    def with_ids(turns: Sequence[Turn]) -> list[Turn]:
+        left = iter(ids)
+        return [{**x, "tool_call_id": next(left)} if x["role"] == "tool" else x for x in turns]
+
+    # the last call ends with the mark of the response; some templates take one call a turn
+    calls = [(name, {"x": ""}) for name in names]
+    calls[-1] = (names[-1], {"x": MARKED})
+    asked = EXCHANGE[0]
+    calling = dict(template_probe.call_turn(calls, ids=ids))
+    one = dict(template_probe.call_turn(calls[-1:], ids=ids[-1:]))
+    plain = [(EXCHANGE, list), (EXCHANGE, with_ids)]
+    if template_probe.lacks_ids(tokenizer, messages):
+        plain.reverse()
+    return [*plain, ([asked, calling], with_ids), ([asked, one], with_ids)]
+
+
 class Renderer(NamedTuple):
     """A tokenizer, and how its chat template is used."""
 
@@ -121,38 +161,73 @@ class Renderer(NamedTuple):
         The chat template renders two conversations around a stand-in for the response, without and with the
         messages. The second must continue the first: the rest is what follows, with the end of the response's
         turn, but without the token that was sampled already. So whatever the template would
-        do to the response itself does not matter. Without a template, the contents.
+        do to the response itself does not matter. Results of tools may need ids, or a response that calls
+        tools before them: then the stand-in is one. Without a template, the contents.
 
         ValueError for a template that refuses the messages, leaves them out, or changes what stood before.
         """
         if not self.tokenizer.chat_template:
             return self._encoded("".join(message["content"] for message in messages))
-        chat = Chat(self.tokenizer, self.chat_template_kwargs)
-        ended = chat.behind_response([], ask=False)
-        text = chat.behind_response([dict(message) for message in messages], ask=True)
-        if not text.startswith(ended):
-            raise ValueError(
-                f"chat template: expected what follows a response to begin with {ended!r:.40}, whatever is "
-                f"said next, got {text!r:.60}"
-            )
-        for message in messages:
-            if message["content"].strip() not in text:
-                raise ValueError(
-                    f"chat template: it leaves out a message of role {message['role']!r} behind a response; "
-                    "observe with another role"
-                )
-
-        # the token that ended the response is there already
         last = self.tokenizer.decode(list(response[-1:]), skip_special_tokens=False)
-        if response and response[-1] in self._special():
-            text = text.removeprefix(last)
+        was_ended = bool(response) and response[-1] in self._special()
+        behind = self._behind([dict(message) for message in messages])
+        text = behind.text
+        if was_ended and last in behind.head:
+            # the token that ended the response is there already
+            text = text[text.index(last) + len(last) :]
+        elif was_ended and self._first_special(behind.ended) == last:
+            # it would end a last turn, and stands in place of the end that the template writes here
+            end = self._first_special(text)
+            text = text[text.index(end) + len(end) :]
+        elif behind.of_calls:
+            # what closes a call is the response's; the turn has an end that is not
+            ends = [token for token in self._encoded(behind.head) if token in self._special()]
+            end = self.tokenizer.decode(ends[-1:] if was_ended else ends[:1], skip_special_tokens=False)
+            text = text[text.index(end) :] if end else text
         return self._encoded(text)
 
+    def _behind(self, messages: list[Turn]) -> "_Behind":
+        """Return the template's text after a response, without and with messages. ValueError as `reply`."""
+        chat = Chat(self.tokenizer, self.chat_template_kwargs)
+        told = [{**message, "content": f"{_TOLD}{i:03}"} for i, message in enumerate(messages)]
+        refused: ValueError | None = None
+        for exchange, follow in _exchanges(self.tokenizer, messages):
+            try:
+                # contents may be written in another form, and are found by marks in their places
+                text = chat.behind_response(follow(told), ask=True, exchange=exchange)
+                lost = [x["role"] for x, sent in zip(messages, told) if sent["content"] not in text]
+                if lost:
+                    raise ValueError(
+                        f"chat template: it leaves out a message of role {lost[0]!r} behind a response; "
+                        "observe with another role"
+                    )
+                head = text.partition(_TOLD)[0]
+                ended = chat.behind_response([], ask=False, exchange=exchange)
+                text = chat.behind_response(follow(messages), ask=True, exchange=exchange)
+                if not text.startswith(ended) and not (
+                    self._first_special(ended) and self._first_special(text)
+                ):
+                    raise ValueError(
+                        f"chat template: expected what follows a response to begin with {ended!r:.40}, whatever "
+                        f"is said next, got {text!r:.60}"
+                    )
+                return _Behind(ended, text, head, exchange is not EXCHANGE)
+            except ValueError as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
+
+    def _first_special(self, text: str) -> str:
+        """Return the first special token of a text, "" for none."""
+        for token in self._encoded(text):
+            if token in self._special():
+                return self.tokenizer.decode([token], skip_special_tokens=False)
+        return ""
+
     def said(self, response: Sequence[int]) -> str:
-        """Return a sampled response as text, without the special tokens at its end; others stay."""
+        """Return a sampled response as text, without the special token that ends it; others stay."""
         end = len(response)
-        special = self._special()
-        while end and response[end - 1] in special:
+        if end and response[-1] in self._special():
             end -= 1
         return self.tokenizer.decode(list(response[:end]), skip_special_tokens=False)
 

@@ -1,228 +1,127 @@
 """Calls of tools in a response, found in the form that the model's own chat template writes them in.
 
 The form is found by rendering one call of a stand-in: an object with the name and the arguments, a name with
-an object of arguments after it, or a name with one piece of text per argument. Where the template writes no
-calls, they are JSON objects in <tool_call> tags.
+an object of arguments after it, a name with one piece of text per argument, or a name with arguments in
+brackets, as Python or Gemma writes them; `call_forms` reads each. Where the template writes no calls, they are
+JSON objects in <tool_call> tags, with a warning.
 """
 
-import json
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rft_fn import check
-from rft_fn.data.templates import shared_prefix
+from rft_fn.data import template_probe
+from rft_fn.environment.call_forms import Call, Form, Objects, found_form
 
 __all__ = ["Call", "ParseCalls", "call_parser", "tagged_calls"]
-
-_ASKED = "rftfnquestion"
-_NAME = "rftfnname"
-_KEYS = ("rftfnkeya", "rftfnkeyb")
-_VALUES = ("rftfnvaluea", "rftfnvalueb")
-
-
-class Call(NamedTuple):
-    """A call as the model wrote it; `error` says why it cannot be made, "" if it can."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    error: str = ""
 
 
 ParseCalls = Callable[[str], list[Call]]
 """A response -> the calls in it, in order; none for a response that calls nothing."""
 
 
-def call_parser(tokenizer: Any) -> ParseCalls:
-    """Return the parser of a tokenizer's chat template; `tagged_calls` where that writes no calls."""
-    one = _rendered(tokenizer, 1)
-    if _NAME not in one:
-        return tagged_calls
-    parser = _as_object(one) or _as_name_and_object(one) or _as_pieces(one, _rendered(tokenizer, 2))
-    return parser or tagged_calls
+class _Parser(NamedTuple):
+    """Reads calls of one form, from left to right, and nothing within a thought."""
 
-
-def _rendered(tokenizer: Any, count: int) -> str:
-    """Render a call with that many arguments, without the text before any response; "" on failure."""
-    if not tokenizer.chat_template:
-        return ""
-    arguments = dict(zip(_KEYS[:count], _VALUES))
-    call = {"type": "function", "id": "call00001", "function": {"name": _NAME, "arguments": arguments}}
-    asked = {"role": "user", "content": _ASKED}
-    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-    speaking = {"role": "assistant", "content": _NAME}
-    try:
-        text = tokenizer.apply_chat_template([asked, calling], tokenize=False)
-        plain = tokenizer.apply_chat_template([asked, speaking], tokenize=False)
-    except Exception:  # whatever a template raises: it writes no calls
-        return ""
-    return text[shared_prefix(text, plain.partition(_NAME)[0]) :]
-
-
-# ---------- an object with name and arguments
-
-
-class _Objects(NamedTuple):
-    """Calls as JSON objects after an opening text."""
-
-    opening: str
-    name: str  # the key of the name
-    arguments: str  # the key of the arguments
+    form: Form
+    thoughts: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
+    begins_in_thought: bool = False  # as the prompt ends inside of one
 
     def __call__(self, text: str, /) -> list[Call]:
-        if not self.opening:
-            # nothing marks a call but that it is the whole response
-            if not text.strip().startswith("{"):
-                return []
-            return self._objects(text.strip())
-        calls = []
-        for part in text.split(self.opening)[1:]:
-            calls += self._objects(part)
-        return calls
-
-    def _objects(self, text: str) -> list[Call]:
-        """Return the objects that a text begins with; at least one, which may be an error."""
-        calls: list[Call] = []
-        text = text.lstrip()
+        closings = dict(self.thoughts)
         at = 0
-        while text.startswith("{", at) or not calls:
-            try:
-                value, at = check.json_at(text, at)
-            except ValueError as error:
-                calls.append(Call("", {}, f"the call is no JSON object: {error}"))
-                break
-            calls.append(self._call(value))
-            while at < len(text) and text[at] in " \t\r\n,;":
-                at += 1
+        if self.begins_in_thought:
+            ends = [text.find(mark) + len(mark) for mark in closings.values() if mark in text]
+            if not ends:
+                return []
+            at = min(ends)
+
+        # a mark inside of a call belongs to the call, and one inside of a thought to the thought
+        marks = re.compile("|".join(re.escape(mark) for pair in self.thoughts for mark in pair))
+        mark = marks.search(text, at)
+        call = self.form.find(text, at)
+        calls: list[Call] = []
+        while mark is not None or call is not None:
+            if mark is not None and (call is None or mark.start() <= call.start()):
+                closing = closings.get(mark[0])
+                if closing is None:  # of a thought that began before the response
+                    calls.clear()
+                    at = mark.end()
+                else:
+                    end = text.find(closing, mark.end())
+                    if end < 0:
+                        break
+                    at = end + len(closing)
+            else:
+                assert call is not None
+                found, at = self.form.read(text, call)
+                calls += found
+            if mark is not None and mark.start() < at:
+                mark = marks.search(text, at)
+            if call is None or call.start() < at:
+                call = self.form.find(text, at)
         return calls
 
-    def _call(self, value: Any) -> Call:
-        if isinstance(value, dict) and isinstance(value.get("function"), dict):
-            value = value["function"]
-        if not isinstance(value, dict) or not isinstance(value.get(self.name), str):
-            return Call("", {}, f"expected an object with {self.name!r} and {self.arguments!r}")
-        return _checked(value[self.name], value.get(self.arguments, {}))
 
-
-def _checked(name: str, arguments: Any) -> Call:
-    """Return the call with arguments that are an object, or JSON text of one."""
-    if isinstance(arguments, str):
-        try:
-            arguments = check.parse_json(arguments)
-        except ValueError:
-            return Call(name, {}, "the arguments are no JSON object")
-    if not isinstance(arguments, dict):
-        return Call(name, {}, "the arguments are no JSON object")
-    return Call(name, arguments)
-
-
-tagged_calls: ParseCalls = _Objects("<tool_call>", "name", "arguments")
+tagged_calls: ParseCalls = _Parser(Objects("<tool_call>", "name", "arguments"))
 """Calls as {"name": ..., "arguments": {...}} between <tool_call> and </tool_call>."""
 
 
-def _as_object(text: str) -> ParseCalls | None:
-    """Return the form of an object that holds name and arguments."""
-    for match in re.finditer(r"\{", text[: text.index(_NAME)]):
-        try:
-            value, _ = check.json_at(text, match.start())
-        except ValueError:
-            continue
-        if isinstance(value.get("function"), dict):
-            value = value["function"]
-        names = [key for key, x in value.items() if x == _NAME]
-        others = [key for key, x in value.items() if _VALUES[0] in json.dumps(x)]
-        if names and others:
-            return _Objects(text[: match.start()].strip(), names[0], others[0])
-    return None
+def call_parser(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> ParseCalls:
+    """Return the parser of a tokenizer's chat template; `tagged_calls`, with a warning, if it writes no calls.
+
+    A thought is no place for calls: its marks are the template's too, and with `chat_template_kwargs` it may
+    begin in the prompt.
+    """
+    form = found_form(lambda calls: _rendered(tokenizer, calls))
+    if form is None:
+        warnings.warn(
+            "chat template: no form of a call of tools was found in it, so calls are read as JSON in "
+            "<tool_call> tags; give with_tools a parse of your own for another form",
+            stacklevel=2,
+        )
+    starts = template_probe.thought_starts(tokenizer, chat_template_kwargs)
+    marks = tuple(template_probe.thought_marks(tokenizer))
+    if form is None and marks == (("<think>", "</think>"),) and not starts:
+        return tagged_calls
+    return _Parser(form or Objects("<tool_call>", "name", "arguments"), marks, starts)
 
 
-# ---------- a name, and an object of arguments after it
+def _rendered(tokenizer: Any, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, str]:
+    """Return (the template's text of a turn with these calls, the texts before and after any response cut off).
+
+    The second is the id of the first call where the template writes that in place of the name. ("", "") where
+    it writes no calls.
+    """
+    form = template_probe.content_form(tokenizer, "user")
+    asked = {"role": "user", "content": "rftfnquestion"}
+    if form == "parts":
+        asked["content"] = [{"type": "text", "text": "rftfnquestion"}]  # type: ignore[assignment]
+    name = calls[0][0]
+    plain = template_probe.rendered(tokenizer, [asked, {"role": "assistant", "content": name}]) or ""
+    before, _, after = plain.partition(name)
+    as_text = template_probe.arguments_form(tokenizer) == "text"
+    made = [(x, template_probe.as_json(arguments) if as_text else arguments) for x, arguments in calls]
+    kimi = [f"functions.{x}:{i}" for i, (x, _) in enumerate(calls)]
+    for ids in ([], kimi):
+        for tools in (None, [template_probe.TOOL]):
+            turn = template_probe.call_turn(made, ids=ids)
+            text = template_probe.rendered(tokenizer, [asked, turn], tools) or ""
+            if name in text:
+                if tools is None:
+                    size = _shared(text, before)
+                    text = text[size:]
+                else:
+                    text = text[text.rindex("rftfnquestion") + len("rftfnquestion") :]
+                end = _shared(text[::-1], after[::-1])
+                return text[: len(text) - end], kimi[0] if ids else template_probe.CALL_ID.format(1)
+    return "", ""
 
 
-class _NameAndObject(NamedTuple):
-    """Calls as a name between two texts, followed by a JSON object."""
-
-    opening: str
-    between: str
-
-    def __call__(self, text: str, /) -> list[Call]:
-        calls = []
-        pattern = re.escape(self.opening) + r"\s*([\w.\-]+)\s*" + re.escape(self.between) + r"\s*(?=\{)"
-        for match in re.finditer(pattern, text):
-            try:
-                value, _ = check.json_at(text, match.end())
-            except ValueError as error:
-                calls.append(Call(match[1], {}, f"the arguments are no JSON object: {error}"))
-                continue
-            calls.append(_checked(match[1], value))
-        return calls
-
-
-def _as_name_and_object(text: str) -> ParseCalls | None:
-    """Return the form of a name followed by an object of arguments."""
-    before, _, after = text.partition(_NAME)
-    at = after.find("{")
-    if at < 0 or not before.strip():
-        return None
-    try:
-        value, _ = check.json_at(after, at)
-    except ValueError:
-        return None
-    if value != {_KEYS[0]: _VALUES[0]}:
-        return None
-    return _NameAndObject(before.strip(), after[:at].strip())
-
-
-# ---------- a name, and a piece of text for each argument
-
-
-class _Pieces(NamedTuple):
-    """Calls as a name after an opening text, and each argument as a key and a value between texts."""
-
-    opening: str
-    head: str  # before a key
-    middle: str  # between a key and its value
-    tail: str  # after a value
-
-    def __call__(self, text: str, /) -> list[Call]:
-        key = re.compile(re.escape(self.head) + r"\s*([^\s<>=\"']+?)\s*" + re.escape(self.middle) + r"\n?")
-        calls = []
-        for part in text.split(self.opening)[1:]:
-            name = re.match(r"\s*([\w.\-]+)", part)
-            if name is None:
-                calls.append(Call("", {}, f"expected a name behind {self.opening!r}"))
-                continue
-            calls.append(Call(name[1], self._arguments(part, key)))
-        return calls
-
-    def _arguments(self, text: str, key: re.Pattern[str]) -> dict[str, str]:
-        """Return the arguments that have an end, each part of the text read once."""
-        arguments: dict[str, str] = {}
-        begin = key.search(text)
-        while begin is not None:
-            end = text.find(self.tail, begin.end())
-            if end < 0:  # so has no later argument
-                break
-            arguments[begin[1]] = text[begin.end() : end].removesuffix("\n")
-            begin = key.search(text, end + len(self.tail))
-        return arguments
-
-
-def _as_pieces(one: str, two: str) -> ParseCalls | None:
-    """Return the form of a key and a value per argument, told by how a second argument is written."""
-    if not all(x in two for x in (*_KEYS, *_VALUES)):
-        return None
-    opening, _, after = one.partition(_NAME)
-    first = after.partition(_KEYS[0])[0]
-    middle = two[two.index(_KEYS[0]) + len(_KEYS[0]) : two.index(_VALUES[0])]
-    between = two[two.index(_VALUES[0]) + len(_VALUES[0]) : two.index(_KEYS[1])]
-
-    # the end of one argument and the head of the next; the head comes before the first one too
+def _shared(a: str, b: str) -> int:
+    """Return the number of characters that two texts begin with in common."""
     size = 0
-    while size < min(len(first), len(between)) and first[-1 - size] == between[-1 - size]:
+    while size < min(len(a), len(b)) and a[size] == b[size]:
         size += 1
-    head = between[len(between) - size :].strip()
-    tail = between[: len(between) - size].strip()
-    if not (opening.strip() and head and tail):
-        return None
-    return _Pieces(opening.strip(), head, middle.strip(), tail)
+    return size

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from rft_fn.check import error_text, parse_json
 from rft_fn.data.messages import Turn
+from rft_fn.data.template_probe import CALL_ID
 from rft_fn.environment.record import Environment, Row, Stepped
 from rft_fn.environment.tool_calls import Call, ParseCalls, tagged_calls
 from rft_fn.reward.calling import EventLoop
@@ -116,8 +117,8 @@ async def run_tool(
     code is interrupted, and one that waits is abandoned.
     """
     try:
-        if call.error:
-            raise ValueError(call.error)
+        if call.error or not call.complete:
+            raise ValueError(call.error or "the call is cut off")
         if call.name not in tools:
             raise ValueError(f"no tool {call.name!r}; there are {', '.join(tools)}")
         tool = tools[call.name]
@@ -286,9 +287,10 @@ def with_tools(
             *(run_tool(named, call, timeout=timeout, max_output=max_output) for call in calls)
         )
         messages: list[Turn] = [{"role": role, "content": text} for text in outputs]
-        for message, call in zip(messages, calls):
+        for i, (message, call) in enumerate(zip(messages, calls), 1):
             if role == "tool":
                 message["name"] = call.name
+                message["tool_call_id"] = call.id or CALL_ID.format(i)
         return Stepped(
             state._replace(outputs=(*state.outputs, *outputs)), messages, reward(state, calls), False
         )

@@ -119,7 +119,9 @@ def test_what_the_prompt_may_hold():
     row = {"prompt": long, **SIDES, "tools": [{"name": "f"}]}
     (pair,) = of([row], chat, messages=("prompt", "chosen", "rejected"), system="not this")
     assert both(pair, chat)[0][1] == "3<|im_end|>"  # what the assistant says in the prompt is not learned
-    assert chat.decode(pair.chosen.ids).startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na")
+    assert chat.decode(pair.chosen.ids).startswith(
+        '<|im_start|>system\nS[{"name": "f"}]<|im_end|>\n<|im_start|>user\na'
+    )
     (pair,) = of([IMPLICIT], chat, messages=("chosen", "rejected"), system="this")
     assert chat.decode(pair.rejected.ids).startswith("<|im_start|>system\nthis<|im_end|>")
 

@@ -2,6 +2,7 @@
 
 from datetime import date
 
+import call_templates
 import chats
 import pytest
 import tiny
@@ -9,6 +10,7 @@ from each_case import each
 
 from rft_fn import environment
 from rft_fn.data import templates
+from rft_fn.data.chat import Chat
 from rft_fn.environment import Renderer
 from rft_fn.environment.record import as_messages
 
@@ -148,3 +150,59 @@ def test_what_follows_a_response_has_the_fixed_day_too():
     finally:
         templates.fix_day(None)
     assert "<|im_start|>2024 user\nnext?" in said
+
+
+RESULT = {"role": "tool", "content": '4 "of" 5\n6', "name": "f"}
+
+
+@each("family", call_templates.FAMILIES)
+@each("given", [False, True])
+def test_a_result_follows_a_call_in_every_family(family, given):
+    """The call that was sampled and the reply are the conversation as the template renders it."""
+    tok = call_templates.tokenizer(family)
+    marker = {"role": "user", "content": "Q"}
+    kimi = family == "Kimi K2"
+    call_id = "functions.f:0" if kimi else "abcdefghi"
+    arguments = {"a": "b"}
+    made = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [made]}
+    result = RESULT | ({"tool_call_id": call_id} if given else {})
+    chat = Chat(tok, {})
+    whole = tok.decode(chat.ids([marker, calls, result | {"tool_call_id": call_id}], ask=True))
+    asked = tok.decode(Renderer(tok).opening([marker]))
+    end = end_of_calls(family)
+    ended = whole[: whole.index(end, len(asked)) + len(end)]
+    response = tok.encode(ended[len(asked) :], add_special_tokens=False)
+    reply = tok.decode(Renderer(tok).reply(response, [result]))
+    expected = whole[len(ended) :]
+    assert ended.startswith(asked) and reply == expected
+    cut = tok.decode(Renderer(tok).reply(response[:-1], [result]))
+    assert cut == end + expected
+
+
+def end_of_calls(family):
+    """The token that ends a turn with calls."""
+    return {"Llama 3.1, 3.2": "<|eot|>", "gpt-oss": "<|call|>"}.get(
+        family, "</turn>" if "Gemma" in family else "<|im_end|>"
+    )
+
+
+ENDS_LAST = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+
+
+def test_an_end_that_only_the_last_turn_has_is_no_part_of_what_follows():
+    """Phi-3's whole conversations end with one more token, gpt-oss's last turns with another one."""
+    phi = chats.tokenizer(ENDS_LAST, more=("<|end|>", "<|user|>", "<|assistant|>"))
+    (end,) = phi.encode("<|end|>", add_special_tokens=False)
+    follows = "\n<|user|>\nnext?<|end|>\n<|assistant|>\n"
+    assert phi.decode(Renderer(phi).reply([5, end], USER)) == follows
+    assert phi.decode(Renderer(phi).reply([5], USER)) == f"<|end|>{follows}"
+
+    oss = call_templates.tokenizer("gpt-oss")
+    (end,) = oss.encode("<|return|>", add_special_tokens=False)
+    follows = "<|start|>user<|message|>next?<|end|><|start|>assistant"
+    assert oss.decode(Renderer(oss).reply([5, end], USER)) == follows
+    assert oss.decode(Renderer(oss).reply([5], USER)) == f"<|end|>{follows}"

@@ -136,7 +136,10 @@ def test_a_template_whose_calls_are_bare_objects():
 
 @each("template", [None, chats.BARE, chats.MARKED, chats.GEMMA2])
 def test_without_calls_in_the_template_they_are_json_in_tags(template):
-    parse = call_parser(chats.tokenizer(template))
+    with pytest.warns(
+        UserWarning, match="chat template: no form of a call of tools was found in it, so calls"
+    ):
+        parse = call_parser(chats.tokenizer(template))
     text = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     assert parse is tagged_calls and parse(text) == [Call("add", {"a": 1})]
     assert parse('<tool_call>{"name": "a", "arguments": "{\\"x\\": 2}"}</tool_call>') == [Call("a", {"x": 2})]
@@ -181,13 +184,17 @@ def rendered_with(form, value):
     return text.replace('{"q": "VALUE"}', value).replace("VALUE", value)
 
 
-def test_arguments_without_an_end_are_none_and_take_no_time():
+def test_a_call_without_an_end_is_cut_off_and_takes_no_time():
     parse = _parser(PIECES)
     begin = time.process_time()
-    assert parse("<tool_call>\n<function=f" + ">\n<parameter=a>\nb" * 20_000) == [Call("f", {})]
+    cut = Call("f", {}, "the call is cut off", complete=False)
+    assert parse("<tool_call>\n<function=f" + ">\n<parameter=a>\nb" * 20_000) == [cut]
     assert time.process_time() - begin < 2  # minutes, were each read to the end
-    whole = "<parameter=a>\n<parameter=b>\n\n</parameter>\n<parameter=c>x\n\n</parameter>\n<parameter=d>\n1"
-    assert parse(f"<tool_call>\n<function=f>\n{whole}") == [Call("f", {"a": "<parameter=b>\n", "c": "x\n"})]
+    whole = "<parameter=a>\n<parameter=b>\n\n</parameter>\n<parameter=c>x\n\n</parameter>\n"
+    assert parse(f"<tool_call>\n<function=f>\n{whole}<parameter=d>\n1") == [cut]
+    assert parse(f"<tool_call>\n<function=f>\n{whole}") == [cut]
+    closed = f"<tool_call>\n<function=f>\n{whole}</function>"
+    assert parse(closed) == [Call("f", {"a": "<parameter=b>\n", "c": "x\n"})]
 
 
 @given(hs.text(max_size=60))

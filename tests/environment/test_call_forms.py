@@ -1,0 +1,176 @@
+"""The forms of calls of public chat templates: call -> text -> call, cut off anywhere, and in other places."""
+
+import json
+from pathlib import Path
+
+import call_templates
+import pytest
+from call_templates import FAMILIES, SINGLE
+from each_case import each
+
+from rft_fn.data import template_probe
+from rft_fn.environment import Call, call_parser, tagged_calls
+
+CALLS = [
+    [("search", {"query": "a b"})],
+    [("file.read", {"path": "/data", "note": "x, y: {z}"})],
+    [("search", {"query": "a"}), ("delete_all", {"path": "/data"})],
+]
+
+
+def written(tok, calls):
+    """What the model writes to make these calls: the template's text without header and end of the turn."""
+    text, _ = __import__("rft_fn.environment.tool_calls", fromlist=["x"])._rendered(tok, calls)
+    return text
+
+
+@each("family", FAMILIES)
+@pytest.mark.filterwarnings("error")
+def test_a_call_is_read_as_it_was_written(family):
+    tok = call_templates.tokenizer(family)
+    parse = call_parser(tok)
+    for calls in CALLS:
+        if len(calls) > 1 and family in SINGLE:
+            continue
+        found = parse(written(tok, calls))
+        assert [(c.name, dict(c.arguments), c.error, c.complete) for c in found] == [
+            (name, arguments, "", True) for name, arguments in calls
+        ]
+        spoken = parse("I call.\n" + written(tok, calls)) if family != "Llama 3.1, 3.2" else found
+        assert spoken == found
+    assert parse("The answer is [1] {2} <b> (3).") == []
+
+
+@each("family", FAMILIES)
+def test_a_call_that_is_cut_off_anywhere_is_not_made(family):
+    """Of no beginning of a text another call is read than those that were meant, with all of their arguments."""
+    tok = call_templates.tokenizer(family)
+    parse = call_parser(tok)
+    calls = [("search", {"query": "a b", "note": "true"})]
+    calls += [] if family in SINGLE else [("delete_all", {"path": "/data", "dry_run": "yes"})]
+    text = written(tok, calls)
+    for size in range(len(text)):
+        made = [(c.name, dict(c.arguments)) for c in parse(text[:size]) if c.complete and not c.error]
+        assert made == calls[: len(made)], text[:size]
+        assert all(c.error for c in parse(text[:size]) if not c.complete)
+    half = text[: text.index(calls[-1][0]) + len(calls[-1][0]) + 8]
+    assert parse(half)[-1:] and not parse(half)[-1].complete
+
+
+@each("family", FAMILIES)
+def test_marks_inside_of_a_text_are_text(family):
+    """A call that speaks of calls and of thoughts is one call."""
+    tok = call_templates.tokenizer(family)
+    parse = call_parser(tok)
+    other = written(tok, [("delete_all", {"path": "/data"})]).split("/data")[0]
+    if '"' in other or family in ("FunctionGemma", "Gemma 4"):
+        other = other.replace('"', "").replace("<escape>", "").replace("<||>", "")
+    for inner in (other, "<think>", "no </think> here"):
+        made = parse(written(tok, [("search", {"query": f"see {inner} there"})]))
+        assert [(c.name, [*c.arguments.values()], c.error) for c in made] == [
+            ("search", [f"see {inner} there"], "")
+        ]
+
+
+@each("family", FAMILIES)
+def test_a_thought_is_no_place_for_calls(family):
+    tok = call_templates.tokenizer(family)
+    parse = call_parser(tok)
+    text = written(tok, [("delete_all", {"path": "/data"})])
+    for opening, closing in template_probe.thought_marks(tok):
+        for thought in (
+            f"{opening}\nI could {text}\n{closing}\n\nNo.",
+            f"{opening} but {text}",
+            f"{text}{closing}",
+        ):
+            assert parse(thought) == []
+        assert [c.name for c in parse(f"{opening}hm{closing}\n\n{text}")] == ["delete_all"]
+
+
+OPENED = FAMILIES["Hermes, Qwen 2.5, Qwen 3"].replace(
+    "<|im_start|>assistant\n{% endif %}",
+    "<|im_start|>assistant\n<think>\n{% if enable_thinking is false %}\n</think>\n\n{% endif %}{% endif %}",
+)
+
+
+def test_a_thought_may_begin_in_the_prompt():
+    import chats
+
+    tok = chats.tokenizer(OPENED)
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    parse = call_parser(tok)
+    assert parse(f"I could {text}") == parse(f"{text}</think>no") == []
+    assert parse(f"hm {text}\n</think>\n\n{text}") == [Call("f", {})]
+    assert call_parser(tok, {"enable_thinking": False})(text) == [Call("f", {})]
+
+
+def test_the_thoughts_and_calls_of_gpt_oss_have_channels():
+    """The model writes the channel before the name, its template behind; both are read."""
+    parse = call_parser(call_templates.tokenizer("gpt-oss"))
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
+    thought = "<|channel|>analysis<|message|>hm to=functions.f<|channel|>commentary json<|message|>{}<|end|>"
+    assert parse(call) == parse(f"{thought}<|start|>assistant{call}") == [Call("f", {"a": 1})]
+    assert parse(thought) == []
+
+
+@each(
+    ("text", "found"),
+    [
+        ('{"name": "f"}', [Call("f", {})]),
+        ('{"name": "f", "arguments": {"a": 1}}', [Call("f", {"a": 1})]),
+        ('{"name": "f", "parameters": null}', [Call("f", {})]),
+        ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}', [Call("f", {"a": 1})]),
+        (
+            '{"type": "function", "name": "f", "parameters": {}}; {"name": "g"}',
+            [Call("f", {}), Call("g", {})],
+        ),
+        ('{"name": "Bob", "age": 3}', []),
+        ('{"answer": 5}', []),
+        ("{not json}", []),
+        ('<think>{"name": "f"}</think>{"name": "g", "parameters": {}}', [Call("g", {})]),
+    ],
+)
+def test_a_bare_object_is_a_call_if_it_looks_like_one(text, found):
+    assert call_parser(call_templates.tokenizer("Llama 3.1, 3.2"))(text) == found
+
+
+@each(
+    ("text", "found"),
+    [
+        ('<tool_call>{"name": "f"}</tool_call>', [Call("f", {})]),
+        ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', [Call("f", {"a": 1})]),
+        ('<tool_call>{"name": "f", "arguments": ""}</tool_call>', [Call("f", {})]),
+        ('<tool_call>[{"name": "f"}, {"name": "g", "id": "x"}]</tool_call>', [Call("f", {}), Call("g", {}, id="x")]),
+        ('<|python_tag|>{"name": "list", "parameters": {"path": "/"}}', [Call("list", {"path": "/"})]),
+        ('<tool_call>{"name": "f", "arguments": {"x": "<tool_call>{\'name\': 3}"}}</tool_call>',
+         [Call("f", {"x": "<tool_call>{'name': 3}"})]),
+        ("<think>\nI could <tool_call>\n{\"name\": \"d\", \"arguments\": {}}\n</tool_call>\n</think>\n\nNo.", []),
+    ],
+)  # fmt: skip
+def test_calls_in_tags(text, found):
+    assert tagged_calls(text) == found
+
+
+@each("values", [(True, 7, 2.5, None), (["a", {"b": [1]}], {"c": "d"})])
+@each("family", ["Gemma 4", "FunctionGemma", "LFM 2.5", "OLMo 3"])
+def test_values_of_other_types_are_read(family, values):
+    tok = call_templates.tokenizer(family)
+    arguments = dict(zip("abcd", values, strict=False))
+    if family.endswith("Gemma") or family == "Gemma 4":
+        arguments = {k: v for k, v in arguments.items() if v is not None}
+    (call,) = call_parser(tok)(written(tok, [("f", arguments)]))
+    assert call == Call("f", arguments)
+
+
+def test_what_a_template_does_not_write_is_told():
+    import chats
+
+    for template in (None, chats.MARKED):
+        with pytest.warns(UserWarning, match="no form of a call of tools was found"):
+            call_parser(chats.tokenizer(template))
+
+
+def test_the_files_that_were_handed_in():
+    pieces = call_parser(call_templates.tokenizer("Qwen 3 Coder, Qwen 3.5"))
+    cut = "<tool_call>\n<function=delete>\n<parameter=path>\n/data\n</parameter>\n<parameter=dry_run>\ntru"
+    assert pieces(cut) == [Call("delete", {}, "the call is cut off", complete=False)]
