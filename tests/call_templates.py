@@ -13,7 +13,8 @@ def _chat(call, *, start="<|im_start|>{r}\n", end="<|im_end|>\n", between="", re
     return (
         "{% for m in messages %}" + head + "{% if m.role == 'tool' %}" + result + "{% else %}{{ m.content }}"
         "{% if m.tool_calls %}" + around[0] + "{% for c in m.tool_calls %}{% set f = c.function %}" + call
-        + "{% if not loop.last %}" + between + "{% endif %}{% endfor %}" + around[1] + "{% endif %}{% endif %}"
+        + "{% if not loop.last %}" + between + "{% endif %}{% endfor %}" + around[1]
+        + "{% endif %}{% endif %}"
         + end + "{% endfor %}{% if add_generation_prompt %}" + ask + "{% endif %}"
     )  # fmt: skip
 
@@ -32,20 +33,23 @@ LLAMA = (
     "{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n{% endif %}"
 )
 
-# gpt-oss: the name in the header, one call, thoughts in a channel, ends that differ, results only behind calls
+# gpt-oss: the name in the header, one call, thoughts in a channel, ends that differ, results behind calls only
 GPT_OSS = """{% if tools %}<|start|>developer<|message|># Tools
 {% for tool in tools %}{% set tool = tool.function %}{{ '// ' + tool.description + '\n' }}
 {{- 'type ' + tool.name }}{% endfor %}<|end|>{% endif %}{% set last = namespace(name=none) %}
 {%- for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls %}
 {%- set f = m.tool_calls[0].function %}
-{%- if m.thinking %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}
+{%- if m.thinking %}{{- '<|start|>assistant<|channel|>analysis<|message|>' }}
+{{- m.thinking + '<|end|>' }}{% endif %}
 {{- '<|start|>assistant to=functions.' + f.name + '<|channel|>commentary json<|message|>' }}
 {{- f.arguments | tojson }}{{- '<|call|>' }}{% set last.name = f.name %}
 {%- elif loop.last and not add_generation_prompt %}
-{%- if m.thinking %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}
+{%- if m.thinking %}{{- '<|start|>assistant<|channel|>analysis<|message|>' }}
+{{- m.thinking + '<|end|>' }}{% endif %}
 {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}
 {%- else %}{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}
-{%- elif m.role == 'tool' %}{% if last.name is none %}{{ raise_exception('no call before the result') }}{% endif %}
+{%- elif m.role == 'tool' %}
+{%- if last.name is none %}{{ raise_exception('no call before the result') }}{% endif %}
 {{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
 {{- m.content | tojson }}{{- '<|end|>' }}
 {%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}
@@ -61,7 +65,8 @@ _CALL_ID = "{% if c.id is not defined or c.id | length != 9 %}{{ raise_exception
 _VALUE = (
     "{% macro value(x) %}{% if x is string %}QxQ{% elif x is boolean %}{{ 'true' if x else 'false' }}"
     "{% elif x is mapping %}{{ '{' }}{% for k, v in x.items() %}{{ k }}:{{ value(v) }}"
-    "{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}{% elif x is iterable %}[{% for v in x %}{{ value(v) }}"
+    "{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}{% elif x is iterable %}["
+    "{% for v in x %}{{ value(v) }}"
     "{% if not loop.last %},{% endif %}{% endfor %}]{% else %}{{ x }}{% endif %}{% endmacro %}"
 )
 _BRACES = (
@@ -115,7 +120,8 @@ FAMILIES = {
         around=("<|calls_begin|>", "<|calls_end|>"),
     ),
     "Kimi K2": _chat(
-        "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>",
+        "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}"
+        "<|tool_call_end|>",
         around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         result="## Return of {{ m.tool_call_id }}\n{{ m.content }}",
     ),

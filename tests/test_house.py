@@ -240,9 +240,9 @@ OURS = [*FILES, *sorted((ROOT / "kernels" / "rft_kernels").rglob("*.py"))]
 OURS += sorted((ROOT / "train_scripts").glob("*.py"))
 
 
-def test_files_have_at_most_450_lines():
+def test_files_have_at_most_700_lines():
     offenders = {str(p.relative_to(ROOT)): p.read_text().count("\n") for p in OURS}
-    assert not (long := {name: lines for name, lines in offenders.items() if lines > 450}), long
+    assert not (long := {name: lines for name, lines in offenders.items() if lines > 700}), long
 
 
 # tables, entry points, and leaves that several rooms use

@@ -75,7 +75,7 @@ class Chat:
         return read
 
     def unread_keys(self, row: Row, columns: Collection[str]) -> list[str]:
-        """Return the keys of the messages in these columns of a row that neither the library nor the template reads."""
+        """Return the keys of messages in these columns of a row that nobody reads, as "KEY of ROLE"."""
         found = set()
         for name in columns:
             found |= extra_keys(row.get(name))
@@ -121,7 +121,8 @@ class Chat:
         """Return the sequences in which turns of the assistant are learned.
 
         Each turn is learned with the token that ends it. "all" learns the turns of the last column, "last"
-        the last one; a turn with "weight" 0 is none of them. They share a sequence as long as the template renders a turn alike whatever follows it.
+        the last one, and neither a turn with "weight" 0. They share a sequence as long as the template
+        renders a turn alike whatever follows it.
         A turn that it changes later (earlier thoughts are dropped), or that it ends with no special token,
         has a sequence up to its end.
 

@@ -254,7 +254,7 @@ def _put_first(turns: list[Turn], cells: Mapping[str, Sequence[Any]]) -> None:
 
 
 def for_template(turn: Mapping[str, Any], *, as_parts: bool) -> dict[str, Any]:
-    """Return a turn as a chat template reads it, with media as bare places, and text as a part if it must be."""
+    """Return a turn as a chat template reads it: media as bare places, text as a part if it must be."""
     content = turn["content"]
     if isinstance(content, str):
         return {**turn, "content": [{"type": "text", "text": content}] if as_parts else content}

@@ -3,7 +3,7 @@
 The schemas of OpenAI, TRL and sharegpt are read. All of them become turns {"role", "content", ...} with text
 as content, calls of tools as `{"type": "function", "function": {"name", "arguments"}}`, and no key that holds
 None. Content with images, audio or videos is a list of parts. A new schema is read by `_turn`; its names of
-roles are rows of `_ROLES`, and every key of a message is one of `_READ`, `_THOUGHTS`, `_LEARNED` or `_REFUSED`,
+roles are rows of `_ROLES`. Every key of a message is one of `_READ`, `_THOUGHTS`, `_LEARNED` or `_REFUSED`,
 or is passed on to the chat template and named by `extra_keys`.
 """
 
@@ -323,7 +323,7 @@ def _flag(name: str, x: Any) -> bool:
 
 
 def _thought(given: dict[str, Any]) -> str:
-    """Take the thought of a message, "" without one. ValueError for two that differ, and for other than text."""
+    """Take the thought of a message, "" for none. ValueError for two that differ, and for no text."""
     found = {name: given.pop(name) for name in _THOUGHTS if name in given}
     texts = {x for x in found.values() if isinstance(x, str) and x}
     wrong = [name for name, x in found.items() if not isinstance(x, str) and not _is_nothing(x)]

@@ -14,8 +14,9 @@ from typing import Any
 from rft_fn.data.templates import MARK
 
 __all__ = [
-    "CALL_ID", "THOUGHTS", "TOOL", "arguments_form", "as_json", "call_turn", "content_form", "id_of_call", "keywords", "lacks_ids", "own_names", "reads_key",
-    "reads_keyword", "rendered", "thought_key", "thought_marks", "thought_starts", "with_ids", "wrapped_tools",
+    "CALL_ID", "THOUGHTS", "TOOL", "arguments_form", "as_json", "call_turn", "content_form", "id_of_call",
+    "keywords", "lacks_ids", "own_names", "reads_key", "reads_keyword", "rendered", "thought_key",
+    "thought_marks", "thought_starts", "with_ids", "wrapped_tools",
 ]  # fmt: skip
 
 Turn = Mapping[str, Any]
@@ -139,7 +140,7 @@ def _with_role(role: str, content: Any, form: str) -> list[list[Turn]]:
 
 
 def arguments_form(tokenizer: Any) -> str:
-    """Return how the template reads the arguments of a call: "object", "text" of JSON, or "" if it does not."""
+    """Return how the template reads the arguments of a call: "object", "text" of JSON, "" for not."""
     return _arguments_form(tokenizer, _key_of(tokenizer))
 
 
@@ -165,7 +166,7 @@ def _arguments_form(tokenizer: Any, template: str) -> str:
 def id_of_call(tokenizer: Any, name: str, number: int) -> str:
     """Return the id of the call of a name, the `number`-th from 1, in the form that the template asks for.
 
-    Nine letters and digits, as Mistral's want; Kimi's writes an id in place of the name, and has its own form.
+    Nine letters and digits, as Mistral's want; Kimi's writes an id in place of the name, in its own form.
     """
     if _names_by_id(tokenizer, _key_of(tokenizer)):
         return f"functions.{name}:{number - 1}"
@@ -201,7 +202,7 @@ def with_ids(tokenizer: Any, turns: Sequence[Turn]) -> list[Turn] | None:
 
 
 def lacks_ids(tokenizer: Any, turns: Sequence[Turn]) -> bool:
-    """Return whether turns have no ids where the template writes them, or no names in ids in place of names."""
+    """Return whether turns have no ids, or no names in them, where the template writes these."""
     calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
     results = [turn for turn in turns if turn["role"] == "tool"]
     if not calls and not results:
@@ -215,7 +216,7 @@ def lacks_ids(tokenizer: Any, turns: Sequence[Turn]) -> bool:
 
 
 def wrapped_tools(tokenizer: Any, tools: Sequence[Any] | None) -> list[Any] | None:
-    """Return the schemas of tools in the form that the template reads: bare ones in OpenAI's if it must be."""
+    """Return the schemas of tools as the template reads them: bare ones in OpenAI's form if need be."""
     if tools is None:
         return None
     bare = [tool for tool in tools if "function" not in tool and "name" in tool]

@@ -67,7 +67,7 @@ def found_form(render: Render) -> Form | None:
 
 
 def _opening(one: str, both: str) -> str:
-    """Return the text before the name of each call: what the first and the second have in common before it."""
+    """Return the text before the name of each call, which the first and the second have in common."""
     first = one.partition(_NAME)[0]
     between = both.partition(_VALUES[0])[2].partition(_NAME)[0]
     size = 0
@@ -180,12 +180,13 @@ class Objects(NamedTuple):
     def _call(self, value: Any) -> Call:
         if isinstance(value, dict) and isinstance(value.get("function"), dict):
             value = {**value, **value["function"]}
-        wrong = Call("", {}, f"expected an object with {self.name!r} and {self.arguments!r}")
+        keys_of_call = (self.name or "name", self.arguments or "arguments")
+        wrong = Call("", {}, "expected an object with {!r} and {!r}".format(*keys_of_call))
         if not isinstance(value, dict):
             return wrong
-        if not self.name:
+        if not self.name and len(value) == 1:
             name, arguments = next(iter(value.items()), ("", None))
-            return _arguments(name, arguments) if len(value) == 1 else wrong
+            return _arguments(name, arguments)
         name = next((value[key] for key in (self.name, "name") if isinstance(value.get(key), str)), "")
         keys = [key for key in (self.arguments, "arguments", "parameters") if key in value]
         if not name or (self.is_bare and not keys and not {*value} <= {self.name, "name", "type", "id"}):
@@ -264,7 +265,7 @@ class _NameAndObject(NamedTuple):
 
 
 _HARMONY = r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?\s*json\s*<\|message\|>"
-"""What gpt-oss writes before arguments: its template, or the model itself with the channel before the name."""
+"""What gpt-oss writes before arguments: its template, or the model, with the channel before the name."""
 
 
 def _as_name_and_object(one: str, opening: str, call_id: str) -> Form | None:

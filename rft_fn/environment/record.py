@@ -204,18 +204,29 @@ class Renderer(NamedTuple):
                 head = text.partition(_TOLD)[0]
                 ended = chat.behind_response([], ask=False, exchange=exchange)
                 text = chat.behind_response(follow(messages), ask=True, exchange=exchange)
-                if not text.startswith(ended) and not (
-                    self._first_special(ended) and self._first_special(text)
-                ):
+                if not self._continues(text, ended):
                     raise ValueError(
-                        f"chat template: expected what follows a response to begin with {ended!r:.40}, whatever "
-                        f"is said next, got {text!r:.60}"
+                        "chat template: expected what follows a response to begin with "
+                        f"{ended!r:.40}, whatever is said next, got {text!r:.60}"
                     )
                 return _Behind(ended, text, head, exchange is not EXCHANGE)
             except ValueError as error:
                 refused = refused or error
         assert refused is not None
         raise refused
+
+    def _continues(self, text: str, ended: str) -> bool:
+        """Return whether a text begins with the end of a turn that is the last one, or with an end like it.
+
+        A whole conversation may have one more token at its end, and a last turn another one than the others.
+        """
+        if text.startswith(ended) or (self._first_special(ended) and self._first_special(text)):
+            return True
+        tokens = self._encoded(ended)
+        while tokens and (tokens[-1] in self._special() or not self.tokenizer.decode(tokens[-1:]).strip()):
+            tokens.pop()
+        end = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return bool(end.strip()) and text.startswith(end)
 
     def _first_special(self, text: str) -> str:
         """Return the first special token of a text, "" for none."""

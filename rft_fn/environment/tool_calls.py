@@ -1,9 +1,9 @@
 """Calls of tools in a response, found in the form that the model's own chat template writes them in.
 
-The form is found by rendering one call of a stand-in: an object with the name and the arguments, a name with
-an object of arguments after it, a name with one piece of text per argument, or a name with arguments in
-brackets, as Python or Gemma writes them; `call_forms` reads each. Where the template writes no calls, they are
-JSON objects in <tool_call> tags, with a warning.
+The form is found by rendering calls of a stand-in: an object with the name and the arguments, a name with an
+object of arguments after it, a name with one piece of text per argument, or a name with arguments in
+brackets, as Python or Gemma writes them; `call_forms` reads each. Where the template writes no calls, they
+are JSON objects in <tool_call> tags, with a warning.
 """
 
 import re
@@ -16,6 +16,8 @@ from rft_fn.environment.call_forms import Call, Form, Objects, found_form
 
 __all__ = ["Call", "ParseCalls", "call_parser", "tagged_calls"]
 
+
+_ASKED = "rftfnquestion"
 
 ParseCalls = Callable[[str], list[Call]]
 """A response -> the calls in it, in order; none for a response that calls nothing."""
@@ -69,7 +71,7 @@ tagged_calls: ParseCalls = _Parser(Objects("<tool_call>", "name", "arguments"))
 
 
 def call_parser(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> ParseCalls:
-    """Return the parser of a tokenizer's chat template; `tagged_calls`, with a warning, if it writes no calls.
+    """Return the parser of a tokenizer's chat template; `tagged_calls`, with a warning, if it has none.
 
     A thought is no place for calls: its marks are the template's too, and with `chat_template_kwargs` it may
     begin in the prompt.
@@ -89,34 +91,29 @@ def call_parser(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None =
 
 
 def _rendered(tokenizer: Any, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, str]:
-    """Return (the template's text of a turn with these calls, the texts before and after any response cut off).
+    """Return (the text of a turn with these calls, the id of the first); ("", "") if it has none.
 
-    The second is the id of the first call where the template writes that in place of the name. ("", "") where
-    it writes no calls.
+    What the template writes before and after any response is cut off.
     """
-    form = template_probe.content_form(tokenizer, "user")
-    asked = {"role": "user", "content": "rftfnquestion"}
-    if form == "parts":
-        asked["content"] = [{"type": "text", "text": "rftfnquestion"}]  # type: ignore[assignment]
+    asked: dict[str, Any] = {"role": "user", "content": _ASKED}
+    if template_probe.content_form(tokenizer, "user") == "parts":
+        asked["content"] = [{"type": "text", "text": _ASKED}]
     name = calls[0][0]
     plain = template_probe.rendered(tokenizer, [asked, {"role": "assistant", "content": name}]) or ""
     before, _, after = plain.partition(name)
+
     as_text = template_probe.arguments_form(tokenizer) == "text"
     made = [(x, template_probe.as_json(arguments) if as_text else arguments) for x, arguments in calls]
-    kimi = [f"functions.{x}:{i}" for i, (x, _) in enumerate(calls)]
-    for ids in ([], kimi):
-        for tools in (None, [template_probe.TOOL]):
-            turn = template_probe.call_turn(made, ids=ids)
-            text = template_probe.rendered(tokenizer, [asked, turn], tools) or ""
-            if name in text:
-                if tools is None:
-                    size = _shared(text, before)
-                    text = text[size:]
-                else:
-                    text = text[text.rindex("rftfnquestion") + len("rftfnquestion") :]
-                end = _shared(text[::-1], after[::-1])
-                return text[: len(text) - end], kimi[0] if ids else template_probe.CALL_ID.format(1)
-    return "", ""
+    ids = [template_probe.id_of_call(tokenizer, x, i) for i, (x, _) in enumerate(calls, 1)]
+    calling = template_probe.call_turn(made, ids=ids)
+    text = template_probe.rendered(tokenizer, [asked, calling]) or ""
+    start = _shared(text, before)
+    if name not in text:  # some write calls only beside tools, which stand before the question
+        text = template_probe.rendered(tokenizer, [asked, calling], [template_probe.TOOL]) or ""
+        start = text.rfind(_ASKED) + len(_ASKED)
+    if name not in text[start:]:
+        return "", ""
+    return text[start : len(text) - _shared(text[::-1], after[::-1])], ids[0]
 
 
 def _shared(a: str, b: str) -> int:

@@ -1,15 +1,13 @@
-"""The forms of calls of public chat templates: call -> text -> call, cut off anywhere, and in other places."""
-
-import json
-from pathlib import Path
+"""The forms of calls of public chat templates: call -> text -> call, cut off anywhere, in any place."""
 
 import call_templates
+import chats
 import pytest
 from call_templates import FAMILIES, SINGLE
 from each_case import each
 
 from rft_fn.data import template_probe
-from rft_fn.environment import Call, call_parser, tagged_calls
+from rft_fn.environment import Call, call_parser, tagged_calls, tool_calls
 
 CALLS = [
     [("search", {"query": "a b"})],
@@ -20,8 +18,7 @@ CALLS = [
 
 def written(tok, calls):
     """What the model writes to make these calls: the template's text without header and end of the turn."""
-    text, _ = __import__("rft_fn.environment.tool_calls", fromlist=["x"])._rendered(tok, calls)
-    return text
+    return tool_calls._rendered(tok, calls)[0]
 
 
 @each("family", FAMILIES)
@@ -43,7 +40,7 @@ def test_a_call_is_read_as_it_was_written(family):
 
 @each("family", FAMILIES)
 def test_a_call_that_is_cut_off_anywhere_is_not_made(family):
-    """Of no beginning of a text another call is read than those that were meant, with all of their arguments."""
+    """Of a part of a text only calls that were meant are read, with all of their arguments."""
     tok = call_templates.tokenizer(family)
     parse = call_parser(tok)
     calls = [("search", {"query": "a b", "note": "true"})]
@@ -94,8 +91,6 @@ OPENED = FAMILIES["Hermes, Qwen 2.5, Qwen 3"].replace(
 
 
 def test_a_thought_may_begin_in_the_prompt():
-    import chats
-
     tok = chats.tokenizer(OPENED)
     text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     parse = call_parser(tok)
@@ -140,11 +135,12 @@ def test_a_bare_object_is_a_call_if_it_looks_like_one(text, found):
         ('<tool_call>{"name": "f"}</tool_call>', [Call("f", {})]),
         ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', [Call("f", {"a": 1})]),
         ('<tool_call>{"name": "f", "arguments": ""}</tool_call>', [Call("f", {})]),
-        ('<tool_call>[{"name": "f"}, {"name": "g", "id": "x"}]</tool_call>', [Call("f", {}), Call("g", {}, id="x")]),
+        ('<tool_call>[{"name": "f"}, {"name": "g", "id": "x"}]</tool_call>',
+         [Call("f", {}), Call("g", {}, id="x")]),
         ('<|python_tag|>{"name": "list", "parameters": {"path": "/"}}', [Call("list", {"path": "/"})]),
         ('<tool_call>{"name": "f", "arguments": {"x": "<tool_call>{\'name\': 3}"}}</tool_call>',
          [Call("f", {"x": "<tool_call>{'name': 3}"})]),
-        ("<think>\nI could <tool_call>\n{\"name\": \"d\", \"arguments\": {}}\n</tool_call>\n</think>\n\nNo.", []),
+        ('<think>\nI could <tool_call>{"name": "d"}</tool_call>\n</think>\n\nNo.', []),
     ],
 )  # fmt: skip
 def test_calls_in_tags(text, found):
@@ -163,14 +159,13 @@ def test_values_of_other_types_are_read(family, values):
 
 
 def test_what_a_template_does_not_write_is_told():
-    import chats
-
     for template in (None, chats.MARKED):
         with pytest.warns(UserWarning, match="no form of a call of tools was found"):
             call_parser(chats.tokenizer(template))
 
 
-def test_the_files_that_were_handed_in():
+def test_an_argument_that_is_cut_off_is_not_left_out():
+    """`delete('/data')` in place of `delete('/data', dry_run=True)`."""
     pieces = call_parser(call_templates.tokenizer("Qwen 3 Coder, Qwen 3.5"))
     cut = "<tool_call>\n<function=delete>\n<parameter=path>\n/data\n</parameter>\n<parameter=dry_run>\ntru"
     assert pieces(cut) == [Call("delete", {}, "the call is cut off", complete=False)]
