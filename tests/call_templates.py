@@ -33,7 +33,7 @@ LLAMA = (
     "{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n{% endif %}"
 )
 
-# gpt-oss: the name in the header, one call, thoughts in a channel, ends that differ, results behind calls only
+# gpt-oss: the name in the header, one call, thoughts in a channel, other ends, results behind calls only
 GPT_OSS = """{% if tools %}<|start|>developer<|message|># Tools
 {% for tool in tools %}{% set tool = tool.function %}{{ '// ' + tool.description + '\n' }}
 {{- 'type ' + tool.name }}{% endfor %}<|end|>{% endif %}{% set last = namespace(name=none) %}

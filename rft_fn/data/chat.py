@@ -298,11 +298,21 @@ class Chat:
         for i, turn in enumerate(talk.turns):
             if text_of(turn).strip() and template_probe.content_form(self.tokenizer, turn["role"]) == "none":
                 raise ValueError(f"turn {i + 1}: the chat template shows no text of a turn of {turn['role']}")
-            if turn.get("tool_calls") and not template_probe.arguments_form(self.tokenizer):
-                less = [*talk.turns]
-                less[i] = {name: x for name, x in turn.items() if name != "tool_calls"}
-                if self._is_same(talk, talk._replace(turns=less)):
-                    raise ValueError(f"turn {i + 1} has tool_calls, and the chat template does not read them")
+            calls = turn.get("tool_calls") or []
+            if calls and not template_probe.arguments_form(self.tokenizer) and self._drops(talk, i, calls):
+                raise ValueError(f"turn {i + 1} has tool_calls, and the chat template does not read them")
+            if len(calls) > 1 and self._drops(talk, i, calls[1:]):
+                raise ValueError(
+                    f"turn {i + 1} has {len(calls)} tool_calls, and the chat template shows only the first"
+                )
+
+    def _drops(self, talk: Conversation, i: int, calls: Sequence[Any]) -> bool:
+        """Return whether the template writes turn i alike without these calls."""
+        left = [call for call in talk.turns[i]["tool_calls"] if call not in calls]
+        less = {name: x for name, x in talk.turns[i].items() if name != "tool_calls"}
+        turns = [*talk.turns]
+        turns[i] = less | ({"tool_calls": left} if left else {})
+        return self._is_same(talk, talk._replace(turns=turns))
 
     def _is_same(self, talk: Conversation, other: Conversation) -> bool:
         """Return whether the template writes the same for two conversations."""

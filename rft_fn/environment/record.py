@@ -8,7 +8,7 @@ from rft_fn.data import template_probe
 from rft_fn.data.chat import EXCHANGE, MARKED, Chat
 from rft_fn.data.messages import Turn, opened
 from rft_fn.data.responses import prompt_ids
-from rft_fn.data.templates import special_tokens
+from rft_fn.data.templates import shared_prefix, special_tokens
 
 __all__ = ["Environment", "Observation", "Renderer", "Reset", "Row", "Step", "Stepped", "as_messages"]
 
@@ -180,10 +180,13 @@ class Renderer(NamedTuple):
             end = self._first_special(text)
             text = text[text.index(end) + len(end) :]
         elif behind.of_calls:
-            # what closes a call is the response's; the turn has an end that is not
-            ends = [token for token in self._encoded(behind.head) if token in self._special()]
-            end = self.tokenizer.decode(ends[-1:] if was_ended else ends[:1], skip_special_tokens=False)
-            text = text[text.index(end) :] if end else text
+            # what closes a call is the response's, and so is the end of its turn if it has one of any kind
+            ends = [token for token in self._encoded(behind.ended) if token in self._special()]
+            end = self.tokenizer.decode(ends[-1:], skip_special_tokens=False)
+            if end and end in behind.head:
+                text = text[text.index(end) + (len(end) if was_ended else 0) :]
+            else:
+                text = text[shared_prefix(behind.ended, text) :]
         return self._encoded(text)
 
     def _behind(self, messages: list[Turn]) -> "_Behind":

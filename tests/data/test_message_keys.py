@@ -249,6 +249,17 @@ def test_rows_with_calls_are_learned_in_every_family(family):
             assert end[-8:] in text
 
 
+def test_calls_that_a_template_leaves_out_are_refused():
+    calls = [{"function": {"name": name, "arguments": {"a": 1}}} for name in ("f", "g")]
+    turns = [user("a"), says("", tool_calls=calls)]
+    with pytest.raises(
+        ValueError, match=r"turn 2 has 2 tool_calls, and the chat template shows only the first"
+    ):
+        learned(call_templates.tokenizer("gpt-oss"), turns)
+    (text,), _ = learned(call_templates.tokenizer("DeepSeek V3.1"), turns)
+    assert "f" in text and "g<|call_sep|>" in text
+
+
 HEADED = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant
 {{ m.content }}<|im_end|>{% endgeneration %}
 {% else %}<|im_start|>{{ m.role }}
