@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 from torch.nn.functional import scaled_dot_product_attention
 
 from rft_fn import loss, model, optim, packing, tree
-from rft_fn.model import attention, packed_attention
+from rft_fn.model import attention, packed_attention, packing_probe
 from rft_fn.model.bounds import SequenceBounds, find_prefixes, take_rows
 from rft_fn.packing import supervised
 from rft_fn.strategy import StrategyConfig, get_strategy
@@ -56,6 +56,12 @@ def computed(monkeypatch):
 
     monkeypatch.setattr(forward, "text_inputs", inputs)
     return seen
+
+
+@pytest.fixture
+def also_rounded(monkeypatch):
+    """Models in float64 share tokens also where a layer rounds them to float32."""
+    monkeypatch.setattr(packing_probe, "rounds", lambda *_: False)
 
 
 def arrays(rows, padding=0):
@@ -162,7 +168,7 @@ def test_one_kernel_for_the_pack_copies_neither_queries_nor_a_head_twice(monkeyp
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen3", "Mixtral", "DeepseekV3", "GPTNeoX"])
-def test_log_probs_and_gradients_are_those_of_each_row_alone(kind, computed):
+def test_log_probs_and_gradients_are_those_of_each_row_alone(kind, computed, also_rounded):
     lm = families.small(kind)
     exp = groups()
     (pack,) = packing.shard(exp, 500)[0]
@@ -196,7 +202,25 @@ def test_in_float64_throughout_the_gradient_is_the_same_to_thirteen_digits():
     assert max(float((a - b).abs().max()) for a, b in zip(*grads)) <= 1e-13 * most
 
 
-def test_values_and_scores_are_those_of_each_row_alone(computed):
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "GPT2", "Mixtral", "GPTNeoX"])
+def test_in_float64_no_cut_changes_the_gradient(kind):
+    """Norms of most families are in float32 whatever the model is in: no prompt is shared with them."""
+    lm = families.small(kind)
+    exp = groups()
+    found = []
+    for budget in (500, 60, 20):
+        apply, params = model.bind(lm)
+        total = [torch.zeros_like(p) for p in params.values()]
+        for pack in packing.shard(exp, budget, share_prefixes=True)[0]:
+            summed = (pack.w * ppo(apply(params, pack), pack)[0]).sum()
+            each = torch.autograd.grad(summed, list(params.values()), allow_unused=True)
+            total = [a if b is None else a + b for a, b in zip(total, each)]
+        found.append(torch.cat([x.flatten() for x in total]))
+    for got in found[1:]:
+        assert float((got - found[0]).norm()) <= 1e-12 * float(found[0].norm())
+
+
+def test_values_and_scores_are_those_of_each_row_alone(computed, also_rounded):
     exp = groups()
     pack = packing.shard(exp, 500)[0][0]
     made = {
@@ -218,7 +242,7 @@ def test_values_and_scores_are_those_of_each_row_alone(computed):
         torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=0)
 
 
-def test_it_works_under_checkpointing_and_transforms_of_functions():
+def test_it_works_under_checkpointing_and_transforms_of_functions(also_rounded):
     exp = groups()
     pack = packing.shard(exp, 500)[0][0]
     lm = tiny.llama(dtype=torch.float64)
@@ -262,7 +286,7 @@ def test_models_that_need_all_tokens_get_them(kind, changes):
     torch.testing.assert_close(rows, tiny.definition(lm, exp), atol=2e-6, rtol=0)
 
 
-def test_a_layer_that_asks_for_more_after_the_question_is_named():
+def test_a_layer_that_asks_for_more_after_the_question_is_named(also_rounded):
     lm = tiny.llama(dtype=torch.float64)
     apply, params = model.bind(lm)
     assert apply.root.shared
@@ -283,7 +307,7 @@ def test_a_model_whose_states_differ_when_tokens_are_shared_gets_them_all(monkey
     assert model.bind(tiny.llama())[0].root.shared is False
 
 
-def test_the_balance_of_experts_counts_every_token():
+def test_the_balance_of_experts_counts_every_token(also_rounded):
     lm = families.small("Mixtral")
     assert model.bind(lm, aux=True)[0].root.shared is False
     assert model.bind(lm)[0].root.shared is True
