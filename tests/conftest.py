@@ -9,6 +9,7 @@ import threading
 import time
 
 import forks
+import processors
 import pytest
 import script_runs
 import torch
@@ -22,6 +23,13 @@ def pytest_collection_finish():
     """No search for garbage goes through what is there before the first test: libraries, and all tests."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # nanobind reports what is not collected at the end
+
+
+def pytest_sessionstart():
+    """A processor that this machine cannot stand for has no tests here."""
+    level = processors.forced()
+    if level and not processors.can(level):
+        pytest.exit(f"{os.environ[processors.NAME]}: this machine has no {level.needs}", returncode=0)
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -1,8 +1,9 @@
 """Matrix products of bfloat16 on a CPU, by the way that a measurement finds fastest.
 
 A processor with AMX multiplies bfloat16 several times as fast as float32, one with AVX512-BF16 twice as fast.
-Without either, torch has slow stand-ins. Libraries also differ in which layouts of the factors they read
-well. So the three products of a layer are timed once on a machine, for a tenth of a second in all.
+Without either, torch has slow stand-ins, and without AVX-512 oneDNN has no such products at all: there they
+are made in float32. Libraries also differ in which layouts of the factors they read well. So the three
+products of a layer are timed once on a machine, for a tenth of a second in all.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from torch.nn import functional as F
 from rft_kernels import products
 
 _TURNS = 8
+_FINE = 1e-5  # seconds: a clock of longer steps says nothing about one product
+_STEPS = 100  # of the clock that a turn takes at least
+_LIKELY = (1e-6, 100.0)  # seconds that a product here takes on any processor: others are no measurement
 _CLEAR = 0.6  # of the seconds: a choice of what takes more would vary from run to run
 
 
@@ -53,6 +57,7 @@ class Layout(NamedTuple):
 
 
 FORWARD, INPUT, WEIGHT = Layout(False, False), Layout(False, True), Layout(True, True)  # those of a layer
+_LAYOUTS = (FORWARD, INPUT, WEIGHT)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -76,6 +81,28 @@ def fits(a: Tensor) -> bool:
     return a.dtype == torch.bfloat16 and a.device.type == "cpu"
 
 
+@cache
+def has_products() -> bool:
+    """Return whether this processor multiplies bfloat16, as torch says; the stand-ins are slow."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):  # a build without oneDNN
+        return False
+
+
+@cache
+def packs() -> bool:
+    """Return whether oneDNN packs weights of bfloat16 on this processor, found out by one product."""
+    weight, x = torch.ones(16, 32, dtype=torch.bfloat16), torch.ones(4, 32, dtype=torch.bfloat16)
+    try:
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
+            out = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+            return torch.equal(out, x @ weight.T)
+    except (AttributeError, RuntimeError):
+        return False
+
+
 def is_fast() -> bool:
     """Return whether this processor is faster in bfloat16 than in float32, in each layout."""
     return "wide" not in ways().values()
@@ -88,14 +115,14 @@ def differs() -> bool:
 
 def packing() -> products.Packing:
     """Return what is worth packing: where products are fast, all but the smallest weights."""
-    if is_fast() and torch.backends.mkldnn.is_available():
+    if is_fast() and packs():
         return products.Packing(1 << 16, rows=1)
     return products.Packing(math.inf, rows=1)
 
 
 def ways() -> dict[Layout, str]:
     """Return the name of the fastest way for each layout of a layer's products."""
-    return choose(measured())
+    return choose(measured()) if has_products() else dict.fromkeys(_LAYOUTS, "wide")
 
 
 def choose(seconds: dict[Layout, dict[str, float]]) -> dict[Layout, str]:
@@ -108,7 +135,12 @@ def choose(seconds: dict[Layout, dict[str, float]]) -> dict[Layout, str]:
 
 
 def gain() -> float:
-    """Return by what factor the products of a layer are faster in bfloat16 than in float32 as a whole."""
+    """Return by what factor the products of a layer are faster in bfloat16 than in float32 as a whole.
+
+    0 where the processor has none in bfloat16.
+    """
+    if not has_products():
+        return 0.0
     wide = sum(of["wide"] for of in measured().values())
     return wide / sum(min(x for name, x in of.items() if name != "wide") for of in measured().values())
 
@@ -118,31 +150,47 @@ def measured() -> dict[Layout, dict[str, float]]:
     """Return the seconds of the processor of each way for each layout of a layer's products.
 
     They are measured once on a machine, so that a run that goes on computes as it did: the file is in the
-    folder $RFT_FN_CACHE, or ~/.cache/rft_fn, and may be deleted.
+    folder $RFT_FN_CACHE, or ~/.cache/rft_fn, and may be deleted. What cannot be a measurement is made anew.
     """
-    layouts = FORWARD, INPUT, WEIGHT
     folder = Path(os.environ.get("RFT_FN_CACHE") or Path.home() / ".cache" / "rft_fn")
-    here = [
-        products.processor("model name"),
-        products.processor("flags"),
-        platform.machine(),
-        torch.__version__,
-    ]
+    here = [products.description(), platform.machine(), platform.processor(), torch.__version__]
     path = folder / f"bf16_{hashlib.sha256(repr(here).encode()).hexdigest()[:12]}.json"
-    with suppress(OSError, ValueError):
-        return dict(zip(layouts, json.loads(path.read_text()), strict=True))
+    found = _read(path)
+    if found is None:
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
+            found = [_seconds(layout) for layout in _LAYOUTS]
+        with suppress(OSError):  # a folder that nobody may write
+            folder.mkdir(parents=True, exist_ok=True)
+            own = path.with_suffix(f".{os.getpid()}")
+            own.write_text(json.dumps(found))
+            with suppress(FileExistsError):  # another process was first
+                os.link(own, path)
+            if _read(path) is None:  # a damaged file
+                os.replace(own, path)
+            own.unlink(missing_ok=True)
+            found = _read(path) or found
+    return dict(zip(_LAYOUTS, found))
 
-    with torch.autocast("cpu", enabled=False), torch.no_grad():
-        found = [_seconds(layout) for layout in layouts]
-    with suppress(OSError):  # a folder that nobody may write
-        folder.mkdir(parents=True, exist_ok=True)
-        own = path.with_suffix(f".{os.getpid()}")
-        own.write_text(json.dumps(found))
-        with suppress(FileExistsError):  # another process was first
-            os.link(own, path)
-        own.unlink()
+
+def _read(path: Path) -> list[dict[str, float]] | None:
+    """Return the seconds for each layout that a file has; None if it has none that can have been measured."""
+    try:
         found = json.loads(path.read_text())
-    return dict(zip(layouts, found, strict=True))
+    except (OSError, ValueError):
+        return None
+    least, most = _LIKELY
+    if not isinstance(found, list) or len(found) != len(_LAYOUTS):
+        return None
+    for layout, of in zip(_LAYOUTS, found):
+        if not isinstance(of, dict) or set(of) != set(_names(layout)):
+            return None
+        if not all(isinstance(x, float) and least <= x <= most for x in of.values()):
+            return None
+    return found
+
+
+def _names(layout: Layout) -> list[str]:
+    return [name for name in WAYS if name != "dense" or layout != FORWARD]  # which has no gaps
 
 
 def _seconds(layout: Layout) -> dict[str, float]:
@@ -151,12 +199,28 @@ def _seconds(layout: Layout) -> dict[str, float]:
     a = torch.ones(size, rows).T if layout.a else torch.ones(rows, size)
     b = torch.ones(size, size).T if layout.b else torch.ones(size, size)
     a, b = a.bfloat16(), b.bfloat16()  # keeps the layout
-    names = [name for name in WAYS if name != "dense" or layout != FORWARD]  # which has no gaps
-    least = dict.fromkeys(names, float("inf"))
-    for turn in range(_TURNS + 1):
-        for name in names:
-            start = time.process_time()
-            WAYS[name](a, b)
-            if turn:  # the first one makes kernels
-                least[name] = min(least[name], time.process_time() - start)
+    # the seconds of this process do not count what others take, but on some systems go in steps of 10 ms
+    clock = time.process_time if _step(time.process_time) <= _FINE else time.perf_counter
+    turn = _STEPS * _step(clock)
+    least = dict.fromkeys(_names(layout), float("inf"))
+    for name in least:
+        WAYS[name](a, b)  # makes kernels
+    for _ in range(_TURNS):
+        for name in least:
+            start, count, passed = clock(), 0, 0.0
+            while passed < turn:
+                WAYS[name](a, b)
+                count, passed = count + 1, clock() - start
+            least[name] = min(least[name], passed / count)
     return least
+
+
+def _step(clock: Callable[[], float]) -> float:
+    """Return the least seconds that a clock goes on by."""
+    steps, before = [], clock()
+    while len(steps) < 5:
+        now = clock()
+        if now != before:
+            steps.append(now - before)
+            before = now
+    return min(steps[1:])  # the first one had begun before

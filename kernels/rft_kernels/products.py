@@ -13,6 +13,7 @@ weight for its kernels at each call, and oneDNN can keep a copy in its order.
 from __future__ import annotations
 
 import math
+import os
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,11 @@ _LARGE = 1 << 26  # multiplications; below, oneDNN does not win back the millise
 # The same for layers of a pack: a Zen 4 gains a tenth of a product, a Zen 5 half.
 _LARGE_LAYER_ZEN4 = 1 << 26
 _LARGE_LAYER_ELSEWHERE = 1 << 22
+_KIND = (  # the lines of /proc/cpuinfo that are the same for all processors of one kind: x86, then ARM
+    "vendor_id", "cpu family", "model", "model name", "stepping", "flags",
+    "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features",
+)  # fmt: skip
+_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _ZEN4 = 25  # the family of AMD's processors with 256 bits a vector unit and AVX-512
 
 
@@ -136,11 +142,20 @@ def _family() -> int:
 
 def processor(what: str) -> str | None:
     """Return what Linux says of the first processor, such as its vendor_id; None without it."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return None
-    for line in info.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == what:
-            return value.strip()
-    return None
+    return _first_processor().get(what)
+
+
+def description() -> str:
+    """Return what tells kinds of processors apart, and what limits this process to a part of one."""
+    found = _first_processor()
+    return repr([found.get(name) for name in _KIND] + [os.environ.get(name) for name in _LIMITS])
+
+
+def _first_processor() -> dict[str, str]:
+    """Return the lines of /proc/cpuinfo by name, or of the file $RFT_FN_CPUINFO of another processor."""
+    try:
+        first, *_ = Path(os.environ.get("RFT_FN_CPUINFO") or "/proc/cpuinfo").read_text().split("\n\n")
+    except OSError:
+        return {}
+    lines = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}

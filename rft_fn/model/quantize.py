@@ -62,8 +62,11 @@ def set_fast(module: nn.Module, on: bool, *, narrow: bool = False) -> None:
     from rft_kernels import products
 
     narrow = narrow and next(module.parameters()).device.type == "cpu"
-    if narrow and on and of_16_bits.gain() < 1:
-        times = f"{1 / of_16_bits.gain():.1f} times as long as in float32"
+    gain = of_16_bits.gain() if narrow and on else 1.0
+    if gain == 0:
+        warn_once("bfloat16: this processor multiplies it in float32; float32 throughout would be faster")
+    elif gain < 1:
+        times = f"{1 / gain:.1f} times as long as in float32"
         warn_once(
             f"bfloat16: products take this processor {times}, which computes them instead; "
             "float32 throughout would be faster"

@@ -2,11 +2,12 @@
 
 import math
 
+import processors
 import pytest
 import ref_kernels
 import torch
 
-from rft_kernels import linear_logprob, products
+from rft_kernels import linear_logprob, narrow, products
 
 LAYOUTS = {
     "plain": lambda m, n: torch.randn(m, n),
@@ -123,6 +124,22 @@ def test_the_maker_and_the_family_of_the_processor(monkeypatch, tmp_path):
     assert products.processor("model name") == "A: B"
     info.write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
     assert products.processor("vendor_id") is None
+
+
+def test_this_process_is_the_processor_that_it_stands_for():
+    """Where RFT_FN_TEST_CPU forces one, the libraries obey it: else its tests would be those of any other."""
+    level = processors.forced()
+    if level is None:
+        pytest.skip(f"{processors.NAME} is not set")
+    assert torch.backends.cpu.get_cpu_capability() == level.torch
+    assert narrow.has_products() == level.bfloat16
+    assert (products.processor("vendor_id") == "AuthenticAMD") == level.cpuinfo.startswith("zen")
+    wide = products.Packing(math.inf, rows=1)
+    packing = {"zen3": products.Packing(1 << 19, rows=2)}.get(level.cpuinfo, wide)
+    half = level.cpuinfo in ("zen4", "zen5")
+    assert products.packing() == (products.Packing(1 << 16, rows=1) if half else packing)
+    assert products.mkl_is_half() == half and products.is_zen4() == (level.cpuinfo in ("zen3", "zen4"))
+    assert level.bfloat16 or narrow.packing() == wide
 
 
 @pytest.mark.parametrize(("family", "want"), [("25", 1 << 26), ("26", 1 << 22), (None, 1 << 22)])
