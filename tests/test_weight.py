@@ -398,3 +398,16 @@ def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError) as error:
         call()
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("fn", [weight.importance, weight.truncated_is, weight.masked_is, weight.icepop])
+def test_a_token_of_negative_weight_is_corrected_as_one_of_positive_weight(fn):
+    """w is any number where a loss is held up by some rows and pushed down by others: only 0 is no token."""
+    g = torch.Generator().manual_seed(0)
+    w, old, logp = (torch.randn(4, 7, generator=g) for _ in range(3))
+    w[torch.rand(4, 7, generator=g) < 0.2] = 0
+    old, logp = old.clamp(max=0) / 4, logp.clamp(max=0) / 4
+    torch.testing.assert_close(fn(-w, old, logp), -fn(w, old, logp), rtol=0, atol=0)
+    ratio = fn(w, old, logp)[w != 0] / w[w != 0]
+    torch.testing.assert_close(ratio, fn(torch.ones_like(w), old, logp)[w != 0])
+    assert (ratio != 1).any() and (fn(w, old, logp)[w == 0] == 0).all()

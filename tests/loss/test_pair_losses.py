@@ -240,3 +240,28 @@ BAD = [
 def test_bad_input_is_one_clear_line(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("empty", ["best", "worst", "between", "both", "none"])
+def test_online_dpo_with_an_empty_response(empty):
+    """Its log-ratio is 0, as that of any text without tokens; a group of two empty ones has no preference."""
+    gone = {"best": [0], "worst": [2], "between": [1], "both": [0, 2], "none": []}[empty]
+    adv_of = torch.tensor([1.0, 0.0, -1.0, 0.0, 1.0, -1.0])  # two groups of three
+    sizes = [0 if k in gone else 2 for k in range(6)]
+    seq = torch.arange(6).repeat_interleave(torch.tensor([max(n, 1) for n in sizes]))
+    mask = torch.tensor([n > 0 for n in sizes])[seq]
+    logp = torch.linspace(-3, -0.5, len(seq)).requires_grad_()
+    ref = torch.linspace(-1, -2, len(seq))
+    unit = torch.tensor([0, 0, 0, 1, 1, 1])
+    adv = adv_of[seq] * mask
+    token = loss.online_dpo(logp * mask, ref * mask, adv, mask, seq, 6, unit, beta=0.7)
+    rows = sum(n > 0 for n in sizes)
+    w = mask / torch.tensor([max(n, 1) for n in sizes])[seq] / rows
+    (got,) = torch.autograd.grad((w * token).sum(), logp)
+
+    whole = torch.zeros(6).index_add(0, seq, (logp - ref) * mask)
+    first = -torch.nn.functional.logsigmoid(0.7 * (whole[0] - whole[2]))
+    second = -torch.nn.functional.logsigmoid(0.7 * (whole[4] - whole[5]))
+    total = 3 * (second if empty == "both" else first + second) / rows
+    torch.testing.assert_close((w * token).sum(), total)
+    torch.testing.assert_close(got, torch.autograd.grad(total, logp)[0])

@@ -452,3 +452,20 @@ def test_a_lower_limit_of_one_is_none_for_cpgd():
     logp, old_logp = torch.tensor([-9.0, -1.0]), torch.zeros(2)
     found = loss.cpgd(logp, old_logp, torch.ones(2), low=1.0, drift=0.0)
     torch.testing.assert_close(found, -(logp - old_logp))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("adv", [-1e-3, -1.0, -1e6, -1e30])
+@pytest.mark.parametrize("gap", [0.0, 1.0, 1.2, 20.0, 50.0])
+def test_the_dual_clip_bounds_the_loss_whatever_the_advantage_is(gap, adv, dtype):
+    """-dual A where the ratio is above dual and A < 0, without a gradient; else PPO's own clip."""
+    a = torch.tensor([adv, -adv], dtype=dtype)
+    logp = torch.full((2,), gap - 1.0, dtype=dtype, requires_grad=True)
+    old = torch.full((2,), -1.0, dtype=dtype)
+    got = loss.ppo_clip(logp, old, a, dual=3.0)
+    (grad,) = torch.autograd.grad(got.sum(), logp)
+    rho = math.exp(min(gap, 20.0))
+    want = [-min(rho, 3.0) * adv, min(rho, 1.2) * adv]
+    torch.testing.assert_close(got.detach(), torch.tensor(want, dtype=dtype), rtol=1e-5, atol=0)
+    slopes = [-rho * adv if rho < 3 else 0.0, rho * adv if rho < 1.2 else 0.0]
+    torch.testing.assert_close(grad, torch.tensor(slopes, dtype=dtype), rtol=1e-5, atol=0)

@@ -324,6 +324,20 @@ def test_a_part_below_its_limit_makes_the_reward_a_constant():
     assert found.parts["number"].tolist() == [4, 5, 12, 44]
 
 
+@pytest.mark.parametrize("first", [0.0, -1.0, 2.0])
+@pytest.mark.parametrize("second", [0.0, -1.0, 2.0])
+def test_the_first_veto_that_holds_decides_whatever_its_total_is(first, second):
+    """0 is a total as any other: the next veto does not take it for none."""
+    parts = {"a": torch.tensor([0.0, 0.0, 9.0, 9.0]), "b": torch.tensor([0.0, 9.0, 0.0, 9.0])}
+    vetoes = [reward.Veto("a", 1.0, first), reward.Veto("b", 1.0, second)]
+    total, by = vetoed(torch.tensor([0.0, 5.0, 0.0, 5.0]), parts, vetoes)
+    assert total.tolist() == [first, first, second, 5.0]
+    assert by["a"].tolist() == [1, 1, 0, 0] and by["b"].tolist() == [0, 0, 1, 0]
+    # two of one part: the first of them that holds, and both are counted
+    total, by = vetoed(parts["b"], parts, [reward.Veto("a", 1.0, first), reward.Veto("a", 10.0, second)])
+    assert total.tolist() == [first, first, second, second] and by["a"].tolist() == [1, 1, 1, 1]
+
+
 def test_a_veto_of_what_does_not_apply_is_none():
     x = torch.tensor([1.0, 2.0, 3.0])
     total, by = vetoed(x, {"a": torch.tensor([math.nan, 0.0, 1.0])}, [reward.Veto("a", 1.0, 9.0)])
