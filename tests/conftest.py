@@ -4,9 +4,11 @@ CI run, one thread a worker."""
 import atexit
 import gc
 import os
+import re
 import subprocess
 import threading
 import time
+from importlib.util import find_spec
 
 import forks
 import processors
@@ -30,6 +32,28 @@ def pytest_sessionstart():
     level = processors.forced()
     if level and not processors.can(level):
         pytest.exit(f"{os.environ[processors.NAME]}: this machine has no {level.needs}", returncode=0)
+
+
+# what a test may need beyond the package's own requirements: extras, and tools of the tests
+OPTIONAL = {
+    "accelerate", "basedpyright", "bitsandbytes", "deepspeed", "editables", "gguf", "hatchling", "mkdocs",
+    "mkdocstrings", "peft", "prometheus_client", "ruff", "soundfile", "starlette", "tensorboard", "torchao",
+    "torchvision", "trackio", "triton", "uvicorn", "wandb",
+}  # fmt: skip
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Skip a test that failed, here or in a process that it started, because it needs an optional package."""
+    report = yield
+    if report.failed:
+        missed = set(re.findall(r"No module named '(\w+)", str(report.longrepr))) & OPTIONAL
+        missed = sorted(name for name in missed if find_spec(name) is None)
+        if missed:
+            path, line, _ = item.location
+            report.outcome = "skipped"
+            report.longrepr = (path, line or 0, f"Skipped: needs {', '.join(missed)}, which is not installed")
+    return report
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:

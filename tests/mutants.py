@@ -4,14 +4,18 @@
 
 Each mutant is one operator at one place of the syntax tree: a comparison flipped, min for max, a term
 dropped, a bound shifted, a sign, a constant, `and` for `or`, a `not`, a branch dropped. It is applied in a
-copy of the tree, and the tests that could see it run there until one fails. The same seed draws the same
-mutants of the same tree. A survivor is an equivalent change, or a property that no test states.
+copy of the tree. The test files that could see it run once without one, and note which functions each test
+calls; then the tests that call the changed function run, the quickest first, until one fails. The same seed
+draws the same mutants of the same tree. A survivor is an equivalent change, or a property that no test
+states.
 """
 
 import argparse
 import ast
 import contextlib
 import importlib
+import itertools
+import json
 import os
 import random
 import re
@@ -20,6 +24,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,14 +34,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PATHS = [
-    "segment.py", "scan.py", "logprob.py", "metric", "weight.py", "rollout.py", "reward_shaping.py",
-    "advantage", "algorithm", "optim", "loss", "packing", "strategy", "collect",
+    "segment", "scan", "logprob", "metric", "weight", "rollout", "reward_shaping", "advantage", "algorithm",
+    "optim", "loss", "packing", "strategy", "engine/hf", "collect", "run", "reward", "data", "sync", "ckpt",
 ]  # fmt: skip
-SLOW = tuple(
-    f"tests/{x}" for x in ("scripts", "vllm", "run", "dist", "memory", "model", "engine", "test_house")
-)
+NONE = (
+    "tests/vllm",
+    "tests/scripts",
+    "tests/test_house",
+    "tests/test_public",
+)  # that see none, or all of them
 IDLE = 10  # seconds that a process may wait for one that it may compute
-MOST = 5  # test files a mutant: those nearest to it
+MOST = 8  # test files a mutant: those nearest to it
+FEW = 12  # seconds of a core that the tests of a mutant take together without it
 
 FLIPPED = {
     ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.GtE), ast.Gt: (ast.GtE, ast.Lt),
@@ -119,10 +128,12 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, SILENT):
                 continue
-            text = ast.unparse(child)
-            alias = isinstance(child, ast.Assign) and isinstance(child.value, ast.BinOp) and "|" in text
-            if not (isinstance(node, ast.Module) and (alias or "__all__" in text or "TYPE_CHECKING" in text)):
-                yield from _nodes(child)
+            if isinstance(node, ast.Module):
+                text = ast.unparse(child)
+                alias = isinstance(child, ast.Assign) and isinstance(child.value, ast.BinOp) and "|" in text
+                if alias or "__all__" in text or "TYPE_CHECKING" in text:
+                    continue
+            yield from _nodes(child)
 
 
 def mutants(path: str) -> list[Mutant]:
@@ -143,15 +154,20 @@ def mutants(path: str) -> list[Mutant]:
     for node in _nodes(ast.parse(source)):
         for gone, new in _expressions(node, text):
             start, end = span(gone)
-            mutant = Mutant(path, gone.lineno, start, end, text(gone), new)
-            with contextlib.suppress(SyntaxError):
-                compile(applied(source, mutant), path, "exec")
-                found[start, end, new] = mutant
+            found[start, end, new] = Mutant(path, gone.lineno, start, end, text(gone), new)
     return sorted(found.values(), key=lambda m: (m.start, m.end, m.new))
 
 
 def applied(source: bytes, mutant: Mutant) -> bytes:
     return source[: mutant.start] + mutant.new.encode() + source[mutant.end :]
+
+
+def compiles(mutant: Mutant) -> bool:
+    try:
+        compile(applied((ROOT / mutant.path).read_bytes(), mutant), mutant.path, "exec")
+    except SyntaxError:
+        return False
+    return True
 
 
 def seen_by(path: str, texts: dict[str, str]) -> list[str]:
@@ -170,11 +186,63 @@ def seen_by(path: str, texts: dict[str, str]) -> list[str]:
     return sorted(found, key=lambda t: order[t], reverse=True)[:MOST]
 
 
+class Call(NamedTuple):
+    seconds: float  # of a core that a test takes
+    seen: set[tuple[str, int]]  # (file, first line) of each function of the library that it calls
+
+
+def _functions(mutant: Mutant) -> set[tuple[str, int]]:
+    """(file, first line) of the functions around a mutant, the innermost only."""
+    around = []
+    for node in ast.walk(ast.parse((ROOT / mutant.path).read_text())):
+        if (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.lineno <= mutant.line <= node.end_lineno
+        ):
+            around.append(min([node.lineno, *(x.lineno for x in node.decorator_list)]))
+    return {(mutant.path, max(around))} if around else set()
+
+
+class Recorder:
+    """A plugin of pytest that notes the functions of the library that each test calls."""
+
+    def __init__(self, folder: Path, file: Path):
+        self.root, self.file = f"{folder}/", file
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        seen, library, known = set(), f"{self.root}rft_fn/", {}
+
+        def note(frame, event, arg):
+            if event == "call":
+                code = frame.f_code
+                ours = known.get(code.co_filename)
+                if ours is None:
+                    ours = known[code.co_filename] = code.co_filename.startswith(library)
+                if ours:
+                    seen.add((code.co_filename.removeprefix(self.root), code.co_firstlineno))
+
+        self.failed = False
+        begun = time.process_time()
+        threading.setprofile(note)
+        sys.setprofile(note)
+        found = yield
+        sys.setprofile(None)
+        threading.setprofile(None)
+        if not self.failed:
+            with self.file.open("a") as file:
+                file.write(json.dumps([item.nodeid, time.process_time() - begun, sorted(seen)]) + "\n")
+        return found
+
+    def pytest_runtest_logreport(self, report):
+        self.failed |= not report.passed
+
+
 class Tree:
-    """A copy of the tree in which mutants are applied, and what its tests take without one."""
+    """A copy of the tree in which mutants are applied, and what its tests call without one."""
 
     def __init__(self, folder: Path, limit: int):
-        self.folder, self.limit, self.seconds = folder, limit, {}
+        self.folder, self.limit, self.known = folder, limit, {}
         for name in ("rft_fn", "kernels", "tests", "docs", "train_scripts"):
             ignored = shutil.ignore_patterns("__pycache__", "results")
             shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
@@ -186,8 +254,8 @@ class Tree:
         # a mutant may have the size of the one before, and the second of its time
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
-    def run(self, test: str, limit: int) -> tuple[str, float]:
-        """(what failed first in a test file, or '', seconds of a core that it took, at most `limit`)."""
+    def run(self, tests: list[str], limit: int, *plugins: object) -> str:
+        """What failed first in these tests, or ''; `limit` is in seconds of a core."""
         log = self.folder / "log.txt"
         child = os.fork()
         if not child:
@@ -198,39 +266,68 @@ class Tree:
             os.dup2(out, 1), os.dup2(out, 2)
             sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
             sys.dont_write_bytecode = True
-            os._exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", test]))
+            options = [
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:xdist",
+                "--tb=no",
+                "-m",
+                "not slow and not docs",
+            ]
+            os._exit(pytest.main([*options, *(() if plugins else "-x"), *tests], plugins=list(plugins)))
         end, done = time.monotonic() + IDLE * limit, 0
         while not done and time.monotonic() < end:
             time.sleep(0.02)
-            done, status, used = os.wait4(child, os.WNOHANG)
+            done, status = os.waitpid(child, os.WNOHANG)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
         if not done:
-            _, status, used = os.wait4(child, 0)
+            _, status = os.waitpid(child, 0)
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", log.read_text(errors="replace"), re.MULTILINE)
-        what = failed.group(1) if failed else f"{test}: status {os.waitstatus_to_exitcode(status)}"
-        return what if status else "", used.ru_utime + used.ru_stime
+        what = failed.group(1) if failed else f"{tests[0]}: status {os.waitstatus_to_exitcode(status)}"
+        return what if status else ""
 
-    def usable(self, test: str) -> bool:
-        """Whether a file passes here in time without a mutant; told once where it does not."""
-        if test not in self.seconds:
-            failed, seconds = self.run(test, self.limit)
-            self.seconds[test] = 0 if failed else seconds
-            print(f"    {seconds:.1f} s  {test}" if not failed else f"left out: {failed}", flush=True)
-        return self.seconds[test] > 0
+    def calls(self, test: str) -> dict[str, Call]:
+        """What the tests of a file that pass call, by id; of a slow file those that were within the limit."""
+        if test not in self.known:
+            file = self.folder / "calls.jsonl"
+            file.unlink(missing_ok=True)
+            file.touch()
+            self.run([test], self.limit, Recorder(self.folder, file))
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+            found = {name: Call(seconds, {tuple(x) for x in seen}) for name, seconds, seen in rows}
+            seconds = sum(call.seconds for call in found.values())
+            print(f"    {seconds:.1f} s, {len(found)} tests  {test}", flush=True)
+            self.known[test] = found
+        return self.known[test]
 
     def killer(self, mutant: Mutant, tests: list[str]) -> str:
-        """The test that notices a mutant, or ''."""
+        """The test that notices a mutant, or '': also where no test calls what it changes."""
+        inside = _functions(mutant)  # none: what is computed at the import, which every test could see
         file = self.folder / mutant.path
         source = file.read_bytes()
         for test in tests:
-            if self.usable(test):
+            near = {name: c for name, c in self.calls(test).items() if not inside or inside & c.seen}
+            chosen, seconds = [], 0.0
+            for name in sorted(near, key=lambda name: near[name].seconds):
+                if seconds + near[name].seconds < FEW or not chosen:
+                    chosen.append(name)
+                    seconds += near[name].seconds
+            if chosen:
                 file.write_bytes(applied(source, mutant))
-                found, _ = self.run(test, int(10 + 3 * self.seconds[test]))
+                killed = self.run(chosen, int(30 + 3 * seconds))
                 file.write_bytes(source)
-                if found:
-                    return found
+                if killed:
+                    return killed
         return ""
+
+
+def place(name: str) -> Path:
+    """The folder or the file of a room of the library."""
+    folder = ROOT / "rft_fn" / name
+    return folder if folder.is_dir() else folder.with_suffix(".py")
 
 
 def main() -> None:
@@ -239,18 +336,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
     parser.add_argument("--seed", type=int, required=True, help="draws the mutants")
     parser.add_argument("--count", type=int, default=100, help="how many are drawn")
-    whole = [f"rft_fn/{name}" for name in PATHS]
+    whole = [str(path.relative_to(ROOT)) for path in map(place, PATHS)]
     parser.add_argument("--paths", nargs="+", default=whole, help="files and folders")
-    parser.add_argument("--limit", type=int, default=20, help="seconds of a core that a test file may take")
+    parser.add_argument("--limit", type=int, default=120, help="seconds of a core that a test file may take")
     parser.add_argument("--list", action="store_true", help="only print the mutants and their test files")
     args = parser.parse_args()
     files = []
     for path in (ROOT / name for name in args.paths):
+        if not path.exists():
+            parser.error(f"--paths: expected a file or a folder, got {path.relative_to(ROOT)}")
         files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
     every = [m for file in files for m in mutants(str(file.relative_to(ROOT)))]
-    drawn = random.Random(args.seed).sample(every, min(args.count, len(every)))
+    random.Random(args.seed).shuffle(every)
+    drawn = list(itertools.islice(filter(compiles, every), args.count))
     tests = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").rglob("test_*.py"))]
-    texts = {t: (ROOT / t).read_text() for t in tests if not t.startswith(SLOW)}
+    texts = {t: (ROOT / t).read_text() for t in tests if not t.startswith(NONE)}
     texts = {t: text for t, text in texts.items() if "pytestmark = pytest.mark.slow" not in text}
     killed = 0
     with tempfile.TemporaryDirectory(prefix="mutants") as folder:

@@ -1,8 +1,8 @@
 """Processors that one machine can stand for: `RFT_FN_TEST_CPU=avx2 pytest tests/kernel`, or `make test-cpus`.
 
 Each library reads a variable of its own at its first product, so conftest.py imports this before anything is
-computed; processes that a test starts inherit it. What an ARM processor multiplies cannot be had on another: for
-it "arm" has everything that is chosen by the processor where there is nothing to choose from.
+computed; processes that a test starts inherit it. What an ARM processor multiplies cannot be had on
+another: "arm" has no library to choose from, and no bfloat16.
 """
 
 import os

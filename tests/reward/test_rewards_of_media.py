@@ -8,7 +8,6 @@ import pytest
 import ranks
 import torch
 from fake_host import hosting, rewards
-from test_serving import serving
 from tiny import rollout as rollout_of
 
 import rft_fn as rft
@@ -168,6 +167,8 @@ def test_a_server_gets_both_images_of_each_prompt_each_once():
 
 def test_a_model_and_a_judge_that_see_say_the_same_behind_a_server(alone, tmp_path):
     """The images come to them as they do in this process; the model is named by its folder."""
+    from test_serving import serving  # skips where there is no server
+
     it = Alone(get_fake_strategy())
     model.save_reward(tmp_path, it.module, it.params)
     it.processing.processor.save_pretrained(tmp_path)

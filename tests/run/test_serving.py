@@ -17,6 +17,9 @@ from each_case import each
 import rft_fn as rft
 from rft_fn.reward.signature import reads_state
 from rft_fn.reward.wire import Batch
+
+pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install rft-fn[serve]")
+
 from rft_fn.tools.serving import app, jobs
 from rft_fn.tools.serving.jobs import Partial, work
 
