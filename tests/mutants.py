@@ -276,7 +276,7 @@ class Tree:
                 "-m",
                 "not slow and not docs",
             ]
-            os._exit(pytest.main([*options, *(() if plugins else "-x"), *tests], plugins=list(plugins)))
+            os._exit(pytest.main([*options, *([] if plugins else ["-x"]), *tests], plugins=list(plugins)))
         end, done = time.monotonic() + IDLE * limit, 0
         while not done and time.monotonic() < end:
             time.sleep(0.02)
@@ -285,19 +285,26 @@ class Tree:
             os.killpg(child, signal.SIGKILL)
         if not done:
             _, status = os.waitpid(child, 0)
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", log.read_text(errors="replace"), re.MULTILINE)
-        what = failed.group(1) if failed else f"{tests[0]}: status {os.waitstatus_to_exitcode(status)}"
+        text, code = log.read_text(errors="replace"), os.waitstatus_to_exitcode(status)
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+::\S+|tests/\S+)", text, re.MULTILINE)
+        if code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED) and not failed:
+            return f"{tests[0]}: no import" if "loading conftest" in text else ""
+        what = failed.group(1) if failed else f"{tests[0]}: status {code}"
         return what if status else ""
 
     def calls(self, test: str) -> dict[str, Call]:
-        """What the tests of a file that pass call, by id; of a slow file those that were within the limit."""
+        """What each test of a file that passes calls, by its name; of a slow file those within the limit."""
         if test not in self.known:
             file = self.folder / "calls.jsonl"
             file.unlink(missing_ok=True)
             file.touch()
             self.run([test], self.limit, Recorder(self.folder, file))
             rows = [json.loads(line) for line in file.read_text().splitlines()]
-            found = {name: Call(seconds, {tuple(x) for x in seen}) for name, seconds, seen in rows}
+            found: dict[str, Call] = {}
+            for name, seconds, seen in rows:  # a function's cases together: they are one name to pytest
+                function = name.partition("[")[0]
+                before = found.get(function, Call(0.0, set()))
+                found[function] = Call(before.seconds + seconds, before.seen | {tuple(x) for x in seen})
             seconds = sum(call.seconds for call in found.values())
             print(f"    {seconds:.1f} s, {len(found)} tests  {test}", flush=True)
             self.known[test] = found
