@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 # a room is imported when it is first used
 if TYPE_CHECKING:
     # L0: values; torch and optree only
-    from rft_fn import check, precision, rng, tree, types
+    from rft_fn import check, precision, rng, tree, types, user_files
 
     # L1: mathematics
     from rft_fn import advantage, algorithm, analysis, logprob, loss, metric, optim, packing, reward_shaping
@@ -29,7 +29,7 @@ __all__ = [
     "packing", "reward", "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "sync",
     "testing", "tree", "types", "weight",
 ]  # fmt: skip
-_UNLISTED = ("dist", "hub", "migrate", "parsing", "precision", "tools")
+_UNLISTED = ("dist", "hub", "migrate", "parsing", "precision", "tools", "user_files")
 _OF_TYPES = (
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
     "Transform", "experience",

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
-    0: "tree rng check precision types",
+    0: "tree rng check precision types user_files",
     1: "segment scan advantage weight loss reward_shaping logprob metric rollout packing optim algorithm "
     "testing analysis",
     2: "model modality reward data environment hub parsing",

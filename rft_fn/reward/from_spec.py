@@ -14,7 +14,8 @@ from rft_fn.reward.connection import shown
 from rft_fn.reward.foreign import ADAPTERS
 from rft_fn.reward.remote import TOKEN_ENV, served_at
 from rft_fn.reward.signature import GIVEN, JointReward, RewardFn, parameters, takes_all
-from rft_fn.reward.spec import Names, Spec, arguments, distinct, find_module, split, split_rows, split_weight
+from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_rows, split_weight
+from rft_fn.user_files import find_module
 
 __all__ = ["Source", "by_column", "load", "parse"]
 

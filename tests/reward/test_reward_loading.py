@@ -250,7 +250,7 @@ def test_a_word_that_nearly_names_a_source_brings_it_to_mind():
     assert "did you mean 'model:rm'?" in error.value.__notes__
     with pytest.raises(ValueError, match="no module 'zzz'") as error:
         reward.parse(["zzz:fn"], {"model": lambda target: None})
-    assert not any("did you mean" in note for note in error.value.__notes__)
+    assert not hasattr(error.value, "__notes__")
 
 
 def test_a_factory_that_takes_anything_is_found_when_it_is_called(mine):
