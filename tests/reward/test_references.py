@@ -1,6 +1,5 @@
 """References: read once, as alternatives, numbers, words or mathematics, and told before a run."""
 
-import json
 import threading
 import time
 
@@ -16,9 +15,39 @@ def one(fn, completion, answer):
 
 
 SEVENS = [
-    "7", "7.", "7.0", "+7", "$7$", "$7.$", r"\(7\)", r"\[7\]", r"\text{7}", "**7**", r"\boxed{7}", "€7", r"\$7",
-    "7€", "7 apples.", "7 apples", "7 dollars", "$7 dollars", "7 km", r"7\text{ cm}", r"7 \text{ apples}", "x=7",
-    "x = 7.", "2+5=7", "3 + 4 = 7", "(A) 7", "A) 7", r"\frac{14}{2}", "#### 7", "07", r"7^\circ", "7 cm^2", r"7\%",
+    "7",
+    "7.",
+    "7.0",
+    "+7",
+    "$7$",
+    "$7.$",
+    r"\(7\)",
+    r"\[7\]",
+    r"\text{7}",
+    "**7**",
+    r"\boxed{7}",
+    "€7",
+    r"\$7",
+    "7€",
+    "7 apples.",
+    "7 apples",
+    "7 dollars",
+    "$7 dollars",
+    "7 km",
+    r"7\text{ cm}",
+    r"7 \text{ apples}",
+    "x=7",
+    "x = 7.",
+    "2+5=7",
+    "3 + 4 = 7",
+    "(A) 7",
+    "A) 7",
+    r"\frac{14}{2}",
+    "#### 7",
+    "07",
+    r"7^\circ",
+    "7 cm^2",
+    r"7\%",
 ]  # fmt: skip
 
 
@@ -32,18 +61,47 @@ def test_math_reads_the_usual_ways_to_write_a_reference(answer):
 @pytest.mark.parametrize(
     ("answer", "box", "score"),
     [
-        ("7", "7.", 1), ("Evelyn", "Evelyn.", 1), ("red", "Red", 1), ("cat", "act", 0), ("listen", "silent", 0),
-        ("John Smith", "Smith John", 0), (r"\text{cat}", "cat", 1),
-        ("xyz", "zyx", 1), ("ab", "ba", 1),  # products
-        (r"6.63 \times 10^{-34}", r"1.6 \times 10^{-19}", 0), ("1.6e-19", r"1.6\times10^{-19}", 1),
-        (r"6.022\times 10^{23}", "6.022e23", 1), (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}", 0),
-        (r"\frac{1}{2^{99}}", "2^{-99}", 1), ("0", "10^{-20}", 0), ("10^{-20}", "0", 0), ("1/3", "0.333333", 1),
-        ("1/3", "0.3333", 0), ("1234567.5", "1234567.4", 0), (r"\pi", "3.14159265", 1),
-        (r"5\text{ cm}", r"5\text{ m}", 0), ("5 cm", "5 centimeters", 1), ("5 cm", "5", 1), ("5x", "5", 0),
-        ("12 minutes", "12 hours", 0), ("5 m/s", "5 m/s", 1), ("5 m/s", "5 km/h", 0),
-        ("3:30 PM", "3:30 AM", 0), ("3:30 PM", "3:30 p.m.", 1), ("3:30 PM", "3:30", 1), ("3:30 PM", "4:30 PM", 0),
-        ("(A) 7", "A", 1), ("(A) 7", "B", 0), ("A", "(A) 7", 1), ("7", "2+5=7", 1), ("7", "2+6=8", 0),
-        ("x^2+y^2=7", "7", 0), ("y=2x+3", "2x+3", 1), ("50%", "0.5", 1), ("50", r"50\%", 1), ("50%", "5", 0),
+        ("7", "7.", 1),
+        ("Evelyn", "Evelyn.", 1),
+        ("red", "Red", 1),
+        ("cat", "act", 0),
+        ("listen", "silent", 0),
+        ("John Smith", "Smith John", 0),
+        (r"\text{cat}", "cat", 1),
+        ("xyz", "zyx", 1),
+        ("ab", "ba", 1),  # products
+        (r"6.63 \times 10^{-34}", r"1.6 \times 10^{-19}", 0),
+        ("1.6e-19", r"1.6\times10^{-19}", 1),
+        (r"6.022\times 10^{23}", "6.022e23", 1),
+        (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}", 0),
+        (r"\frac{1}{2^{99}}", "2^{-99}", 1),
+        ("0", "10^{-20}", 0),
+        ("10^{-20}", "0", 0),
+        ("1/3", "0.333333", 1),
+        ("1/3", "0.3333", 0),
+        ("1234567.5", "1234567.4", 0),
+        (r"\pi", "3.14159265", 1),
+        (r"5\text{ cm}", r"5\text{ m}", 0),
+        ("5 cm", "5 centimeters", 1),
+        ("5 cm", "5", 1),
+        ("5x", "5", 0),
+        ("12 minutes", "12 hours", 0),
+        ("5 m/s", "5 m/s", 1),
+        ("5 m/s", "5 km/h", 0),
+        ("3:30 PM", "3:30 AM", 0),
+        ("3:30 PM", "3:30 p.m.", 1),
+        ("3:30 PM", "3:30", 1),
+        ("3:30 PM", "4:30 PM", 0),
+        ("(A) 7", "A", 1),
+        ("(A) 7", "B", 0),
+        ("A", "(A) 7", 1),
+        ("7", "2+5=7", 1),
+        ("7", "2+6=8", 0),
+        ("x^2+y^2=7", "7", 0),
+        ("y=2x+3", "2x+3", 1),
+        ("50%", "0.5", 1),
+        ("50", r"50\%", 1),
+        ("50%", "5", 0),
     ],
 )  # fmt: skip
 def test_math_is_not_taken_in_by_words_units_times_and_small_numbers(answer, box, score):
@@ -62,8 +120,14 @@ def test_a_list_has_alternatives():
 @pytest.mark.parametrize(
     ("cell", "right", "wrong"),
     [
-        (4.0, "4", "4.1"), (4.0, "4.0", "40"), (1e-05, "0.00001", "0.0001"), (1e-05, "1e-5", "1"),
-        (0.1 + 0.2, "0.3", "0.31"), (1e22, "10000000000000000000000", "1"), (7, "7", "8"), (True, "True", "1"),
+        (4.0, "4", "4.1"),
+        (4.0, "4.0", "40"),
+        (1e-05, "0.00001", "0.0001"),
+        (1e-05, "1e-5", "1"),
+        (0.1 + 0.2, "0.3", "0.31"),
+        (1e22, "10000000000000000000000", "1"),
+        (7, "7", "8"),
+        (True, "True", "1"),
     ],
 )  # fmt: skip
 def test_a_number_of_the_data_has_no_notation(cell, right, wrong):
@@ -95,9 +159,11 @@ def test_math_has_its_limit_in_every_thread():
 
 
 ROWS = [
-    {"question": "a", "answer": "7 apples."}, {"question": "b", "answer": "8"},
-    {"question": "c", "answer": r"\frac{1}{"}, {"question": "d", "answer": ["9", "nine"]},
-]  # fmt: skip
+    {"question": "a", "answer": "7 apples."},
+    {"question": "b", "answer": "8"},
+    {"question": "c", "answer": r"\frac{1}{"},
+    {"question": "d", "answer": ["9", "nine"]},
+]
 
 
 def survey_of(rows, *specs):
