@@ -132,7 +132,7 @@ def make_dataset(
 
     # invalid rows are an error of the data or of the options; long ones are expected
     if invalid.count:
-        raise ValueError(invalid_line(invalid, len(rows)))
+        raise ValueError(invalid_line(invalid, rows))
     if not kept:
         raise ValueError(
             f"{recipe.limit}: every {recipe.what} of {name!r} is longer than {recipe.most} tokens; raise it"

@@ -51,6 +51,7 @@ _FURTHER = {
     "verl": "verl's reward_kwargs",
     "tinyzero": "verl's reward_kwargs",
     "nemo_rl": "the kwargs of NeMo-RL's reward_functions",
+    "easyr1": "EasyR1's reward_function_kwargs",
 }
 
 # Parameters of functions that are written for another library -> the adapter for them.
@@ -59,6 +60,8 @@ _FOREIGN = {
     "queries": "openrlhf",
     "solution_str": "verl",
     "solution_strs": "verl",
+    "reward_inputs": "easyr1",
+    "reward_input": "easyr1",
     "completion": "verifiers",
     "args sample": "slime",
     "args samples": "slime",
@@ -79,8 +82,8 @@ def load(spec: str) -> RewardFn:
     "numeric(boxed=True)".
 
     A function that is not written for TRL has its library first: "verl:", "openrlhf:", "lightrft:",
-    "areal:", "nemo_rl:", "slime:" or "verifiers:" (see `reward.foreign`), and ":COLUMN" last where the answer
-    has another column than there.
+    "areal:", "nemo_rl:", "easyr1:", "slime:" or "verifiers:" (see `reward.foreign`), and ":COLUMN" last where
+    the answer has another column than there.
     "messages:" and "text:" give a function prompts and completions in that form, whatever the data has.
 
     "https://HOST/score", or several with commas between them: what servers say, with the options of

@@ -116,5 +116,5 @@ def test_waits_double_up_to_a_limit_and_end_with_the_tries():
         longest = min(patience.MOST, 0.5 * 2**i)
         assert longest / 2 <= wait <= longest
     ours = patience.Patience(deadline=100)
-    assert all(40 == ours.wait(40.0) for _ in range(20))  # put off by the server: no try
+    assert all(ours.wait(40.0) == 40 for _ in range(20))  # put off by the server: no try
     assert ours.wait(101.0) is None
