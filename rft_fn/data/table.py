@@ -81,15 +81,14 @@ class FirstFew:
 
 def invalid_line(invalid: FirstFew, rows: "Table") -> str:
     """Return the error for invalid rows: the first ones by reason, and their count."""
-    total = f"{len(rows)} rows"
-    if isinstance(rows, Part):
-        total = f"{len(rows)} rows, a part of {rows.whole},"
+    total = len(rows)
+    part = f" (a part of {rows.whole} rows)" if isinstance(rows, Part) else ""
     reasons: dict[str, list[str]] = {}
     for place, reason in invalid.shown:
         reasons.setdefault(reason, []).append(place)
     shown = "; ".join(f"{_join_places(places)}: {reason}" for reason, places in reasons.items())
     more = invalid.more()
-    return f"data: {shown}{more}. {invalid.count} of {total} cannot be used: mend or remove them"
+    return f"data: {shown}{more}. {invalid.count} of {total} rows cannot be used{part}: mend or remove them"
 
 
 def _join_places(places: list[str]) -> str:
