@@ -110,7 +110,8 @@ def unknown(keys: Sequence[str], config: type, known: Collection[str]) -> str:
     hints = {key: other_libraries.answer(key, key.replace("-", "_"), own) for key in keys}
     lines = [line for line in hints.values() if line]
     if rest := [key for key, line in hints.items() if not line]:
-        like = [name for key in rest for name in difflib.get_close_matches(key, known, n=1, cutoff=0.75)]
+        plain = [key.replace("-", "_").lower() for key in rest]
+        like = [name for key in plain for name in difflib.get_close_matches(key, known, n=1, cutoff=0.7)]
         remedy = f"did you mean {' or '.join(dict.fromkeys(like))}?" if like else _HELP
         more = f" and {len(rest) - 4} more" if len(rest) > 4 else ""
         lines.append(f"unrecognized options: {', '.join(rest[:4])}{more}; {remedy}")

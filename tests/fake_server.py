@@ -45,6 +45,7 @@ class FakeServer:
         self.forgets = False  # says that it has loaded, and has not
         self.deterministic = True
         self.most_words = 20  # of each token of a prompt
+        self.busy = []  # (status, Retry-After or "") of the next requests that say that they come too early
         self.key = ""  # that requests have to have
         self.refusal = '{"error": "Unauthorized"}'  # of those that have another
         for name, value in options.items():
@@ -341,6 +342,9 @@ class _Handler(BaseHTTPRequestHandler):
         fake.calls.append((self.path, body))
         if fake.key and self.headers.get("Authorization") != f"Bearer {fake.key}":
             return self.send(401, fake.refusal.encode())
+        if fake.busy:
+            status, after = fake.busy.pop(0)
+            return self.send(status, b'{"error": "try again"}', after)
         try:
             found = fake.vllm(self.path, body) or fake.sglang(self.path, body)
         except _Struck as struck:
@@ -387,8 +391,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self.connection.close()
 
-    def send(self, status, text):
+    def send(self, status, text, after=""):
         self.send_response(status)
+        if after:
+            self.send_header("Retry-After", after)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)

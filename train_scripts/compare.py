@@ -17,10 +17,10 @@ import rft_fn as rft
 from rft_fn.algorithm import Algorithm, get_algorithm
 from rft_fn.analysis import estimators
 from rft_fn.check import Count, Filled, Positive, Seed, Several, Share, Whole
-from rft_fn.reward.spec import find_module
 from rft_fn.run import options
 from rft_fn.strategy import StrategyConfig
 from rft_fn.tools import comparison
+from rft_fn.user_files import find_module
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The table of published algorithms, its rows by name, and their advantages."""
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any, NamedTuple, TypeVar
@@ -219,8 +220,11 @@ def _row(name: str, kind: type[Row], elsewhere: str, *, option: str = "algorithm
         return row
     names = ", ".join(n for n, r in TABLE.items() if isinstance(r, kind))
     message = f"{option}: expected one of {names}, got {name!r}"
+    near = get_close_matches(name, TABLE, n=1)
     if row is not None:
         message += elsewhere
+    elif near:
+        message += f"; did you mean {near[0]}?"
     raise ValueError(message)
 
 

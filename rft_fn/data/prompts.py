@@ -1,6 +1,6 @@
 """Prompts made of rows of text or of conversations."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +57,7 @@ def from_rows(
     window: int | None = None,
     max_new: int = 0,
     workers: int = 0,
+    survey: Callable[[Row, str], None] | None = None,
     name: str = "rows",
 ) -> Dataset[Prompt]:
     """Make the data set of the prompts of rows.
@@ -77,7 +78,7 @@ def from_rows(
     reward); `response`, a template, must fill in, and prompt, response and its end fit into `max_tokens`.
     Prompts longer than `max_prompt` tokens are left out, with one warning; one that is not, and does not fit
     into `window`, the most tokens that the model reads, with its response or `max_new` tokens is an error. Of
-    rows of a file only their places are kept in memory.
+    rows of a file only their places are kept in memory. `survey` gets each row of a file with its place.
 
     ValueError for no rows, with the count and the places of the first rows that cannot be used, when no
     prompt fits, and for keywords that the chat template does not read.
@@ -106,7 +107,7 @@ def from_rows(
     recipe = Recipe(
         what="prompt", limit="max_prompt", most=max_prompt, chat=chat, reads=reads, make=reader.make
     )
-    return make_dataset(rows, recipe, name, workers=workers)
+    return make_dataset(rows, recipe, name, workers=workers, survey=survey)
 
 
 def from_task(task: str, tokenizer: Any, *, level: int = 1, seed: int = 0, **options: Any) -> Dataset[Prompt]:

@@ -88,11 +88,17 @@ def _remedy(row: Row, what: str) -> str:
 
 
 def make_dataset(
-    rows: Table | Endless, recipe: Recipe[ItemT], name: str, *, workers: int = 0
+    rows: Table | Endless,
+    recipe: Recipe[ItemT],
+    name: str,
+    *,
+    workers: int = 0,
+    survey: Callable[[Row, str], None] | None = None,
 ) -> Dataset[ItemT]:
     """Make the data set of the items that a recipe makes of rows.
 
-    Every row is made once now, the first one of endless rows; by `workers` processes, if there are any. Items
+    Every row is made once now, the first one of endless rows; by `workers` processes, if there are any. Each
+    row that is read goes to `survey` too, in this process, with its place; of endless ones none does. Items
     above the recipe's limit are left out, with one warning; another one names the first media that were
     shrunk or resampled.
 
@@ -110,7 +116,7 @@ def make_dataset(
     content = hashlib.blake2b(digest_size=16)
     seen = _Seen(recipe.chat.tokenizer)
     marks = bytearray()
-    for i, built in enumerate(_built_rows(rows, recipe, name, workers)):
+    for i, built in enumerate(_built_rows(rows, recipe, name, workers, survey)):
         if isinstance(built, InvalidRow):
             invalid.add((built.place, built.reason))
         elif isinstance(built, TooLong):
@@ -126,7 +132,7 @@ def make_dataset(
 
     # invalid rows are an error of the data or of the options; long ones are expected
     if invalid.count:
-        raise ValueError(invalid_line(invalid, len(rows)))
+        raise ValueError(invalid_line(invalid, rows))
     if not kept:
         raise ValueError(
             f"{recipe.limit}: every {recipe.what} of {name!r} is longer than {recipe.most} tokens; raise it"
@@ -278,11 +284,12 @@ _recipe: Any = None  # of a worker
 
 
 def _built_rows(
-    rows: Table, recipe: Recipe, name: str, workers: int
+    rows: Table, recipe: Recipe, name: str, workers: int, survey: Callable[[Row, str], None] | None
 ) -> Iterator[_Built | InvalidRow | TooLong]:
     """Build each row, in order. Workers are started anew, and get the recipe once."""
+    read = _read(rows, name, survey)
     if not workers:
-        for given in _read(rows, name):
+        for given in read:
             yield _outcome(recipe, given)
         return
     with ProcessPoolExecutor(
@@ -291,14 +298,19 @@ def _built_rows(
         initializer=_start,
         initargs=(recipe, fixed_day()),
     ) as pool:
-        yield from pool.map(_in_worker, _read(rows, name), chunksize=_CHUNK)
+        yield from pool.map(_in_worker, read, chunksize=_CHUNK)
 
 
-def _read(rows: Table, name: str) -> Iterator[tuple[int, Row | InvalidRow, Place]]:
+def _read(
+    rows: Table, name: str, survey: Callable[[Row, str], None] | None
+) -> Iterator[tuple[int, Row | InvalidRow, Place]]:
     """Yield (index, row, place) of each row, with the error of one that cannot be read in its place."""
     for i in range(len(rows)):
         try:
-            yield i, *row_at(rows, i, name)
+            row, place = row_at(rows, i, name)
+            if survey is not None:
+                survey(row, place)
+            yield i, row, place
         except InvalidRow as error:
             yield i, error, place_of(rows, i, name)
 

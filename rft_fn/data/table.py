@@ -79,14 +79,16 @@ class FirstFew:
         return f"; and {hidden} more" if hidden else ""
 
 
-def invalid_line(invalid: FirstFew, total: int) -> str:
+def invalid_line(invalid: FirstFew, rows: "Table") -> str:
     """Return the error for invalid rows: the first ones by reason, and their count."""
+    total = len(rows)
+    part = f" (a part of {rows.whole} rows)" if isinstance(rows, Part) else ""
     reasons: dict[str, list[str]] = {}
     for place, reason in invalid.shown:
         reasons.setdefault(reason, []).append(place)
     shown = "; ".join(f"{_join_places(places)}: {reason}" for reason, places in reasons.items())
     more = invalid.more()
-    return f"data: {shown}{more}. {invalid.count} of {total} rows cannot be used: mend or remove them"
+    return f"data: {shown}{more}. {invalid.count} of {total} rows cannot be used{part}: mend or remove them"
 
 
 def _join_places(places: list[str]) -> str:
@@ -269,6 +271,11 @@ class Part(Rows):
 
     def __getitem__(self, i: Any) -> Any:
         return self._rows[self._index[i]]
+
+    @property
+    def whole(self) -> int:
+        """Return the number of all rows."""
+        return len(self._rows)
 
     def place(self, i: int) -> Place:
         """Return the place of the row among all."""

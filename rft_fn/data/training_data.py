@@ -121,6 +121,8 @@ class _Items(NamedTuple):
             return whole, replace(whole, note=f"{name}, which is trained on too (eval_share is 0)")
 
         # neither a test split nor a file for it: some of the rows are held out
+        if len(rows) < 2:
+            self.of_rows(rows, name)  # which tells of rows that are no rows
         kept, held = held_out(len(rows), share)
         trained = self.of_rows(Part(rows, kept, name), name)
         note = (

@@ -1,5 +1,6 @@
 """Spreads requests over several servers of one model, and moves them away from one that fails."""
 
+import math
 import random
 import sys
 import threading
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 from rft_fn import check
 from rft_fn.engine.lifetime import EngineConfig
 from rft_fn.engine.server_protocol import Client, Described, Fault, Refused
+from rft_fn.patience import DEADLINE, FIRST, pause
 
 __all__ = [
     "COMPARED", "Pool", "ServersFailed", "check_servers", "check_url", "compare_servers", "refuse_media",
@@ -23,8 +25,6 @@ T = TypeVar("T")
 
 ATTEMPTS = 5  # of one request
 ROUNDS = 6  # of trying all servers again, when none works
-PAUSE = 0.5  # seconds before the first of them; the next are twice as long each
-LONGEST = 60.0  # seconds: the longest pause
 
 
 class ServersFailed(ConnectionError):
@@ -40,13 +40,15 @@ class _Member:
     why: str = ""  # it is not used; empty while it is
     failures: int = 0  # in a row
     retry_at: float = 0.0  # by the monotonic clock
+    put_off: bool = False  # until then, by its own word
 
 
 class Pool:
     """The servers of one engine.
 
     A server that fails is not used until `revive` raises nothing. That is tried at the start of the next
-    `run`, and when no server works: in ROUNDS rounds, with pauses that double and have jitter.
+    `run`, and when no server works: in ROUNDS rounds, with the pauses of `patience`. One that says when to
+    come again is left alone until then, and waiting for that is no round, up to the deadline of `patience`.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Pool:
         name: str,
         width: int,
         revive: Callable[[str], None],
-        pause: float = PAUSE,
+        pause: float = FIRST,
     ):
         """`width` is the requests at a time to each server. `revive` raises for a server that is not well."""
         self.members = [_Member(url) for url in servers]
@@ -70,6 +72,7 @@ class Pool:
         self.reviving = threading.Lock()
         self.stopped = threading.Event()  # no request is worth another attempt
         self.rounds = 0  # of trying all servers again, since one worked
+        self.none_since = math.inf  # of the monotonic clock: when the last one stopped working
         self.jitter = random.Random()  # only of pauses, so it needs no key
 
     def run(self, jobs: Sequence[Callable[[str], T]]) -> list[T]:
@@ -146,6 +149,7 @@ class Pool:
         """Undo what ended the last call."""
         self.stopped.clear()
         self.rounds = 0
+        self.none_since = math.inf
         self.client.allow()
 
     def _answer(self, job: Callable[[str], T]) -> T:
@@ -199,12 +203,27 @@ class Pool:
         with self.reviving:
             if self.rounds != round_ or self.stopped.is_set() or self.working():
                 return
-            self.stopped.wait(self._length(round_))
+            wait = self._put_off()
+            self.stopped.wait(max(wait, self._length(round_)))
             for member in self.members:
                 self._try_revive(member)
-            self.rounds += 1
+            self.rounds += not wait
             if self.working():
                 self.rounds = 0
+                self.none_since = math.inf
+
+    def _put_off(self) -> float:
+        """Return the seconds until the first server wants to be asked again; 0 where one does not say.
+
+        0 too where that is after the deadline, which begins when no server works any more.
+        """
+        now = time.monotonic()
+        self.none_since = min(self.none_since, now)
+        with self.lock:
+            if not all(m.put_off for m in self.members):
+                return 0.0
+            first = min(m.retry_at for m in self.members)
+        return max(first - now, 1e-3) if first < self.none_since + DEADLINE else 0.0
 
     def _try_revive(self, member: _Member) -> None:
         """Use a server again if it is well."""
@@ -222,16 +241,19 @@ class Pool:
         with self.lock:
             member.why = self.client.line(error)
             member.failures += 1
-            member.retry_at = time.monotonic() + self._length(member.failures)
+            asked = error.wait if isinstance(error, Fault) else None
+            member.put_off = asked is not None
+            member.retry_at = time.monotonic() + max(self._length(member.failures - 1), asked or 0.0)
 
     def _well(self, member: _Member) -> None:
         with self.lock:
             member.why = ""
             member.failures = 0
+            member.put_off = False
 
     def _length(self, attempt: int) -> float:
-        """Return the seconds to back off: twice as long each time, and up to half of it at random."""
-        return min(self.pause * 2**attempt, LONGEST) * self.jitter.uniform(0.5, 1.0)
+        """Return the seconds to back off after failure number `attempt`, from 0."""
+        return pause(attempt + 1, self.jitter.random(), first=self.pause)
 
 
 # ---------- checks of the addresses of servers, and that all of them hold one model

@@ -4,6 +4,8 @@ A teacher on a server gives no hidden states, no other temperature than 1, and n
 started for. What it cannot give is a ValueError when it is met, before a model is loaded.
 """
 
+import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,15 +14,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from rft_fn import check
 from rft_fn.engine import openai, sglang
 from rft_fn.engine.lifetime import EngineConfig, EngineDead
 from rft_fn.engine.server_protocol import Client, Described, Fault, Refused, ServerProtocol
+from rft_fn.patience import Patience
 from rft_fn.types import Rollout
 
 __all__ = ["ServedWords", "served_words"]
 
 PROBED = 12  # tokens of the first question
-TRIES = 3  # of each question
 
 T = TypeVar("T")
 
@@ -80,22 +83,41 @@ class ServedWords:
         return torch.where(mask, logp, 0), torch.where(wide, ids, 0), torch.where(wide, words_logp, 0)
 
     def insist(self, question: Callable[[], T]) -> T:
-        """Return the answer to a question, after a few tries. EngineDead without one."""
-        for left in reversed(range(TRIES)):
-            try:
-                return question()
-            except Fault as error:
-                if not left:
-                    raise EngineDead(f"teacher: {self.server}: {self.client.line(error)}") from None
-            except Refused as error:
-                raise EngineDead(f"teacher: {self.server}: {self.client.line(error)}") from None
-        raise AssertionError
+        """Return the answer to a question, with the patience of all servers. EngineDead without one."""
+        try:
+            return insist(self.server, question, self.client, lambda error: True)
+        except (Fault, Refused) as error:
+            raise EngineDead(f"teacher: {self.server}: {self.client.line(error)}") from None
+
+
+def insist(server: str, question: Callable[[], T], client: Client, passes: Callable[[Fault], bool]) -> T:
+    """Return the answer to a question; after a Fault that `passes` it is asked again.
+
+    The last Fault where patience ends, and Refused at once.
+    """
+    patience = Patience()
+    while True:
+        try:
+            return question()
+        except Fault as error:
+            seconds = patience.wait(error.wait) if passes(error) else None
+            if seconds is None:
+                raise
+            if patience.failures == 1:
+                line = f"warning: teacher: {server}: {client.line(error)}; trying again"
+                print(
+                    check.printable(f"{line} for up to {patience.deadline:.0f} s"),
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(seconds)
 
 
 def served_words(config: EngineConfig, tokenizer: Any, *, top_k: int) -> ServedWords:
     """Meet the server of `config`, which must score tokens of `tokenizer` with `top_k` words.
 
-    ValueError for one that does not answer, gives fewer words, or names tokens by another tokenizer.
+    One that says that it is busy, or not ready yet, is waited for. ValueError for one that does not answer,
+    gives fewer words, or names tokens by another tokenizer.
     """
     (server,) = config.servers
     client = Client(config.key_env)
@@ -103,8 +125,8 @@ def served_words(config: EngineConfig, tokenizer: Any, *, top_k: int) -> ServedW
     protocol: ServerProtocol = make(client, config.timeout)
     tokens = _probed(tokenizer)
     try:
-        known = protocol.describe(server)
-        said = protocol.texts(server, known, tokens)
+        known = insist(server, partial(protocol.describe, server), client, is_busy)
+        said = insist(server, partial(protocol.texts, server, known, tokens), client, is_busy)
     except (Fault, Refused) as error:
         raise ValueError(f"teacher: {server}: {client.line(error)}") from None
     for number, theirs in zip(tokens[1:], said):
@@ -116,13 +138,18 @@ def served_words(config: EngineConfig, tokenizer: Any, *, top_k: int) -> ServedW
             )
     found = ServedWords(server, protocol, client, known, config)
     try:
-        found.ask(tokens, top_k)
+        insist(server, partial(found.ask, tokens, top_k), client, is_busy)
     except (Fault, Refused) as error:
         hint = f"; start vLLM with --max-logprobs {top_k}" if top_k and config.type == "openai" else ""
         raise ValueError(
             f"top_k: expected {top_k} words of each token from {server}: {client.line(error)}{hint}"
         ) from None
     return found
+
+
+def is_busy(error: Fault) -> bool:
+    """Return whether a server says itself that it may answer later."""
+    return error.busy
 
 
 def _probed(tokenizer: Any) -> list[int]:

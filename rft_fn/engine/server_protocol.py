@@ -18,6 +18,7 @@ from rft_fn.engine import requests
 from rft_fn.engine.weight_folder import Manifest, manifest
 from rft_fn.model import quantize
 from rft_fn.model.materialize import Stored, converted, slices
+from rft_fn.patience import may_pass, retry_after
 from rft_fn.reward import wire
 from rft_fn.reward.connection import masked, token_in
 from rft_fn.types import Sampling
@@ -30,8 +31,8 @@ __all__ = [
 
 KEY = "RFT_SERVER_KEY"  # the environment variable with the servers' API key, unless another one is named
 UNAUTHORIZED = 401
+BUSY = (429, 503)  # a server that answers others, or not yet
 REFUSED = range(400, 500)
-AGAIN = (408, 425, 429)  # statuses below 500 that a later request may not meet
 LEAST_BYTES = 1 << 20  # of the limit of an answer
 TOKEN_BYTES = 1 << 10  # of an answer about one token, at most
 LINE = 400  # characters of an error
@@ -43,7 +44,15 @@ SEEDS = range(3, 9)  # of the first tokens that are compared
 
 
 class Fault(RuntimeError):
-    """A server that did not answer as it should. Another one may."""
+    """A server that did not answer as it should. Another one may, or this one later.
+
+    `busy` where it says itself that it may answer later, `wait` the seconds after which, if it says.
+    """
+
+    def __init__(self, line: str, *, busy: bool = False, wait: float | None = None):
+        super().__init__(line)
+        self.busy = busy
+        self.wait = wait
 
 
 class Refused(RuntimeError):
@@ -115,7 +124,10 @@ class Client:
 
         if not 200 <= answer.status < 300:
             line = f"{path}: status {answer.status}: {answer.words}"
-            if answer.status not in REFUSED or answer.status in AGAIN:
+            if may_pass(answer.status):
+                wait = retry_after(answer.headers.get("Retry-After", ""))
+                raise Fault(line, busy=answer.status in BUSY, wait=wait)
+            if answer.status not in REFUSED:
                 raise Fault(line)
             if answer.status == UNAUTHORIZED:
                 line += f"; its key belongs into the environment variable {self.key_env}"

@@ -20,7 +20,7 @@ from rft_fn.environment.record import Environment, Renderer, Row, Stepped, as_me
 from rft_fn.environment.tool_calls import Call
 from rft_fn.environment.tool_use import Tooled, with_tools
 from rft_fn.reward.calling import EventLoop
-from rft_fn.reward.spec import find_module
+from rft_fn.user_files import find_module
 
 __all__ = [
     "ENVIRONMENTS", "Hand", "calculate", "calculator", "get_environment", "guess_number", "kuhn_poker",

@@ -374,9 +374,17 @@ def with_adapter(module: nn.Module, folder: str | Path, *, without: str = "") ->
         saved["modules_to_save"] = [x for x in saved.get("modules_to_save") or () if x not in _HEADS] or None
         stored = {name: x for name, x in stored.items() if name != f"{BELOW}{without}.weight"}
     model = _made(module, saved, folder)
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    if hasattr(head, "lora_A") and getattr(module.config, "tie_word_embeddings", False):
+        raise ValueError(
+            f"model: {path}: expected adapters of other layers, got some of the head, which is the embedding "
+            "too (tie_word_embeddings): no engine could be given the merged weights"
+        )
 
     # The names in the file are without that of the adapter.
-    named = dict(model.named_parameters())
+    named = dict(model.named_parameters(remove_duplicate=False))
+    # peft adds the base model's own weight where a head has adapters
+    stored = {k: x for k, x in stored.items() if ".lora_" in k or k not in named or not _same(named[k], x)}
     own = {name.replace(".default.", "."): name for name in named if ".lora_" in name}
     both = own.keys() & stored.keys()
     wrong = [*(own.keys() ^ stored.keys())]
@@ -419,6 +427,10 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"model: {path}: expected a mapping, got {type(found).__name__}")
     return found
+
+
+def _same(own: Tensor, saved: Tensor) -> bool:
+    return own.shape == saved.shape and (own.is_meta or torch.equal(own.to(saved.dtype).cpu(), saved.cpu()))
 
 
 def read_adapters(folder: str | Path) -> dict[str, Tensor]:

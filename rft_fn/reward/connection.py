@@ -18,16 +18,14 @@ if TYPE_CHECKING:
     import httpx2
 
 __all__ = [
-    "FIRST", "MOST", "Answer", "Broken", "Host", "Hosts", "TooLarge", "addresses", "exchange", "masked",
-    "once", "pause", "pool", "token_in",
+    "Answer", "Broken", "Host", "Hosts", "TooLarge", "addresses", "exchange", "masked", "once", "pool",
+    "token_in",
 ]  # fmt: skip
 
 
 # ---------- servers: addresses and keys, which ones answer, and when to try the others again
 
 
-FIRST = 0.5  # s: the longest wait after a first failure
-MOST = 30.0  # s: the longest of all
 _PART = 8  # characters of the beginning of a token that are not shown either
 
 _BETWEEN = re.compile(r",(?=https?://)")  # a query may have commas of its own
@@ -85,17 +83,6 @@ def masked(text: str, token: str) -> str:
         for size in range(len(form), min(len(form), _PART) - 1, -1):
             text = text.replace(form[:size], "***")
     return text
-
-
-def pause(failures: int, draw: float) -> float:
-    """Return the wait in s after so many failures in a row, for a uniform draw in [0, 1).
-
-        (1 + draw) / 2 * min(MOST, FIRST * 2^(failures - 1))
-
-    Clients that failed together so come back one by one.
-    """
-    doublings = min(failures - 1, 16)  # far beyond MOST
-    return (1 + draw) / 2 * min(MOST, FIRST * 2.0**doublings)
 
 
 class Host:

@@ -33,8 +33,9 @@ from rft_fn.reward.signature import (
 )
 
 __all__ = [
-    "ADAPTERS", "Adapter", "ForeignFn", "areal", "call", "lightrft", "like", "messages", "missing", "nemo_rl",
-    "openrlhf", "read_columns", "required_columns", "slime", "texts", "tinyzero", "verl", "whole_texts",
+    "ADAPTERS", "Adapter", "ForeignFn", "areal", "call", "easyr1", "lightrft", "like", "messages", "missing",
+    "nemo_rl", "openrlhf", "read_columns", "required_columns", "slime", "texts", "tinyzero", "verl",
+    "whole_texts",
 ]  # fmt: skip
 
 Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
@@ -326,6 +327,20 @@ def nemo_rl(fn: ForeignFn, answer: str = "ground_truth") -> RewardFn:
     return _each_row(fn, paths, given)
 
 
+def easyr1(fn: ForeignFn, answer: str = "answer") -> RewardFn:
+    """Call EasyR1's compute_score(reward_inputs), on a list of dicts, or (reward_input), once per row.
+
+    As of EasyR1 0.3: they have `response`, `response_length` and `ground_truth`, the column `answer`.
+    """
+    together = "reward_inputs" in [p.name for p in parameters(fn)]
+
+    def given(prompt: str, response: str, ids: Sequence[Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        length = len(ids[1] or ())
+        return {"response": response, "response_length": length, "ground_truth": row["ground_truth"]}
+
+    return _each_row(fn, {"ground_truth": answer}, given, one=not together, together=together)
+
+
 class _Sample(SimpleNamespace):
     """What a reward of slime reads of one response; further attributes are slime's defaults."""
 
@@ -429,6 +444,7 @@ ADAPTERS: dict[str, Adapter] = {
     "verifiers": verifiers,
     "areal": areal,
     "nemo_rl": nemo_rl,
+    "easyr1": easyr1,
     "slime": slime,
 }
 """By the name that comes before a file or a module on the command line."""

@@ -14,7 +14,8 @@ from rft_fn.reward.connection import shown
 from rft_fn.reward.foreign import ADAPTERS
 from rft_fn.reward.remote import TOKEN_ENV, served_at
 from rft_fn.reward.signature import GIVEN, JointReward, RewardFn, parameters, takes_all
-from rft_fn.reward.spec import Names, Spec, arguments, distinct, find_module, split, split_rows, split_weight
+from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_rows, split_weight
+from rft_fn.user_files import find_module
 
 __all__ = ["Source", "by_column", "load", "parse"]
 
@@ -50,6 +51,7 @@ _FURTHER = {
     "verl": "verl's reward_kwargs",
     "tinyzero": "verl's reward_kwargs",
     "nemo_rl": "the kwargs of NeMo-RL's reward_functions",
+    "easyr1": "EasyR1's reward_function_kwargs",
 }
 
 # Parameters of functions that are written for another library -> the adapter for them.
@@ -58,6 +60,8 @@ _FOREIGN = {
     "queries": "openrlhf",
     "solution_str": "verl",
     "solution_strs": "verl",
+    "reward_inputs": "easyr1",
+    "reward_input": "easyr1",
     "completion": "verifiers",
     "args sample": "slime",
     "args samples": "slime",
@@ -78,8 +82,8 @@ def load(spec: str) -> RewardFn:
     "numeric(boxed=True)".
 
     A function that is not written for TRL has its library first: "verl:", "openrlhf:", "lightrft:",
-    "areal:", "nemo_rl:", "slime:" or "verifiers:" (see `reward.foreign`), and ":COLUMN" last where the answer
-    has another column than there.
+    "areal:", "nemo_rl:", "easyr1:", "slime:" or "verifiers:" (see `reward.foreign`), and ":COLUMN" last where
+    the answer has another column than there.
     "messages:" and "text:" give a function prompts and completions in that form, whatever the data has.
 
     "https://HOST/score", or several with commas between them: what servers say, with the options of

@@ -12,6 +12,7 @@ from rft_fn.data.table import value_at
 from rft_fn.reward.calling import media_records
 from rft_fn.reward.combine import Known, Weighted, columns
 from rft_fn.reward.foreign import Adapter, messages, texts
+from rft_fn.reward.references import alternatives
 from rft_fn.reward.scoring import Joint
 from rft_fn.reward.signature import Columns, RewardFn, Score, Scored, as_messages
 from rft_fn.reward.signature import text as text_of
@@ -149,11 +150,19 @@ def _tries(rows: Sequence[Mapping[str, Any]], answer: str, read: Sequence[str]) 
     for path in [answer] if answer else usual:
         references = [value_at(row, path, None) for row in rows]
         if None not in references:
-            tries["answer"] = [str(x) for x in references]
-            tries["boxed"] = [rf"\boxed{{{x}}}" for x in references]
-            tries["tags"] = [f"<think>\nso\n</think>\n<answer>\n{x}\n</answer>" for x in references]
+            tries["answer"] = [_as_text(x) for x in references]
+            tries["boxed"] = [rf"\boxed{{{x}}}" for x in tries["answer"]]
+            tries["tags"] = [f"<think>\nso\n</think>\n<answer>\n{x}\n</answer>" for x in tries["answer"]]
             break
     return tries
+
+
+def _as_text(reference: Any) -> str:
+    """Return a reference as an answer; of several the first."""
+    try:
+        return alternatives(reference, "")[0].text
+    except ValueError:  # of a reward that reads something else
+        return str(reference)
 
 
 def _garbage(index: int) -> str:

@@ -5,18 +5,17 @@ servers answer, and makes one request.
 """
 
 import asyncio
-import email.utils
 import math
 import random
 import time
 from collections.abc import AsyncGenerator, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
+from rft_fn.patience import DEADLINE, TRIES, may_pass, pause, retry_after
 from rft_fn.reward import connection, wire
-from rft_fn.reward.connection import Answer, Host, Hosts, addresses, masked, pause, token_in
+from rft_fn.reward.connection import Answer, Host, Hosts, addresses, masked, token_in
 from rft_fn.reward.signature import RewardFn
 from rft_fn.reward.wire import ReadAnswer, batch_of
 
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 OK = 200
 REDIRECTS = range(300, 400)
 UNAUTHORIZED = (401, 403)
-AGAIN = (408, 425, 429)  # below 500, statuses that a later request may not meet
-FAILED = 500
 
 
 class Limits(NamedTuple):
@@ -156,7 +153,7 @@ def _refusal(host: Host, answer: Answer) -> Exception:
     """Return the error of a status: Again for one that may pass, else ValueError."""
     status = answer.status
     line = f"status {status}: {answer.words}".rstrip(": ")
-    if status >= FAILED or status in AGAIN:
+    if may_pass(status):
         return Again(line, retry_after(answer.headers.get("Retry-After", "")))
     line = f"{host.shown}: expected an answer, got {line}"
     if status in REDIRECTS:
@@ -164,20 +161,6 @@ def _refusal(host: Host, answer: Answer) -> Exception:
     if status in UNAUTHORIZED:
         line += "; its token belongs into the environment variable that token_env names"
     return ValueError(line)
-
-
-def retry_after(text: str) -> float | None:
-    """Return the seconds that a Retry-After header asks for, as a number or a date; else None."""
-    text = text.strip()
-    if text.isascii() and text.isdigit():
-        return float(text[:9])
-    try:
-        when = email.utils.parsedate_to_datetime(text)
-    except (ValueError, OverflowError):  # no date, or one of a year that there is not
-        return None
-    if when.tzinfo is None:
-        when = when.replace(tzinfo=UTC)
-    return max((when - datetime.now(UTC)).total_seconds(), 0.0)
 
 
 # ---------- the reward function of one or more servers
@@ -196,9 +179,9 @@ def served_at(
     name: str | None = None,
     batch: int = 64,
     connections: int = 8,
-    deadline: float = 240.0,
+    deadline: float = DEADLINE,
     attempt: float = 60.0,
-    tries: int = 8,
+    tries: int = TRIES,
     max_bytes: int = 1 << 24,
     token_env: str = TOKEN_ENV,
 ) -> RewardFn:

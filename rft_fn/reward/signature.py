@@ -256,7 +256,7 @@ def column_names(given: Iterable[str]) -> str:
 
 
 _VALUES = ("rewards", "reward", "scores", "score")  # of a dict for the whole batch, the first that is there
-_VALUE = ("score", "reward")  # of a dict for one completion
+_VALUE = ("score", "reward", "overall")  # of a dict for one completion; the last is EasyR1's
 
 
 class Result(NamedTuple):

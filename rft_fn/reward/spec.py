@@ -1,19 +1,13 @@
-"""Parse the texts that name rewards: source, function, column, arguments, weight; find modules."""
+"""Parse the texts that name rewards: source, function, column, arguments, weight."""
 
 import ast
-import importlib
-import importlib.util
 import itertools
 import re
-import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
-from rft_fn import rng
-
-__all__ = ["Names", "Spec", "arguments", "distinct", "find_module", "split", "split_rows", "split_weight"]
+__all__ = ["Names", "Spec", "arguments", "distinct", "split", "split_rows", "split_weight"]
 
 
 class Spec(NamedTuple):
@@ -165,101 +159,3 @@ def distinct(names: Sequence[Names]) -> list[str]:
         numbered = (f"{base}:{i}" for i in itertools.count(2))
         chosen.append(next(x for x in itertools.chain([base], numbered) if x not in chosen))
     return chosen
-
-
-# ---------- the modules of users' reward functions: installed ones, and files
-
-
-def find_module(source: str, spec: str, *, kind: str = "reward") -> ModuleType:
-    """Return the module of a file or of a dotted name.
-
-    `spec` is what is loaded, and `kind` what that is, for errors. ValueError for one that does not exist or
-    does not parse; errors that the module itself raises get a note with the spec.
-    """
-    # a file may do anything while it runs: every error gets the name of the reward
-    try:
-        if not source.endswith(".py"):
-            return _import(source, f"{kind} {spec!r}")
-        path = Path(source).resolve()
-        if not path.is_file():
-            raise ValueError(f"{kind} {spec!r}: no such file: {path}")
-        return _run_file(path)
-    except SyntaxError as error:
-        where = f"{error.filename}, line {error.lineno}"
-        raise ValueError(f"{kind} {spec!r}: {where}: {error.msg}") from error
-    except SystemExit as error:
-        raise ValueError(
-            f"{kind} {spec!r}: expected a file that defines functions, got sys.exit({error.code!r})"
-        ) from error
-    except BaseException as error:
-        error.add_note(f"raised by the file of the {kind} {spec!r}")
-        raise
-
-
-def _import(source: str, what: str) -> ModuleType:
-    """Return the module of a dotted name, installed or in the working directory."""
-    _make_importable(Path.cwd())
-    try:
-        return importlib.import_module(source)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{source}.".startswith(f"{error.name}."):
-            raise  # a module that this one imports
-        raise ValueError(f"{what}: no module {error.name!r} is installed or lies in {Path.cwd()}") from error
-
-
-def _make_importable(folder: Path) -> None:
-    """Make the modules of a folder importable; installed ones come first."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-
-def _run_file(path: Path) -> ModuleType:
-    """Return the module of a file, run again only if the file has changed.
-
-    A file with relative imports is a member of its package, which gets a name made from its path, so that two
-    packages of one name stay apart. Modules in its folder, or in its package's, can be imported.
-    """
-    source = path.read_bytes()
-    name = f"rft_fn_reward_{path.stem}_{rng.fold_in(0, str(path), source.hex())}"
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError):  # raised again when the file is run
-        nodes = []
-    dots = max((node.level for node in nodes if isinstance(node, ast.ImportFrom)), default=0)
-    if not dots:
-        _make_importable(path.parent)
-        return _imported(name, path)
-
-    # the outermost folder of its package, at least as far up as its relative imports go
-    root = path.parents[dots - 1]
-    while (root / "__init__.py").is_file() and (root.parent / "__init__.py").is_file():
-        root = root.parent
-
-    # the package by that name, then the file as a module in it
-    _make_importable(root.parent)
-    if name not in sys.modules:
-        init = root / "__init__.py"
-        if init.is_file():
-            _imported(name, init, [str(root)])
-        else:
-            package = ModuleType(name)
-            package.__path__ = [str(root)]
-            sys.modules[name] = package
-    inner = path.relative_to(root).with_suffix("").parts
-    return importlib.import_module(".".join((name, *inner)))
-
-
-def _imported(name: str, path: Path, folders: list[str] | None = None) -> ModuleType:
-    """Return the module of a file under that name; nothing of it is left if it raises."""
-    if name in sys.modules:
-        return sys.modules[name]
-    where = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
-    assert where is not None and where.loader is not None
-    module = importlib.util.module_from_spec(where)
-    sys.modules[name] = module  # dataclasses and pickle look the module up while and after it runs
-    try:
-        where.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

@@ -8,14 +8,19 @@ attribute `columns` of a reward function names the columns that it reads.
 A new reward is a factory here; a row of `_NAMED` in `from_spec` gives it a name on the command line.
 """
 
+import itertools
 import re
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from rft_fn.data import tasks
 from rft_fn.data.table import column_at
+from rft_fn.reward import mathematics, references
+from rft_fn.reward.mathematics import extract_number, value_of
+from rft_fn.reward.references import Reference
 from rft_fn.reward.signature import Columns, Messages, RewardFn, column_names, reads, stateless, text
 
 __all__ = [
@@ -60,39 +65,11 @@ def extract_tag(text: str, tag: str) -> str | None:
     return text[start + len(opening) : end].strip() if start >= 0 else None
 
 
-_FRAC = re.compile(r"(?<![0-9])\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+"
-_UNSIGNED = rf"(?:{_DIGITS})(?:[eE][+-]?[0-9]+)?"
-# A minus is a sign only where nothing comes before it that it could be subtracted from: "3-5" ends in 5.
-_NUMBER = re.compile(rf"(?:(?<![\w)\]}}.%])-\\?\$?)?{_UNSIGNED}(?:/{_UNSIGNED})?")
-
-
-def extract_number(text: str) -> str | None:
-    r"""Return the last number in the text, as "-3.5", "1234", "1/2" or "1e5"; None where there is none.
-
-    Thousands commas, currency signs and a full stop after the number are dropped; "1/2" and "\frac{1}{2}" are
-    one number. It reads plain numbers, not formulas: of "2\sqrt{3}" it returns "3" (use `math` for those).
-    """
-    plain = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
-    plain = _FRAC.sub(r"\1/\2", plain)
-    matches = [match[0] for match in _NUMBER.finditer(plain)]
-    return re.sub(r"[,$\\]", "", matches[-1]) if matches else None
-
-
-def _value(number: str | None) -> Fraction | None:
-    """Return the exact value of a number; None for no number, for n/0 and for absurdly large ones."""
-    if number is None or len(number) > 200 or re.search(r"[eE][+-]?[0-9]{4}", number):
-        return None  # Fraction("1e999999999") would fill the memory
-    top, _, bottom = number.partition("/")
-    divisor = Fraction(bottom or 1)
-    return Fraction(top) / divisor if divisor else None
-
-
 # ---------- columns
 
 
-def _column(columns: Columns, name: str, count: int) -> list[str]:
-    """Return one column as text. ValueError if it is missing, has a hole or another length."""
+def _column(columns: Columns, name: str, count: int) -> list[Any]:
+    """Return one column. ValueError if it is missing, has a hole or another length."""
     # a path begins with the name of a column
     head = name if name in columns else name.partition(".")[0]
     if head in columns and len(columns[head]) != count:
@@ -110,22 +87,30 @@ def _column(columns: Columns, name: str, count: int) -> list[str]:
     for index, value in enumerate(values):
         if value is None:
             raise ValueError(f"column {name!r}: value {index} is None; drop that row from the dataset")
-    return [str(value) for value in values]
+    return list(values)
 
 
-def _compare(same: Callable[[str, str], float], column: str) -> RewardFn:
-    """Return the reward function that scores each completion with same(completion, reference)."""
+def _compare(
+    same: Callable[[str, Reference], float], column: str, kind: Callable[[Reference], str]
+) -> RewardFn:
+    """Return the reward function that scores each completion with same(completion, reference).
+
+    A reference that is a list has alternatives, and the best one counts. `kind` says what a reference reads
+    as; see `references`.
+    """
 
     @stateless
     @reads(column)
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
     ) -> list[float]:
-        references = _column(columns, column, len(completions))
-        pairs = zip(map(text, completions), references, strict=True)
-        return [float(same(given, reference)) for given, reference in pairs]
+        scores = []
+        for completion, cell in zip(completions, _column(columns, column, len(completions)), strict=True):
+            given = text(completion)
+            scores.append(max(float(same(given, x)) for x in references.alternatives(cell, column)))
+        return scores
 
-    return reward
+    return references.reads_as(reward, column, kind)
 
 
 def _yes_or_no(value: Callable[[str], object]) -> RewardFn:
@@ -157,29 +142,48 @@ def numeric(column: str = "answer", *, boxed: bool = False) -> RewardFn:
     a number.
     """
 
-    def same(completion: str, reference: str) -> bool:
-        expected = _value(extract_number(reference))
-        if expected is None:
-            raise ValueError(
-                f"column {column!r}: no number in the reference {reference[:80]!r}; use exact() or math()"
-            )
+    def same(completion: str, reference: Reference) -> bool:
+        expected = _number_in(reference, column)
         read = (extract_boxed(completion) or "") if boxed else completion
-        return _value(extract_number(read)) == expected
+        given = value_of(extract_number(read))
+        return given is not None and reference.equals(given, expected)
 
-    return _compare(same, column)
+    return _compare(same, column, partial(_kind_of_number, column=column))
+
+
+def _number_in(reference: Reference, column: str) -> Fraction:
+    """Return the last number in a reference. ValueError for one without."""
+    value = value_of(extract_number(reference.text))
+    if value is None:
+        raise ValueError(
+            f"column {column!r}: no number in the reference {reference.text[:80]!r}; use exact() or math()"
+        )
+    return value
+
+
+def _kind_of_number(reference: Reference, column: str) -> str:
+    _number_in(reference, column)
+    return "a number" if mathematics.whole_value(reference.text) is not None else "the last number of a text"
 
 
 def exact(column: str = "answer", *, boxed: bool = False) -> RewardFn:
     r"""Return 1 if the completion is the reference, but for the whitespace around it; else 0.
 
-    With `boxed`, the content of the last \boxed{} is compared instead, and a completion without one scores 0.
+    A reference that is a number in the data, and not a text, is right in any notation: 4.0 is "4", 1e-05 is
+    "0.00001". With `boxed`, the content of the last \boxed{} is compared instead, and a completion without
+    one scores 0.
     """
 
-    def same(completion: str, reference: str) -> bool:
+    def same(completion: str, reference: Reference) -> bool:
         read = extract_boxed(completion) if boxed else completion
-        return read is not None and read.strip() == reference.strip()
+        if read is None:
+            return False
+        given = mathematics.whole_value(read.strip()) if reference.is_number else None
+        if given is not None:
+            return reference.equals(given, Fraction(reference.text))
+        return read.strip() == reference.text.strip()
 
-    return _compare(same, column)
+    return _compare(same, column, lambda reference: "a number" if reference.is_number else "text")
 
 
 # the columns of a task's rows that no verifier reads
@@ -200,7 +204,8 @@ def task(name: str) -> RewardFn:
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
     ) -> list[float]:
-        values = {name: _column(columns, name, len(completions)) for name in needed}
+        count = len(completions)
+        values = {name: [str(x) for x in _column(columns, name, count)] for name in needed}
         scores = []
         for i, completion in enumerate(completions):
             row = {name: column[i] for name, column in values.items()}
@@ -216,39 +221,45 @@ _UNBOXED_TAIL = 1000  # characters: math-verify searches in quadratic time, and 
 def math(column: str = "answer", *, timeout: int = 5) -> RewardFn:
     r"""Return 1 if the answer equals the reference as mathematics; else 0.
 
-    "\frac{1}{2}" is "0.5", "1+x" is "x+1". The comparison is math-verify's. The answer is the content of the
-    last \boxed{} where there is one, else what math-verify finds in the last 1,000 characters. The reference
-    is LaTeX or plain text, boxed or not; of GSM8K's only what follows "####" counts. Any failure of the
+    "\frac{1}{2}" is "0.5", "1+x" is "x+1". The comparison is math-verify's, guarded: words are compared as
+    words, units and times of the day must not contradict each other, and small numbers must agree in six
+    digits (see `mathematics`). The answer is the content of the last \boxed{} where there is one, else what
+    math-verify finds in the last 1,000 characters. The reference is LaTeX or plain text, boxed or not, "7
+    apples." is 7, and of "2+5=7" only the 7 counts; of GSM8K's only what follows "####". Any failure of the
     comparison scores 0.
 
     A response such as "10^{10^{10}}" keeps sympy busy for ever, so parsing and comparing get `timeout`
-    seconds each. The limit needs Python's main thread (it is a signal); in any other thread the comparison
-    runs without a limit.
+    seconds each: by a signal in Python's main thread, in a child process in any other.
     """
-    try:
-        import math_verify
-    except ImportError as error:
+    if find_spec("math_verify") is None:
         raise ModuleNotFoundError(
             "reward 'math': expected the package math-verify, got none; "
             "pip install 'math-verify[antlr4_13_2]'"
-        ) from error
+        )
 
-    def same(completion: str, reference: str) -> bool:
-        # its limit is a signal, which only the main thread gets
-        limit: Any = timeout if threading.current_thread() is threading.main_thread() else None
-
-        # both sides in a box, so that nothing else of a text is taken for the answer
+    def same(completion: str, reference: Reference) -> bool:
         boxed = extract_boxed(completion)
-        read = completion[-_UNBOXED_TAIL:] if boxed is None else rf"\boxed{{{boxed}}}"
-        gold = _answer(reference.rpartition("####")[2])
-        try:
-            expected = math_verify.parse(rf"\boxed{{{gold}}}", parsing_timeout=limit)
-            given = math_verify.parse(read, parsing_timeout=limit)
-            return math_verify.verify(expected, given, timeout_seconds=limit)
-        except Exception:  # sympy raises anything on strange input, and a strange answer is a wrong answer
-            return False
+        answer = completion[-_UNBOXED_TAIL:] if boxed is None else boxed
+        gold = _gold(reference)
+        return mathematics.equal(gold, answer, boxed=boxed is not None, seconds=timeout)
 
-    return _compare(same, column)
+    return _compare(same, column, partial(_kind_of_mathematics, seconds=timeout, tried=itertools.count()))
+
+
+def _gold(reference: Reference) -> str:
+    """Return the answer in a reference: what follows "####", and of a box its content."""
+    return _answer(reference.text.rpartition("####")[2])
+
+
+_TRIED = 1000  # formulas among the references of a file that are parsed before the run
+
+
+def _kind_of_mathematics(reference: Reference, seconds: int, tried: Iterator[int]) -> str:
+    """Return what a reference reads as; the first formulas are parsed, which takes some ms each."""
+    gold = _gold(reference)
+    kind = mathematics.kind_of(gold)
+    parsed = kind != "a formula" or next(tried) >= _TRIED or mathematics.parses(gold, seconds=seconds)
+    return kind if parsed and kind != "nothing" else references.UNREADABLE
 
 
 # ---------- format

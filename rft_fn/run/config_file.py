@@ -150,6 +150,7 @@ def _yaml(text: str) -> Any:
     import yaml
 
     try:
+        _check_keys(yaml.compose(text, yaml.SafeLoader))
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -157,6 +158,23 @@ def _yaml(text: str) -> Any:
         raise ValueError(f"expected YAML: {error.problem}{where}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"expected YAML: {' '.join(str(error).split())}") from None
+
+
+def _check_keys(node: Any) -> None:
+    """Raise ValueError for a key that a mapping of YAML has twice, of which the last would win."""
+    if not isinstance(getattr(node, "value", None), list):
+        return
+    seen: dict[str, int] = {}
+    for entry in node.value:
+        for child in entry if isinstance(entry, tuple) else [entry]:
+            _check_keys(child)
+        if not isinstance(entry, tuple) or not isinstance(entry[0].value, str):
+            continue
+        name = entry[0].value
+        line = entry[0].start_mark.line + 1
+        if name in seen and name != "<<":
+            raise ValueError(f"{name}: expected it once, got it in line {seen[name]} and in line {line}")
+        seen[name] = line
 
 
 def _flat(values: Mapping[Any, Any], prefix: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:

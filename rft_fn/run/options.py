@@ -419,6 +419,11 @@ class ReinforcementRun(ScoredRun, Optimizer, Reinforcement, Policy, Prompts, Mod
 
     strategy: StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.temperature:
+            raise ValueError("temperature: expected > 0 to learn from samples, got 0")
+
 
 ENGINE = (
     "engine_type", "engine_batch", "engine_tp_size", "engine_mem_util", "enable_engine_sleep",

@@ -16,6 +16,7 @@ from rft_fn.engine import EngineDead
 from rft_fn.engine.lifetime import deferred
 from rft_fn.memory import Sampler
 from rft_fn.reward.combine import read_veto
+from rft_fn.reward.references import Survey
 from rft_fn.reward.scalar_model import check_budget
 from rft_fn.run import options
 from rft_fn.run.cli import without
@@ -303,6 +304,7 @@ def load_task(cfg: options.Reinforcement, st: Strategy, **more: Any) -> Task:
     tokenizer = model.load_tokenizer(cfg.model)
     processing = load_processing(cfg, cfg.model)
     score = load_rewards(rewards_of(cfg, cfg.data), cfg, st)
+    survey = Survey(score)
     dataset, unseen = load_data(
         cfg,
         st,
@@ -313,8 +315,10 @@ def load_task(cfg: options.Reinforcement, st: Strategy, **more: Any) -> Task:
         max_prompt=cfg.max_prompt,
         window=model.read_window(cfg.model),
         max_new=cfg.max_new,
+        survey=survey.see,
         **more,
     )
+    _tell_references(cfg, st, survey)
     if options.of(options.Collect, cfg).curriculum_by == "prompt":
         check_rows(dataset, cfg.prompts)
     if processing is not None:
@@ -323,6 +327,17 @@ def load_task(cfg: options.Reinforcement, st: Strategy, **more: Any) -> Task:
     if not with_examples:
         return task
     return task._replace(others={"ptx_data": _load_examples(cfg, st, task)})
+
+
+def _tell_references(cfg: options.Reinforcement, st: Strategy, survey: Survey) -> None:
+    """Tell what the references of the data read as, in a dry run all of it. ValueError for unusable ones."""
+    if line := survey.refused():
+        raise ValueError(f"{line}; mend or drop these rows")
+    for line in survey.unreadable():
+        st.print(f"warning: {line}")
+    if getattr(cfg, "dry_run", False):
+        for line in survey.shares():
+            st.print(line)
 
 
 def _load_examples(cfg: Any, st: Strategy, task: Task) -> data.Dataset:

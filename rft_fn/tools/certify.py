@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import rft_fn as rft
-from rft_fn.reward.spec import find_module
 from rft_fn.testing import Certificate
+from rft_fn.user_files import find_module
 
 __all__ = ["certificate", "show", "write"]
 

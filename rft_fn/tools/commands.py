@@ -313,8 +313,10 @@ def main(args: Sequence[str] | None = None) -> None:
 def _start(args: Sequence[str]) -> Script | None:
     name = args[0]
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        like = "".join(f"; did you mean {other}?" for other in near)
+        # a script is run by its name, and other tools say train
+        known = {x: f"run {x}" for x in scripts.named()} | {"train": "run SCRIPT"} | {x: x for x in COMMANDS}
+        near = difflib.get_close_matches(name, known, n=1)
+        like = "".join(f"; did you mean rft {known[other]}?" for other in near)
         raise ValueError(f"command: expected one of {', '.join(COMMANDS)}, got {name!r}{like}")
     return COMMANDS[name].start(args[1:])
 

@@ -77,7 +77,7 @@ class Extra(NamedTuple):
 
     purpose: str
     packages: dict[str, str]  # by name, the least version
-    install: str = ""  # how to get them, where it is not pip install rft-fn[NAME]
+    install: str = ""  # how to get them, where it is not pip install PACKAGES
     modules: Sequence[str] = ()  # that are imported, where they are not called as the packages are
 
 
@@ -166,7 +166,8 @@ def _optional(name: str, extra: Extra, imports: bool) -> Fact:
     there = {package: version(package) for package in extra.packages}
     value = ", ".join(f"{package} {got or 'missing'}" for package, got in there.items())
     value = f"{extra.purpose}: {value}"
-    install = extra.install or f"pip install 'rft-fn[{name}]'"
+    wanted = [f"'{package}>={least}'" if least else package for package, least in extra.packages.items()]
+    install = extra.install or f"pip install {' '.join(wanted)}"
     if not all(there.values()):
         return Fact(name, value, "off", install)
     old = [package for package, got in there.items() if numbers(got) < numbers(extra.packages[package])]

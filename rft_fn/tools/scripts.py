@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeAlias, Union, get_type_hints
 
 import tyro
 
-from rft_fn import parsing
+from rft_fn import parsing, user_files
 
 __all__ = [
     "SHELLS",
@@ -116,13 +116,7 @@ def config(path: Path) -> type:
 
 def module(path: Path) -> Any:
     """Import a script, but do not run it."""
-    name = f"rft_script_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # any file ending in .py has both
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[name] = made  # where the hints of its dataclass are looked up
-    spec.loader.exec_module(made)
-    return made
+    return user_files.load(path.resolve())
 
 
 def execute(path: Path, arguments: Sequence[str]) -> None:

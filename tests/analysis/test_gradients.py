@@ -141,7 +141,7 @@ def on_ranks(rank):
 
 @pytest.mark.slow
 def test_two_processes_give_the_products_of_one():
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install rft-fn[deepspeed]")
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     mine, other = ranks.run(2, "test_gradients:on_ranks")
     want = {
         d: definition(get_strategy(), *trained(get_strategy(), d)) for d in (torch.float64, torch.float32)

@@ -248,7 +248,7 @@ def on_ranks(rank):
 
 @pytest.mark.slow
 def test_two_processes_measure_what_one_does():
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install rft-fn[deepspeed]")
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     found = ranks.run(2, "test_noise:on_ranks")
     for name, (_, dtype) in BACKENDS.items():
         want = measured(get_strategy(), dtype)

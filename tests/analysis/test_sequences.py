@@ -125,7 +125,7 @@ def on_ranks(rank):
 
 @pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one():
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install rft-fn[deepspeed]")
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     found = ranks.run(2, "test_sequences:on_ranks")
     for name, (_, dtype) in BACKENDS.items():
         st = get_strategy()

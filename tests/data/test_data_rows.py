@@ -250,3 +250,15 @@ def test_a_date_beyond_python_is_a_row_that_cannot_be_used(kind, number, workers
     with pytest.raises(ValueError, match=message) as error:
         data.load(str(tmp_path / "a.parquet"), tiny.tokenizer(), workers=workers)
     assert "\n" not in str(error.value)
+
+
+def test_a_part_of_a_file_is_said_to_be_one(tmp_path):
+    """Rows that are held out are a part; a file of one broken row is told as that, not as too few."""
+    tokenizer = tiny.tokenizer()
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "1", "answer": "1"}\n{"question": "2", "answer": \n')
+    with pytest.raises(ValueError, match=r"line 2: .*1 of 1 rows cannot be used \(a part of 2 rows\)"):
+        data.load_for_training(str(path), tokenizer, template="{question}")
+    path.write_text('{"question": \n')
+    with pytest.raises(ValueError, match=r"line 1: expected an object in one line, got broken JSON"):
+        data.load_for_training(str(path), tokenizer, template="{question}")

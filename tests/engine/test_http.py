@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 import pytest
 from each_case import each
 
+from rft_fn import patience
 from rft_fn.engine import pool
 from rft_fn.engine.server_protocol import Client, Fault, Refused
 
@@ -419,7 +420,7 @@ def test_pauses_double_have_jitter_and_an_end():
     servers = pool_of("a", pause=1.0)
     for attempt in range(12):
         found = {servers._length(attempt) for _ in range(50)}
-        most = min(2**attempt, pool.LONGEST)
+        most = min(2**attempt, patience.MOST)
         assert most / 2 <= min(found) < max(found) <= most
 
 

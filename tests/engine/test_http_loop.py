@@ -33,7 +33,7 @@ HASTY = """
 import runpy, sys
 from rft_fn.engine import pool
 
-pool.Pool.__init__.__kwdefaults__["pause"] = pool.PAUSE / 10
+pool.Pool.__init__.__kwdefaults__["pause"] = 0.05
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

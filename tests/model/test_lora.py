@@ -11,6 +11,7 @@ import torch
 from each_case import each
 from families import seeing
 from ranks import run
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import rft_fn as rft
@@ -345,6 +346,43 @@ def test_an_engine_of_an_adapter_folder_is_given_merged_weights(saved):
         apply, _ = model.bind(lora)
         mine = packing.unpack(model.score(apply, new, packs), packs, exp.w)
         assert (mine - r.logp).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_folder_of_peft_may_have_adapters_of_the_head(saved, tmp_path, tied):
+    """Peft then saves the base model's head as well. One that is the embedding too has no merged weights."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(3)
+    base = tiny.llama()
+    base.config.tie_word_embeddings = tied
+    base = LlamaForCausalLM(base.config)
+    model.save(tmp_path / "base", base, tiny.tokenizer())
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    lora = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM"))
+    for name, x in lora.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(x, std=0.1)
+    lora.save_pretrained(tmp_path / "adapter")
+    tiny.tokenizer().save_pretrained(tmp_path / "adapter")
+    if tied:
+        with pytest.raises(ValueError, match="got some of the head, which is the embedding too"):
+            model.load(tmp_path / "adapter")
+        return
+    assert torch.equal(scores(model.load(tmp_path / "adapter")), scores(lora))
+    eng = rft.engine.get_engine(None, str(tmp_path / "adapter"))
+    r = eng.generate([[3, 4, 5]], [7], n=4, sampling=rft.Sampling(max_new=5))
+    exp = rft.experience(r, adv=torch.zeros(4), w=rft.weight.token_mean(r.mask))
+    packs = packing.shard(exp, 64)[0]
+    mine = packing.unpack(model.score(*model.bind(lora), packs), packs, exp.w)
+    assert (mine - r.logp).abs().max() < 1e-5
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    stored = load_file(path)
+    stored["base_model.model.lm_head.base_layer.weight"] += 1
+    save_file(stored, path)
+    with pytest.raises(ValueError, match=r"unexpected or of another shape are 1: base_model\.model\.lm_head"):
+        model.load(tmp_path / "adapter")
 
 
 def test_adapters_without_a_tokenizer_have_that_of_their_base(saved, tmp_path):

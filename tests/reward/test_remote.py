@@ -26,7 +26,8 @@ from fake_host import (
 )
 
 import rft_fn as rft
-from rft_fn.reward import connection, remote
+from rft_fn import patience
+from rft_fn.reward import remote
 
 TOKEN = "s3cret-t0ken"
 
@@ -34,7 +35,7 @@ TOKEN = "s3cret-t0ken"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Waits between tries are short, and nothing in the environment leads elsewhere."""
-    monkeypatch.setattr(connection, "FIRST", 0.02)
+    monkeypatch.setitem(patience.pause.__kwdefaults__, "first", 0.02)
     monkeypatch.delenv("RFT_REWARD_TOKEN", raising=False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -240,7 +241,7 @@ def test_waits_double_and_have_a_random_part(monkeypatch):
 
     def pause(failures, draw):
         given.append((failures, draw))
-        return connection.pause(failures, draw)
+        return patience.pause(failures, draw)
 
     monkeypatch.setattr(remote, "pause", pause)
 
@@ -252,7 +253,7 @@ def test_waits_double_and_have_a_random_part(monkeypatch):
         refused(host.url, tries=5)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     for i, gap in enumerate(gaps):
-        assert gap >= connection.pause(*given[i]) >= 0.5 * 0.02 * 2**i
+        assert gap >= patience.pause(*given[i]) >= 0.5 * 0.02 * 2**i
     assert [failures for failures, _ in given] == [1, 2, 3, 4, 5]
     draws = [draw for _, draw in given]
     assert len(set(draws)) == 5 and all(0 <= draw < 1 for draw in draws)
@@ -311,7 +312,7 @@ YEAR = "9" * 23
     ],
 )
 def test_a_time_to_come_again_that_is_none_is_not_waited_for(text):
-    assert remote.retry_after(text) is None
+    assert patience.retry_after(text) is None
 
 
 def test_a_server_that_names_no_time_is_tried_again_as_any_other():
@@ -322,9 +323,9 @@ def test_a_server_that_names_no_time_is_tried_again_as_any_other():
 
 
 def test_far_times_are_bounded_by_the_deadline():
-    assert remote.retry_after(YEAR) == 999_999_999
-    assert remote.retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
-    assert 2e11 < remote.retry_after("Fri, 31 Dec 9999 23:59:59 -2359") < 3e11
+    assert patience.retry_after(YEAR) == 999_999_999
+    assert patience.retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert 2e11 < patience.retry_after("Fri, 31 Dec 9999 23:59:59 -2359") < 3e11
 
 
 def test_a_wait_beyond_the_deadline_ends_the_call_at_once():

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rft_fn as rft
+from rft_fn import patience
 from rft_fn.reward import Scored, connection, wire
 from rft_fn.reward.remote import cuts, joined
 from rft_fn.reward.wire import Batch, load, plain
@@ -100,8 +101,8 @@ def test_answers_are_joined_and_what_a_part_lacks_is_null():
 @given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
 def test_waits_by_their_definition(failures, draw):
     longest = min(30.0, 0.5 * 2.0 ** min(failures - 1, 60))
-    assert longest / 2 <= connection.pause(failures, draw) <= longest
-    assert connection.pause(failures, draw) == pytest.approx(longest * (0.5 + draw / 2))
+    assert longest / 2 <= patience.pause(failures, draw) <= longest
+    assert patience.pause(failures, draw) == pytest.approx(longest * (0.5 + draw / 2))
 
 
 def test_failures_of_requests_that_were_under_way_together_count_once(capfd):

@@ -211,7 +211,7 @@ def test_math_counts_any_failure_as_a_wrong_answer(monkeypatch):
     import math_verify
 
     monkeypatch.setattr(math_verify, "parse", lambda *args, **kwargs: 1 / 0)
-    assert one(reward.math(), r"\boxed{72}", answer="72") == 0.0
+    assert one(reward.math(), r"\boxed{71+y}", answer="y+71") == 0.0
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -189,6 +189,23 @@ def test_a_secret_of_a_later_address_or_in_an_argument_is_not_shown():
     assert str(error.value) == f"reward {spec.replace('me:S1', '***').replace('S1', '***')!r}: no"
 
 
+def test_rewards_of_easyr1_get_dicts(tmp_path):
+    file = tmp_path / "easy.py"
+    file.write_text(
+        "def batch(reward_inputs, scale=1.0):\n"
+        "    right = [x['response'] == x['ground_truth'] for x in reward_inputs]\n"
+        "    return [{'overall': scale * r, 'accuracy': float(r)} for r in right]\n\n"
+        "def single(reward_input):\n    return batch([reward_input])[0]\n"
+    )
+    rows = {"answer": ["7", "7"]}
+    for spec, value in (("batch", 1), ("batch(scale=2.0)", 2), ("single", 1)):
+        found = reward.parse([f"easyr1:{file}:{spec}"])(["p", "p"], ["7", "8"], rows)
+        assert found.total.tolist() == [value, 0]
+    for name in ("batch", "single"):
+        with pytest.raises(ValueError, match=f"as functions for easyr1 do; write easyr1:.*{name}"):
+            reward.load(f"{file}:{name}")
+
+
 def test_two_rewards_of_one_name_are_told_apart(tmp_path, mine):
     (tmp_path / "other.py").write_text(FILE)
     (tmp_path / "sub").mkdir()
@@ -250,7 +267,7 @@ def test_a_word_that_nearly_names_a_source_brings_it_to_mind():
     assert "did you mean 'model:rm'?" in error.value.__notes__
     with pytest.raises(ValueError, match="no module 'zzz'") as error:
         reward.parse(["zzz:fn"], {"model": lambda target: None})
-    assert not any("did you mean" in note for note in error.value.__notes__)
+    assert not hasattr(error.value, "__notes__")
 
 
 def test_a_factory_that_takes_anything_is_found_when_it_is_called(mine):

@@ -111,7 +111,9 @@ def test_mistakes_are_one_line_and_lose_nothing(tmp_path, monkeypatch, capsys):
         (["run", "no.py"], "script: expected a file, got no.py, which is not there"),
         (["run", "--steps", "3"], "script: expected first one of compare, distill, dpo", "got --steps"),
         (["where", "gpro"], "did you mean grpo?"),
-        (["exprot"], "command: expected one of new, run", "got 'exprot'; did you mean export?"),
+        (["trian"], "command: expected one of new, run", "got 'trian'; did you mean rft run SCRIPT?"),
+        (["grop"], "command: expected one of new, run", "got 'grop'; did you mean rft run grpo?"),
+        (["exprot"], "command: expected one of new, run", "got 'exprot'; did you mean rft export?"),
         (["completion", "csh"], "bash"),
     ]  # fmt: skip
     for args, *parts in cases:

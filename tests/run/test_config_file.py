@@ -82,6 +82,8 @@ def test_json_is_read_too_and_a_first_argument_stays_one():
 
 WRONG = {
     "an unknown key": ("lrr: 1", "unrecognized options: lrr; did you mean lr?"),
+    "a key in capitals": ("LR: 1", "unrecognized options: LR; did you mean lr?"),
+    "a key twice": ("lr: 1\nmodel: tiny\nlr: 2", "lr: expected it once, got it in line 1 and in line 3"),
     "unknown keys": ("qqq: 1\nzzz: 2", "unrecognized options: qqq, zzz; --help lists the options"),
     "an unknown key of a part": (
         "strategy: {fsdpp: 1}",

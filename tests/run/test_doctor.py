@@ -106,9 +106,7 @@ def test_an_extra_that_is_missing_or_old_has_its_line(monkeypatch):
     imagined = {"peft": "", "deepspeed": "0.9.1", "bitsandbytes": ""}
     monkeypatch.setattr(packages, "version", lambda name: imagined.get(name, "99.0"))
     found = named(packages.optional())
-    assert found["lora"] == Fact(
-        "lora", "low-rank adapters: peft missing", "off", "pip install 'rft-fn[lora]'"
-    )
+    assert found["lora"] == Fact("lora", "low-rank adapters: peft missing", "off", "pip install 'peft>=0.15'")
     assert found["deepspeed"].state == "note" and found["deepspeed"].remedy.startswith(
         "deepspeed is older than 0.19"
     )

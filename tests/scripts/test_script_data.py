@@ -223,3 +223,18 @@ def test_a_dry_run_refuses_what_a_run_would(here):
     ):
         with pytest.raises(ValueError, match=line):
             grpo.main(grpo.Config(**options, dry_run=True))
+
+
+def test_a_dry_run_says_what_the_references_read_as(here, capsys):
+    grpo = load_script("grpo")
+    rows = [{"question": "a", "answer": "7 apples."}, {"question": "b", "answer": "\\frac{1}{"}]
+    (here / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"data": ("mixed.jsonl",), "template": "{question}", "eval_share": 0, "prompts": 2}
+    with pytest.raises(SystemExit):
+        grpo.main(grpo.Config(**options, reward=("math",), dry_run=True, out=str(here / "r")))
+    printed = capsys.readouterr().out
+    assert "reward 'math': 2 references of 'answer': 50 % a number in words or marks, 50 % nothing" in printed
+    assert "warning: reward 'math': 1 of 2 references read as nothing" in printed and "line 2" in printed
+    with pytest.raises(ValueError, match=r"reward 'numeric': 1 of 1 references cannot be used: .*line 1"):
+        (here / "mixed.jsonl").write_text(json.dumps({"question": "a", "answer": "four"}) + "\n")
+        grpo.main(grpo.Config(**options, reward=("numeric",), dry_run=True, out=str(here / "r")))

@@ -39,7 +39,7 @@ def library() -> Any:
         from deepspeed.utils import logger
     except ImportError as error:
         raise ValueError(
-            f"zero_stage: expected deepspeed, got {error}; pip install rft-fn[deepspeed]"
+            f"zero_stage: expected deepspeed, got {error}; pip install 'deepspeed>=0.19'"
         ) from error
     logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # it calls those

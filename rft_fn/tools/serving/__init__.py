@@ -49,13 +49,16 @@ def serve(
     there is one. A signal ends the process once all that was accepted is answered; a second one ends it at
     once. Clients that do not read answers or end requests are cut off after 5 s.
 
-    Raises OSError for an address that cannot be had, and ModuleNotFoundError without the packages of
-    rft-fn[serve].
+    Raises OSError for an address that cannot be had, and ModuleNotFoundError without the packages of the
+    extra `serve`.
     """
     try:
         from rft_fn.tools.serving import app
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}: pip install 'rft-fn[serve]'", name=error.name) from error
+        raise ModuleNotFoundError(
+            f"{error}: pip install 'starlette>=1.0' 'uvicorn>=0.34' 'prometheus-client>=0.21'",
+            name=error.name,
+        ) from error
 
     token = os.environ.get(token_env, "").strip()
     if not token and host not in _LOCAL:

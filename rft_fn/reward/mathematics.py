@@ -1,0 +1,353 @@
+r"""Compare an answer with a reference as mathematics, with a limit of seconds in any thread.
+
+What math-verify is asked is cleaned first: a reference "$7.$", "7 apples.", "2+5=7" or "(A) 7" is 7, and so
+is such an answer. What it says is guarded: it takes letters for variables ("cat" would be "act"), rounds to
+six decimals (any two small numbers are equal) and drops units ("5 cm" would be "5 m").
+
+Its limit is a signal, which only the main thread gets. Other threads ask a child process, which runs this
+file as a script: it imports nothing of the library.
+"""
+
+import contextlib
+import json
+import re
+import select
+import subprocess
+import sys
+import threading
+import weakref
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+__all__ = ["close", "equal", "extract_number", "kind_of", "parses", "value_of", "whole_value"]
+
+
+# ---------- numbers in plain notation
+
+
+_FRAC = re.compile(r"(?<![0-9])\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+"
+_UNSIGNED = rf"(?:{_DIGITS})(?:[eE][+-]?[0-9]+)?"
+# A minus is a sign only where nothing comes before it that it could be subtracted from: "3-5" ends in 5.
+_NUMBER = re.compile(rf"(?:(?<![\w)\]}}.%])-\\?\$?)?{_UNSIGNED}(?:/{_UNSIGNED})?")
+
+
+def extract_number(text: str) -> str | None:
+    r"""Return the last number in the text, as "-3.5", "1234", "1/2" or "1e5"; None where there is none.
+
+    Thousands commas, currency signs and a full stop after the number are dropped; "1/2" and "\frac{1}{2}" are
+    one number. It reads plain numbers, not formulas: of "2\sqrt{3}" it returns "3" (use `math` for those).
+    """
+    matches = [match[0] for match in _NUMBER.finditer(_plain(text))]
+    return re.sub(r"[,$\\]", "", matches[-1]) if matches else None
+
+
+def _plain(text: str) -> str:
+    text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
+    return _FRAC.sub(r"\1/\2", text)
+
+
+def value_of(number: str | None) -> Fraction | None:
+    """Return the exact value of a number; None for no number, for n/0 and for absurdly large ones."""
+    if number is None or len(number) > 200 or re.search(r"[eE][+-]?[0-9]{4}", number):
+        return None  # Fraction("1e999999999") would fill the memory
+    top, _, bottom = number.partition("/")
+    divisor = Fraction(bottom or 1)
+    return Fraction(top) / divisor if divisor else None
+
+
+_POWER = re.compile(r"\s*(?:\\times|\\cdot|\u00d7|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?[0-9]+)\s*\}?$")
+
+
+def whole_value(text: str) -> Fraction | None:
+    """Return the value of a text that is one plain number, also with a power of ten; None for any other."""
+    plain = re.sub(r"[,$\\]", "", _POWER.sub(r"e\1", _plain(text).strip().removeprefix("+")))
+    return value_of(plain) if _NUMBER.fullmatch(plain) else None
+
+
+_ROUNDED = Fraction(1, 10**6)
+
+
+def close(a: Fraction, b: Fraction) -> bool:
+    """Return whether two numbers are equal: whole ones exactly, others but for rounding.
+
+    |a - b| <= 1e-6 min(1, s) with s the larger of |a| and |b|: six decimals, and for numbers below 1 six
+    digits.
+    """
+    if a == b or (a.denominator == 1 and b.denominator == 1):
+        return a == b
+    return abs(a - b) <= _ROUNDED * min(1, max(abs(a), abs(b)))
+
+
+# ---------- what a reference or an answer is, apart from its mathematics
+
+
+_WRAPPED = [
+    re.compile(pattern, re.DOTALL)
+    for pattern in (
+        r"\$\$?([^$]*)\$\$?", r"\\\((.*)\\\)", r"\\\[(.*)\\\]", r"\*\*([^*]*)\*\*",
+        r"\\(?:text|textbf|mathrm|mathbf|mbox|textit)\s*\{([^{}]*)\}",
+    )
+]  # fmt: skip
+_CURRENCY = r"(?:\\?\$|[\u20ac\u00a3\u00a5\u20b9])"
+_MONEY = re.compile(rf"(-?)\s*{_CURRENCY}\s*(?=[0-9.])|(?<=[0-9])\s*{_CURRENCY}$")
+_LABEL = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*(.*)", re.DOTALL)
+_CLOCK = re.compile(r"([0-9]{1,2}):([0-9]{2})(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_WORDS = re.compile(r"[^\W\d_]{3,}(?:[\s'-]+[^\W\d_]+)*|[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*[\s'-]+[^\W\d_]{3,}")
+_VARIABLES = re.compile(r"[u-z\s]*|.*\b(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|pi|inf)\b.*", re.IGNORECASE)
+_UNIT = re.compile(
+    rf"(?P<number>-?(?:{_UNSIGNED})(?:/[0-9]+)?)(?P<gap>[\s~]*)(?P<unit>[^\W\d_][^\W\d_/^.\s]*"
+    r"(?:\s*[\s/^.]\s*[\w.]+)*)"
+)
+_TEXT_IN = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
+
+# names of one unit, the first one is the one that is compared
+_UNITS = {
+    name: names.split()[0]
+    for names in (
+        "mm millimeter millimetre", "cm centimeter centimetre", "dm decimeter decimetre", "m meter metre",
+        "km kilometer kilometre", "in inch inches", "ft foot feet", "yd yard", "mi mile", "nm nanometer",
+        "mg milligram", "g gram", "kg kilogram", "lb lbs pound", "oz ounce", "t ton tonne",
+        "ml milliliter millilitre", "l liter litre", "ms millisecond", "s sec second", "min minute",
+        "h hr hrs hour", "d day", "week", "month", "yr year", "km/h kmh kph", "m/s", "mph", "hz hertz",
+        "n newton", "j joule", "kj kilojoule", "w watt", "kw kilowatt", "v volt", "a amp ampere", "ohm",
+        "pa pascal", "kpa kilopascal", "mol mole", "c celsius", "f fahrenheit", "k kelvin", "rad radian",
+        "deg degree", "cent", "dollar usd", "euro eur",
+    )
+    for name in names.split()
+}  # fmt: skip
+
+
+class _Read(NamedTuple):
+    """A text, as it is compared."""
+
+    whole: str  # without marks around it
+    core: str  # without its label, its unit and the arithmetic before its last "="
+    label: str = ""  # of a choice
+    unit: str = ""  # where it is a known one
+
+
+@lru_cache(maxsize=4096)
+def _read(text: str) -> _Read:
+    """Return what of a text is compared."""
+    whole = _unwrapped(text)
+    core, label, unit = whole, "", ""
+    if match := _LABEL.fullmatch(core):
+        label = match[1] or match[2]
+        core = _unwrapped(match[3]) or label
+    if match := re.fullmatch(r"(.*[^<>!=:])=\s*([^=<>]+)", core, re.DOTALL):
+        left = re.sub(r"\\[a-zA-Z]+", "", match[1])
+        if not re.search(r"[^\W\d_]", left) and r"\ne" not in match[1]:
+            core = _unwrapped(match[2])
+    if match := _UNIT.fullmatch(_TEXT_IN.sub(r" \1", _plain(core)).strip()):
+        name = re.sub(r"\s*([/^])\s*", r"\1", match["unit"].strip(" .").casefold())
+        known = _UNITS.get(name) or _UNITS.get(name.removesuffix("s")) or ""
+        words = bool(match["gap"]) and len(match["unit"]) > 2 and not _VARIABLES.fullmatch(match["unit"])
+        if known and (len(name) > 1 or match["gap"]):
+            core, unit = match["number"], known
+        elif words:
+            core = match["number"]
+    return _Read(whole, core, label, unit)
+
+
+def _unwrapped(text: str) -> str:
+    """Return a text without what is written around it: dollars, boxes of text, a full stop, a currency."""
+    before = None
+    while text != before:
+        before = text
+        text = text.strip().removesuffix(r"\\").removesuffix(r"\,")
+        if text.endswith(".") and not text.endswith(".."):
+            text = text[:-1]
+        for pattern in _WRAPPED:
+            if match := pattern.fullmatch(text):
+                text = match[1]
+        text = _MONEY.sub(lambda match: match[1] or "", text)
+    return text
+
+
+def _is_words(text: str) -> bool:
+    return bool(_WORDS.fullmatch(text)) and not _VARIABLES.fullmatch(text)
+
+
+def _told_by_text(reference: _Read, answer: _Read) -> bool | None:
+    """Return the verdict that needs no mathematics; None where it needs some."""
+    if reference.whole == answer.whole:
+        return bool(reference.whole)
+    if reference.label and re.fullmatch(r"\(?[A-Z]\)?", answer.whole):
+        return answer.core.strip("()") == reference.label
+    if re.fullmatch("[A-Z]", reference.core) and answer.label:
+        return answer.label == reference.core
+    clocks = _CLOCK.fullmatch(reference.whole), _CLOCK.fullmatch(answer.whole)
+    if clocks[0] and clocks[1] and (clocks[0][3] or clocks[1][3]):
+        times = [(int(x[1]), x[2], (x[3] or "").lower()) for x in clocks if x]
+        return times[0][:2] == times[1][:2] and (
+            times[0][2] == times[1][2] or "" in (times[0][2], times[1][2])
+        )
+    if _is_words(reference.core) and _is_words(answer.core):
+        return reference.core.casefold().split() == answer.core.casefold().split()
+    if reference.unit and answer.unit and reference.unit != answer.unit:
+        return False
+    cores = reference.core, answer.core
+    right, given = (whole_value(x.rstrip("%\\ ") if x.endswith("%") else x) for x in cores)
+    if right is None or given is None:
+        return None
+    if cores[0].endswith("%") == cores[1].endswith("%"):
+        return close(right, given)
+    # 50% is 0.5, and 50 where percents are asked for
+    one_percent = (1, 100) if cores[0].endswith("%") else (100, 1)
+    return close(right, given) or close(right * one_percent[0], given * one_percent[1])
+
+
+def kind_of(reference: str) -> str:
+    """Return what a reference reads as, in a word or two, by its text alone."""
+    read = _read(reference)
+    if not read.whole:
+        return "nothing"
+    if _CLOCK.fullmatch(read.whole):
+        return "a time"
+    if whole_value(read.core) is not None:
+        return "a number" if read.core == read.whole else "a number in words or marks"
+    if re.fullmatch(r"\(?[A-Z]\)?", read.whole) or read.label:
+        return "a choice"
+    return "words" if _is_words(read.core) else "a formula"
+
+
+# ---------- mathematics, in the main thread or in a child
+
+
+def equal(reference: str, answer: str, *, boxed: bool, seconds: int) -> bool:
+    """Return whether an answer is the reference as mathematics; False for any failure.
+
+    `boxed` says that the answer is the content of a box, else it is a text with the answer in it. Parsing and
+    comparing get `seconds` each, in any thread.
+    """
+    given = _read(answer) if boxed or len(answer) < 200 else None
+    told = None if given is None else _told_by_text(_read(reference), given)
+    if told is not None:
+        return told
+    if threading.current_thread() is threading.main_thread():
+        return _verified(reference, answer, boxed, seconds)
+    return _child.ask(reference, answer, boxed, seconds)
+
+
+def parses(reference: str, *, seconds: int) -> bool:
+    """Return whether math-verify reads a reference as mathematics; True in a thread that it cannot stop."""
+    if threading.current_thread() is not threading.main_thread():
+        return True
+    found = _parsed(rf"\boxed{{{_read(reference).core}}}", seconds)
+    return any(not isinstance(x, str) for x in found)
+
+
+def _verified(reference: str, answer: str, boxed: bool, seconds: int) -> bool:
+    """Return what math-verify says, guarded. It needs the main thread."""
+    gold = _read(reference)
+    # in a box, so that nothing else of a text is taken for the answer
+    golds = [rf"\boxed{{{x}}}" for x in dict.fromkeys((gold.core, gold.whole))]
+    texts = [answer]
+    if boxed:
+        given = _read(answer)
+        texts = [rf"\boxed{{{x}}}" for x in dict.fromkeys((given.core, given.whole))]
+    try:
+        return any(_same(g, t, seconds) for g, t in zip(golds, [*texts, texts[-1]]))
+    except Exception:  # sympy raises anything on strange input, and a strange answer is a wrong answer
+        return False
+
+
+def _same(gold: str, text: str, seconds: int) -> bool:
+    import math_verify
+    from math_verify.utils import timeout
+
+    expected = _parsed(gold, seconds)
+    given = _parsed(text, seconds)
+    if not math_verify.verify(expected, given, timeout_seconds=seconds):
+        return False
+    return timeout(timeout_seconds=seconds)(_not_far)(expected, given)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str, seconds: int) -> list[Any]:
+    import math_verify
+
+    return math_verify.parse(text, parsing_timeout=seconds)
+
+
+def _not_far(expected: list[Any], given: list[Any]) -> bool:
+    """Return False for two numbers that are equal by six decimals, and not by six digits."""
+    pairs = [(a, b) for a in expected for b in given if not isinstance(a, str) and not isinstance(b, str)]
+    for a, b in pairs:
+        if not (getattr(a, "is_number", False) and getattr(b, "is_number", False)):
+            return True
+        larger = max(abs(a.evalf(30)), abs(b.evalf(30)))
+        if larger >= 1 or abs((a - b).evalf(30)) <= 2e-6 * larger:
+            return True
+    return not pairs
+
+
+class _Child:
+    """A process that compares for the threads that are not the main one; started when it is first asked."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, reference: str, answer: str, boxed: bool, seconds: int) -> bool:
+        """Return its verdict; False where it takes too long, and is ended, or fails."""
+        line = json.dumps([reference, answer, boxed, seconds]).encode() + b"\n"
+        with self._lock:
+            try:
+                process = self._started()
+                assert process.stdin is not None
+                process.stdin.write(line)
+                process.stdin.flush()
+                return self._line(8 * seconds + 1) == b"1\n"
+            except OSError:
+                self._end()
+                return False
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            weakref.finalize(self, _ended, self._process)
+            self._line(120)  # its imports
+        return self._process
+
+    def _line(self, seconds: float) -> bytes:
+        """Return its next line. TimeoutError after so many seconds."""
+        assert self._process is not None and self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], seconds)[0]:
+            raise TimeoutError
+        return self._process.stdout.readline()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            _ended(self._process)
+        self._process = None
+
+
+def _ended(process: "subprocess.Popen[bytes]") -> None:
+    """End a process."""
+    with process:
+        process.kill()
+
+
+_child = _Child()
+
+
+def _serve() -> None:
+    """Answer lines of JSON on standard input, each with 1 or 0."""
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        import math_verify  # noqa: F401
+
+        print("ready", flush=True)
+        for line in sys.stdin:
+            print(int(_verified(*json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

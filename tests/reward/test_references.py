@@ -1,0 +1,201 @@
+"""References: read once, as alternatives, numbers, words or mathematics, and told before a run."""
+
+import threading
+import time
+
+import pytest
+
+from rft_fn import data, model, reward
+from rft_fn.reward import mathematics
+from rft_fn.reward.references import Survey
+
+
+def one(fn, completion, answer):
+    return fn(prompts=["p"], completions=[completion], answer=[answer])[0]
+
+
+SEVENS = [
+    "7",
+    "7.",
+    "7.0",
+    "+7",
+    "$7$",
+    "$7.$",
+    r"\(7\)",
+    r"\[7\]",
+    r"\text{7}",
+    "**7**",
+    r"\boxed{7}",
+    "€7",
+    r"\$7",
+    "7€",
+    "7 apples.",
+    "7 apples",
+    "7 dollars",
+    "$7 dollars",
+    "7 km",
+    r"7\text{ cm}",
+    r"7 \text{ apples}",
+    "x=7",
+    "x = 7.",
+    "2+5=7",
+    "3 + 4 = 7",
+    "(A) 7",
+    "A) 7",
+    r"\frac{14}{2}",
+    "#### 7",
+    "07",
+    r"7^\circ",
+    "7 cm^2",
+    r"7\%",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", SEVENS)
+def test_math_reads_the_usual_ways_to_write_a_reference(answer):
+    fn = reward.math()
+    assert one(fn, r"So \boxed{7}.", answer) == 1.0
+    assert one(fn, r"So \boxed{8}.", answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "box", "score"),
+    [
+        ("7", "7.", 1),
+        ("Evelyn", "Evelyn.", 1),
+        ("red", "Red", 1),
+        ("cat", "act", 0),
+        ("listen", "silent", 0),
+        ("John Smith", "Smith John", 0),
+        (r"\text{cat}", "cat", 1),
+        ("xyz", "zyx", 1),
+        ("ab", "ba", 1),  # products
+        (r"6.63 \times 10^{-34}", r"1.6 \times 10^{-19}", 0),
+        ("1.6e-19", r"1.6\times10^{-19}", 1),
+        (r"6.022\times 10^{23}", "6.022e23", 1),
+        (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}", 0),
+        (r"\frac{1}{2^{99}}", "2^{-99}", 1),
+        ("0", "10^{-20}", 0),
+        ("10^{-20}", "0", 0),
+        ("1/3", "0.333333", 1),
+        ("1/3", "0.3333", 0),
+        ("1234567.5", "1234567.4", 0),
+        (r"\pi", "3.14159265", 1),
+        (r"5\text{ cm}", r"5\text{ m}", 0),
+        ("5 cm", "5 centimeters", 1),
+        ("5 cm", "5", 1),
+        ("5x", "5", 0),
+        ("12 minutes", "12 hours", 0),
+        ("5 m/s", "5 m/s", 1),
+        ("5 m/s", "5 km/h", 0),
+        ("3:30 PM", "3:30 AM", 0),
+        ("3:30 PM", "3:30 p.m.", 1),
+        ("3:30 PM", "3:30", 1),
+        ("3:30 PM", "4:30 PM", 0),
+        ("(A) 7", "A", 1),
+        ("(A) 7", "B", 0),
+        ("A", "(A) 7", 1),
+        ("7", "2+5=7", 1),
+        ("7", "2+6=8", 0),
+        ("x^2+y^2=7", "7", 0),
+        ("y=2x+3", "2x+3", 1),
+        ("50%", "0.5", 1),
+        ("50", r"50\%", 1),
+        ("50%", "5", 0),
+    ],
+)  # fmt: skip
+def test_math_is_not_taken_in_by_words_units_times_and_small_numbers(answer, box, score):
+    assert one(reward.math(), rf"So \boxed{{{box}}}.", answer) == score
+
+
+def test_a_list_has_alternatives():
+    for fn in (reward.exact(), reward.math()):
+        assert [one(fn, x, ["Paris", "paris"]) for x in ("Paris", "paris", "London")] == [1, 1, 0]
+    assert [one(reward.numeric(), x, ["1", "#### 2"]) for x in ("it is 1", "2", "3")] == [1, 1, 0]
+    for cell, got in (([], "an empty list"), ({"a": 1}, "dict"), ([["a"]], "list"), ([None], "NoneType")):
+        with pytest.raises(ValueError, match=f"^column 'answer': expected .* got {got}$"):
+            one(reward.exact(), "a", cell)
+
+
+@pytest.mark.parametrize(
+    ("cell", "right", "wrong"),
+    [
+        (4.0, "4", "4.1"),
+        (4.0, "4.0", "40"),
+        (1e-05, "0.00001", "0.0001"),
+        (1e-05, "1e-5", "1"),
+        (0.1 + 0.2, "0.3", "0.31"),
+        (1e22, "10000000000000000000000", "1"),
+        (7, "7", "8"),
+        (True, "True", "1"),
+    ],
+)  # fmt: skip
+def test_a_number_of_the_data_has_no_notation(cell, right, wrong):
+    assert one(reward.exact(), right, cell) == 1.0 and one(reward.exact(), wrong, cell) == 0.0
+    if not isinstance(cell, bool):
+        assert one(reward.numeric(), f"it is {right}", cell) == 1.0
+        assert one(reward.numeric(), f"it is {wrong}", cell) == 0.0
+        assert one(reward.math(), rf"\boxed{{{right}}}", cell) == 1.0
+
+
+def test_a_text_is_compared_exactly_where_exact_is_asked_for():
+    assert one(reward.exact(), "4", "4.0") == 0.0
+    assert one(reward.numeric(), "0.1" + "0" * 20 + "1", "0.1") == 0.0
+
+
+def test_math_has_its_limit_in_every_thread():
+    found = []
+
+    def ask():
+        start = time.perf_counter()
+        found.append(mathematics.equal("72", "10^{10^{10}}", boxed=True, seconds=1))
+        found.append(mathematics.equal("x+1", "1+x", boxed=True, seconds=60))
+        found.append(time.perf_counter() - start)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(300)
+    assert found[:2] == [False, True]
+
+
+ROWS = [
+    {"question": "a", "answer": "7 apples."},
+    {"question": "b", "answer": "8"},
+    {"question": "c", "answer": r"\frac{1}{"},
+    {"question": "d", "answer": ["9", "nine"]},
+]
+
+
+def survey_of(rows, *specs):
+    found = Survey(reward.parse(specs))
+    tokenizer = model.load_tokenizer("tiny")
+    data.from_rows(rows, tokenizer, template="{question}", survey=found.see)
+    return found
+
+
+def test_unreadable_references_are_told_with_their_rows():
+    found = survey_of(ROWS, "math")
+    (line,) = found.unreadable()
+    assert line.startswith("reward 'math': 1 of 4 references read as nothing that can be read")
+    assert "row 3" in line and r"\\frac{1}{" in line and not found.refused()
+    assert found.shares() == [
+        "reward 'math': 4 references of 'answer': 25 % a number in words or marks, 25 % a number, "
+        "25 % nothing that can be read, 25 % alternatives"
+    ]
+
+
+def test_references_that_would_stop_a_run_stop_it_before():
+    rows = [*ROWS, {"question": "e", "answer": {"a": 1}}]
+    line = survey_of(rows, "numeric").refused()
+    assert line.startswith("reward 'numeric': 2 of 5 references cannot be used: ")
+    assert "'nine'" in line and "row 5" in line and "got dict" in line
+
+
+def test_a_reward_by_a_column_reads_the_references_of_its_rows():
+    rows = [{"question": "a", "answer": "1", "label": "x"}, {"question": "b", "answer": "two", "label": "y"}]
+    found = survey_of(rows, "[label=x]numeric", "[label=y]exact")
+    assert not found.refused()
+    assert [line.split(": ", 1)[1] for line in found.shares()] == [
+        "1 references of 'answer': 100 % a number",
+        "1 references of 'answer': 100 % text",
+    ]
