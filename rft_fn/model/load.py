@@ -23,7 +23,7 @@ from rft_fn.model.save import quiet
 
 __all__ = [
     "ActorAL", "ActorLanguage", "ActorOmni", "ActorVL", "base_folder", "load", "load_processor",
-    "load_tokenizer", "read_config", "read_window", "usual_device", "usual_dtype",
+    "load_tokenizer", "read_config", "read_vocabulary", "read_window", "usual_device", "usual_dtype",
 ]  # fmt: skip
 
 
@@ -156,6 +156,14 @@ def read_window(name: str | Path) -> int | None:
     if Path(folder).is_dir() and not Path(folder, "config.json").is_file():
         return None
     return getattr(read_config(name).get_text_config(), "max_position_embeddings", None)
+
+
+def read_vocabulary(name: str | Path) -> int | None:
+    """Return the number of words that a model's head has, by its config; None without one."""
+    folder = base_folder(resolve(str(name)))
+    if Path(folder).is_dir() and not Path(folder, "config.json").is_file():
+        return None
+    return getattr(read_config(name).get_text_config(), "vocab_size", None)
 
 
 def _base_of(folder: str) -> str:

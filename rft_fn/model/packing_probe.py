@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rft_fn.model.forward import POSITIONS, rope_grows, rope_kinds, run, text_inputs
 from rft_fn.model.media_inputs import placeholder_ids
@@ -232,10 +233,36 @@ def _hidden(decoder: nn.Module, pack: Packed, mode: str, blind: bool, *, share: 
     return out.logits[0] if hidden is None else hidden[0]
 
 
+class _Rounding(TorchDispatchMode):
+    """Watch whether values of `tokens` tokens in float64 are rounded to a narrower type."""
+
+    def __init__(self, tokens: int):
+        super().__init__()
+        self.tokens = tokens
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
+            self.seen |= out.dtype.itemsize < 8 and out.is_floating_point() and self.tokens in out.shape
+        return out
+
+
 def _of_twins(decoder: nn.Module, asked: Question) -> Tensor:
-    """Return relative differences [T] of hidden states if tokens that begin alike are computed once."""
+    """Return relative differences [T] of hidden states if tokens that begin alike are computed once.
+
+    Infinite for a model in float64 with layers that compute in float32, as most norms of transformers do. The
+    gradient of a token that is computed once is a sum over its sequences, which such a layer rounds: it
+    would depend on the cut of the batch by 1e-7, where float64 is there to show that it does not.
+    """
     try:
-        each = _hidden(decoder, asked.twins, asked.mode, asked.blind)
+        if next(decoder.parameters()).dtype == torch.float64:
+            with _Rounding(len(asked.twins.tokens)) as watched:
+                each = _hidden(decoder, asked.twins, asked.mode, asked.blind)
+            if watched.seen:
+                return torch.full((1,), torch.inf, device=asked.twins.tokens.device)
+        else:
+            each = _hidden(decoder, asked.twins, asked.mode, asked.blind)
         shared = _hidden(decoder, asked.twins, asked.mode, asked.blind, share=True)
     except (TypeError, ValueError, RuntimeError, AssertionError):  # it takes no packs, or needs all tokens
         return torch.full((1,), torch.inf, device=asked.twins.tokens.device)
