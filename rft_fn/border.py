@@ -11,7 +11,7 @@ import concurrent.futures
 import json
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from rft_fn.types import Rollout
 
 __all__ = [
     "LEAST_LOGP", "MASS", "ROUNDING", "contained", "entries", "integer", "integers", "is_finite", "is_ours",
-    "json_rows", "log_probs", "number", "numbers", "numbers_or_none", "object_of", "quoted", "read_json",
-    "rollout_of", "sample", "text", "words",
+    "json_rows", "log_probs", "number", "numbers", "numbers_or_none", "object_of", "printed", "quoted",
+    "read_json", "rollout_of", "sample", "text", "words",
 ]  # fmt: skip
 
 ROUNDING = 1e-3  # nats by which a log-prob may be above 0
@@ -41,9 +41,16 @@ _INT64 = 2**63
 
 def quoted(x: Any, most: int = _SHOWN) -> str:
     """Return at most so many characters of a value's repr, which is foreign code: its type where it fails."""
+    return printed(x, repr)[:most]
+
+
+def printed(x: Any, how: Callable[[Any], str] = str) -> str:
+    """Return the text of a value, which is foreign code; its type where that fails."""
     try:
-        return repr(x)[:most]
-    except Exception:  # also of an integer with too many digits
+        return how(x)
+    except BaseException as error:  # also of an integer with too many digits
+        if is_ours(error):
+            raise
         return f"a value of type {type(x).__name__}"
 
 

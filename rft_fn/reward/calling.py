@@ -93,7 +93,7 @@ async def in_thread(call: Callable[[], T], interrupt: Callable[[], None]) -> T:
         try:
             future.set_result(call())
         except BaseException as error:
-            future.set_exception(error)
+            future.set_exception(border.contained(error))
 
     threading.Thread(target=work, daemon=True, name="rft_fn waiting reward").start()
     try:

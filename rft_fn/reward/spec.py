@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from rft_fn import rng
+from rft_fn.border import contained, is_ours
 
 __all__ = ["Names", "Spec", "arguments", "distinct", "find_module", "split", "split_rows", "split_weight"]
 
@@ -192,8 +193,11 @@ def find_module(source: str, spec: str, *, kind: str = "reward") -> ModuleType:
             f"{kind} {spec!r}: expected a file that defines functions, got sys.exit({error.code!r})"
         ) from error
     except BaseException as error:
-        error.add_note(f"raised by the file of the {kind} {spec!r}")
-        raise
+        made = error if is_ours(error) else contained(error)
+        made.add_note(f"raised by the file of the {kind} {spec!r}")
+        if made is error:
+            raise
+        raise made from error
 
 
 def _import(source: str, what: str) -> ModuleType:

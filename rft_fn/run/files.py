@@ -220,7 +220,8 @@ def read_rollout(path: str | Path, *, vocabulary: int | None = None) -> tuple[Ro
         sampling = border.read_json(about.get("sampling", ""))
         if sampling is not None:
             given = border.object_of("sampling", sampling)
-            sampling = Sampling(**given | {"stop": tuple(border.entries("stop", given.get("stop"), None))})
+            given["stop"] = tuple(border.entries("stop", given.get("stop"), None))
+            sampling = Sampling(**given)
         rollout, reward = border.rollout_of(tensors, vocabulary=vocabulary)
         return tree.replace(rollout, sampling=sampling), reward
     except (OSError, SafetensorError, TypeError, ValueError) as error:
