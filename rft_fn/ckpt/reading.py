@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rft_fn import dist, tree
+from rft_fn import border, dist, tree
 from rft_fn.ckpt import folder, writing
 from rft_fn.ckpt.folder import damaged, number, read_meta
 from rft_fn.ckpt.writing import agree
@@ -45,8 +45,22 @@ def _checked(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
         )
     for name, x in like.items():
         _check(path, name, x, meta)
+        if name in meta["plain"] and not _alike(x, meta["plain"][name]):
+            raise ValueError(
+                f"checkpoint {path}: {name}: expected a value like {border.quoted(x)}, got "
+                f"{border.quoted(meta['plain'][name])}"
+            )
     _check_files(path, list(meta["files"].items())[number() :: dist.world()])
     return meta
+
+
+def _alike(like: Any, saved: Any) -> bool:
+    """Return whether a plain value may stand where `like` does: of its type; a number for a number."""
+    if like is None or saved is None:
+        return True
+    if isinstance(like, float):
+        return type(saved) in (int, float)
+    return not isinstance(like, (bool, int, str)) or type(saved) is type(like)
 
 
 def _check_files(path: Path, files: Sequence[tuple[str, str]]) -> None:

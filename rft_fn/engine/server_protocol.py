@@ -55,7 +55,7 @@ def expected(what: str, answer: Any) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise Fault(f"expected {what}, got {str(answer)[:80]}") from error
+        raise Fault(f"expected {what}, got {border.quoted(answer, 80)}") from error
 
 
 @contextmanager
@@ -234,8 +234,13 @@ class ServerProtocol(Protocol):
 
 
 def ranked(entries: Iterable[tuple[int, float]], top_k: int) -> tuple[list[int], list[float]]:
-    """Return the top_k likeliest of (token, log-prob), the likeliest first. Fault for fewer."""
-    best = sorted(entries, key=lambda entry: -entry[1])[:top_k]
+    """Return the top_k likeliest of (token, log-prob), the likeliest first. Fault for fewer.
+
+    ValueError for log-probs that are none.
+    """
+    best = sorted(entries, key=lambda entry: -entry[1])
+    border.log_probs("log-probs of words", [logp for _, logp in best])  # also of those that are left out
+    best = best[:top_k]
     if len(best) < top_k:
         raise Fault(f"expected {top_k} words of each token, got {len(best)}")
     return [token for token, _ in best], [logp for _, logp in best]

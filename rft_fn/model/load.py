@@ -1,6 +1,5 @@
 """Models, tokenizers and processors loaded by name."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rft_fn import modality
+from rft_fn import border, check, modality
 from rft_fn.modality import ActorModality
 from rft_fn.model import classifier
 from rft_fn.model import quantize as low
@@ -301,7 +300,8 @@ def load_processor(name: str | Path) -> Any:
         return PatchProcessor.from_pretrained(folder)
     stored = cached_file(folder, "config.json", _raise_exceptions_for_missing_entries=False)
     try:
-        config = {} if stored is None else json.loads(Path(stored).read_text())
+        read = "{}" if stored is None else Path(stored).read_text()
+        config = border.object_of("config", check.parse_json(read))
     except ValueError as error:
         raise ValueError(f"model: {stored}: expected JSON, got {error}") from error
     towers = [tower for tower in _TOWERS if tower in config]
@@ -338,7 +338,7 @@ def _smolvlm(folder: str) -> Any:
     tokenizer = from_pretrained(AutoTokenizer, folder, what="tokenizer")
     images = SmolVLMImageProcessorPil.from_pretrained(folder)
     about = Path(folder, "processor_config.json")
-    stored = json.loads(about.read_text()) if about.is_file() else {}
+    stored = border.object_of(str(about), check.parse_json(about.read_text()) if about.is_file() else {})
     return Idefics3Processor(
         images,
         tokenizer,
