@@ -45,11 +45,6 @@ def _checked(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
         )
     for name, x in like.items():
         _check(path, name, x, meta)
-        if name in meta["plain"] and not _alike(x, meta["plain"][name]):
-            raise ValueError(
-                f"checkpoint {path}: {name}: expected a value like {border.quoted(x)}, got "
-                f"{border.quoted(meta['plain'][name])}"
-            )
     _check_files(path, list(meta["files"].items())[number() :: dist.world()])
     return meta
 
@@ -180,6 +175,12 @@ def restore(path: str | Path, like: States, extra: Any = None) -> tuple[Any, Any
     want = {"state": like, "extra": _extra(path, extra)}
     named = dict(tree.leaves_with_path(want))
     saved = read(path, named)
+    for name, x in tree.leaves_with_path({} if extra is None else {"extra": extra}):
+        if not isinstance(x, Tensor) and not _alike(x, saved.get(name)):
+            got = border.quoted(saved[name])
+            raise ValueError(
+                f"checkpoint {path}: {name}: expected a value like {border.quoted(x)}, got {got}"
+            )
     values = [_filled(n, x, saved[n]) for n, x in named.items()]
     out = tree.unflatten_like(want, values)
     tree.donate(*each(like))
