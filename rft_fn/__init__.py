@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 # a room is imported when it is first used
 if TYPE_CHECKING:
     # L0: values; torch and optree only
-    from rft_fn import check, precision, rng, tree, types, user_files
+    from rft_fn import check, precision, rng, tree, types
 
     # L1: mathematics
     from rft_fn import advantage, algorithm, analysis, logprob, loss, metric, optim, packing, reward_shaping
     from rft_fn import rollout, scan, segment, testing, weight
 
     # L2: the model as a function, prompts, and what turns responses into numbers
-    from rft_fn import data, environment, hub, modality, model, parsing, patience, reward
+    from rft_fn import border, data, environment, hub, modality, model, parsing, patience, reward, user_files
 
     # L3: effects; each room may use those before it
     from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run, tools
@@ -29,7 +29,7 @@ __all__ = [
     "packing", "reward", "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "sync",
     "testing", "tree", "types", "weight",
 ]  # fmt: skip
-_UNLISTED = ("dist", "hub", "migrate", "parsing", "patience", "precision", "tools", "user_files")
+_UNLISTED = ("border", "dist", "hub", "migrate", "parsing", "patience", "precision", "tools", "user_files")
 _OF_TYPES = (
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
     "Transform", "experience",

@@ -18,6 +18,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from rft_fn.border import contained, is_ours
+
 __all__ = ["find_module", "load"]
 
 
@@ -53,8 +55,11 @@ def find_module(source: str, spec: str, *, kind: str = "reward") -> ModuleType:
         name = error.name if isinstance(error, ModuleNotFoundError) else None
         if name and not is_file and f"{source}.".startswith(f"{name}."):  # not one that it imports
             raise ValueError(f"{what}: no module {name!r} is installed or lies in {Path.cwd()}") from error
-        error.add_note(f"raised by the file of the {what}")
-        raise
+        made = error if is_ours(error) else contained(error)
+        made.add_note(f"raised by the file of the {what}")
+        if made is error:
+            raise
+        raise made from error
 
 
 def _make_importable(folder: Path) -> None:

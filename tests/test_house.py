@@ -16,10 +16,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
-    0: "tree rng check precision types user_files",
+    0: "tree rng check precision types",
     1: "segment scan advantage weight loss reward_shaping logprob metric rollout packing optim algorithm "
     "testing analysis",
-    2: "model modality reward data environment hub parsing patience",
+    2: "border model modality reward data environment hub parsing patience user_files",
     3: "dist ckpt memory strategy engine sync collect run tools",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rft_fn import check, dist, tree
+from rft_fn import border, check, dist, tree
 
 __all__ = [
     "FORMAT", "build", "damaged", "delete", "latest", "number", "outline", "read_meta", "steps", "sum_of",
@@ -211,7 +211,7 @@ def sum_of(meta: dict[str, Any]) -> str:
 def read_meta(path: Path) -> dict[str, Any]:
     """Read the meta.json of a checkpoint; ValueError, with the remedy, if it has changed."""
     try:
-        meta = json.loads((path / "meta.json").read_text())
+        meta = border.object_of("meta.json", check.parse_json((path / "meta.json").read_text()))
         if meta["format"] != FORMAT:
             raise ValueError(f"format {meta['format']}, expected {FORMAT}")
         if meta["digest"] != sum_of(meta):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rft_fn import dist, tree
+from rft_fn import border, dist, tree
 from rft_fn.ckpt import folder, writing
 from rft_fn.ckpt.folder import damaged, number, read_meta
 from rft_fn.ckpt.writing import agree
@@ -47,6 +47,15 @@ def _checked(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
         _check(path, name, x, meta)
     _check_files(path, list(meta["files"].items())[number() :: dist.world()])
     return meta
+
+
+def _alike(like: Any, saved: Any) -> bool:
+    """Return whether a plain value may stand where `like` does: of its type; a number for a number."""
+    if like is None or saved is None:
+        return True
+    if isinstance(like, float):
+        return type(saved) in (int, float)
+    return not isinstance(like, (bool, int, str)) or type(saved) is type(like)
 
 
 def _check_files(path: Path, files: Sequence[tuple[str, str]]) -> None:
@@ -166,6 +175,12 @@ def restore(path: str | Path, like: States, extra: Any = None) -> tuple[Any, Any
     want = {"state": like, "extra": _extra(path, extra)}
     named = dict(tree.leaves_with_path(want))
     saved = read(path, named)
+    for name, x in tree.leaves_with_path({} if extra is None else {"extra": extra}):
+        if not isinstance(x, Tensor) and not _alike(x, saved.get(name)):
+            got = border.quoted(saved[name])
+            raise ValueError(
+                f"checkpoint {path}: {name}: expected a value like {border.quoted(x)}, got {got}"
+            )
     values = [_filled(n, x, saved[n]) for n, x in named.items()]
     out = tree.unflatten_like(want, values)
     tree.donate(*each(like))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import dist
+from rft_fn.border import is_ours
 from rft_fn.check import error_text
 from rft_fn.data.messages import Turn
 from rft_fn.engine.lifetime import time_limit
@@ -68,7 +69,9 @@ def step_environments(
             for state, result in _results(acts, running):
                 states.append(state)
                 results.append(result)
-    except (Exception, SystemExit) as error:  # raised below, once the others know
+    except BaseException as error:  # raised below, once the others know
+        if is_ours(error):
+            raise
         failed = _as_one_line(error, running.name)
 
     # of each rank: the results, and what went wrong in a line or ""
@@ -146,7 +149,9 @@ async def _all(calls: Sequence[Awaitable[Any]], names: Sequence[str], running: _
     async def one(call: Awaitable[Any], name: str) -> Any:
         try:
             result = await call
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if is_ours(error):
+                raise
             raise _Failed(name, error) from error
         left.remove(name)
         if left:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import dist, sync, tree
+from rft_fn.check import error_text
 from rft_fn.engine import config_of, get_engine, requests
 from rft_fn.engine.lifetime import time_limit
 from rft_fn.reward import Judged, Score, Scored, TrainerState, check, concat, judge, judge_rows
@@ -429,7 +430,7 @@ def _name(score: Score) -> str:
 
 def _describe(score: Score, error: Exception) -> str:
     """Describe an error for the other ranks: the reward, and what it raised."""
-    text = " ".join(str(error).split())
+    text = error_text(error)
     if not isinstance(error, (ValueError, TimeoutError)):
         text = f"{type(error).__name__}: {text}"
     head = f"{_name(score)}: "

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rft_fn import border
 from rft_fn.data.decode import image, sound, video
 from rft_fn.data.medium import Content, Medium, digest, name_of, read
 
@@ -81,12 +82,13 @@ class Cache:
         path = Path(self._folder) / f"{key}.safetensors"
         try:
             with safe_open(path, "pt") as file:
-                about = json.loads(file.metadata()["about"])
+                about = border.object_of("about", border.read_json(file.metadata()["about"]))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
-        except (FileNotFoundError, SafetensorError):  # a file that is broken is made again
+            ids = border.integers("ids", tensors.pop("ids").tolist(), low=0)
+            names, notes = (border.entries(name, about[name], None) for name in ("names", "notes"))
+        except (FileNotFoundError, SafetensorError, KeyError, TypeError, ValueError):  # broken: made again
             return None
-        ids = tensors.pop("ids").tolist()
-        return Encoded(ids, tensors, tuple(about["names"]), tuple(about["notes"]))
+        return Encoded(ids, tensors, tuple(names), tuple(notes))
 
 
 def _bytes(encoded: Encoded) -> int:

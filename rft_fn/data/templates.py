@@ -121,10 +121,10 @@ def literals(pairs: Sequence[str]) -> dict[str, Any]:
             if not name.isidentifier():
                 raise ValueError
             values[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise ValueError(
                 f"chat_template_kwargs: expected NAME=LITERAL as enable_thinking=False, or effort='\"low\"' "
-                f"with a text in quotes, got {pair!r}"
+                f"with a text in quotes, got {pair!r:.80}"
             ) from None
     return values
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 from torch import Tensor
 
 from rft_fn import check, dist
-from rft_fn.check import Count, Range, Share, Whole, printable
+from rft_fn.check import Count, Range, Share, Whole, error_text, printable
 from rft_fn.engine.requests import BadRequest, drawn_with, given
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Engine, Rollout, Sampling
@@ -266,7 +266,7 @@ class _Lifetime:
             raise
         except BaseException as error:
             # only the text: the error itself would keep the tensors of its frames in memory
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = f"{type(error).__name__}: {error_text(error)}"
             self.ended = f"failed in {name} ({reason})"
             raise
 

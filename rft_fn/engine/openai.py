@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from rft_fn import border
 from rft_fn.engine.lifetime import EngineConfig
 from rft_fn.engine.server_protocol import (
     Ask,
@@ -24,8 +25,6 @@ from rft_fn.engine.server_protocol import (
     Refused,
     Reply,
     expected,
-    floats,
-    integers,
     limit,
     ranked,
 )
@@ -72,7 +71,7 @@ class _VLLM:
         """Return the model that is served, the better of two routes, and what a trainer may ask for."""
         answer = self.get(server, "/v1/models")
         with expected("a list of models", answer):
-            name = str(answer["data"][0]["id"])
+            name = border.text("id", answer["data"][0]["id"])
             window = limit("max_model_len", answer["data"][0].get("max_model_len"))
 
         # what a server lacks it answers with 404
@@ -111,12 +110,12 @@ class _VLLM:
         with expected("choices with token_ids and logprobs", answer):
             (choice,) = answer["choices"]
             content = choice["logprobs"]["content"]
-            tokens = integers(choice["token_ids"])
+            tokens = border.integers("token_ids", choice["token_ids"])
             if [x["token_id"] for x in content] != tokens:
                 raise ValueError("log-probs of other tokens")
             spans = choice.get("weight_versions") if known.label else None
             label = None if spans is None else ", ".join(str(x["version"]) for x in spans)
-            return Reply(tokens, floats([x["logprob"] for x in content]), label)
+            return Reply(tokens, border.numbers("logprob", [x["logprob"] for x in content]), label)
 
     def by_completions(self, server: str, known: Described, ask: Ask) -> Reply:
         """Return one sample by the OpenAI protocol, with vLLM's fields for token ids."""
@@ -124,14 +123,14 @@ class _VLLM:
         answer = self.post(server, COMPLETIONS, body | _fields(ask), ask.size)
         with expected("choices with token_ids and logprobs", answer):
             (choice,) = answer["choices"]
-            tokens = integers(choice["token_ids"])
-            return Reply(tokens, floats(choice["logprobs"]["token_logprobs"]), None)
+            tokens = border.integers("token_ids", choice["token_ids"])
+            return Reply(tokens, border.numbers("logprobs", choice["logprobs"]["token_logprobs"]), None)
 
     def score(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
         """Return the log-probs of a prompt; one token is sampled with them."""
         rows = self.prompt_rows(server, known, tokens, 0)
         with expected("prompt_logprobs", rows):
-            return floats([row[str(token)]["logprob"] for row, token in zip(rows, tokens[1:], strict=True)])
+            return _own(rows, tokens)
 
     def likeliest(
         self, server: str, known: Described, tokens: Sequence[int], top_k: int
@@ -139,8 +138,8 @@ class _VLLM:
         """Return the log-probs of a prompt, and the likeliest words at each of its places."""
         rows = self.prompt_rows(server, known, tokens, top_k)
         with expected("prompt_logprobs", rows):
-            logp = floats([row[str(token)]["logprob"] for row, token in zip(rows, tokens[1:], strict=True)])
-            best = [ranked([(int(t), x["logprob"]) for t, x in row.items()], top_k) for row in rows]
+            logp = _own(rows, tokens)
+            best = [ranked([(_id(t), x["logprob"]) for t, x in row.items()], top_k) for row in rows]
             return logp, [ids for ids, _ in best], [numbers for _, numbers in best]
 
     def texts(self, server: str, known: Described, tokens: Sequence[int]) -> list[str]:
@@ -148,7 +147,7 @@ class _VLLM:
         rows = self.prompt_rows(server, known, tokens, 0)
         with expected("prompt_logprobs with decoded_token", rows):
             pairs = zip(rows, tokens[1:], strict=True)
-            return [str(row[str(token)]["decoded_token"]) for row, token in pairs]
+            return [border.text("decoded_token", row[str(token)]["decoded_token"]) for row, token in pairs]
 
     def prompt_rows(self, server: str, known: Described, tokens: Sequence[int], top_k: int) -> list[Any]:
         """Return {token: its log-prob and text} of each place of a prompt but the first."""
@@ -218,6 +217,19 @@ class _VLLM:
     def post(self, server: str, path: str, body: Mapping[str, Any], tokens: int = 0) -> Any:
         """Return the answer to a POST about so many tokens."""
         return self.client.call(server, path, body, seconds=self.seconds, tokens=tokens)
+
+
+def _own(rows: Sequence[Any], tokens: Sequence[int]) -> list[float]:
+    """Return the log-probs of the tokens after the first, one row of words for each."""
+    found = [row[str(token)]["logprob"] for row, token in zip(rows, tokens[1:], strict=True)]
+    return border.numbers("logprob", found)
+
+
+def _id(key: str) -> int:
+    """Return the token id that a key of JSON is. ValueError for what `int` would read too: "+7", "7_0"."""
+    if not (key.isascii() and key.isdigit()):
+        raise ValueError(f"expected a token id, got {border.quoted(key)}")
+    return int(key)
 
 
 def _texts(ask: Ask) -> list[str]:

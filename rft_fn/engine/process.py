@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import tree
+from rft_fn.border import contained
+from rft_fn.check import error_text
 from rft_fn.engine import prompt_media
 from rft_fn.engine.lifetime import EngineConfig, EngineDead, dead_after_failure
 from rft_fn.types import Engine, Media, Rollout, Sampling
@@ -87,12 +89,13 @@ def _leave_with(parent: int) -> None:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Return the error itself where its type can be sent, else its text."""
+    """Return the error itself where its type can be sent and ends no process, else its text."""
+    found = contained(error)
     try:
-        pickle.loads(pickle.dumps(error))
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        pickle.loads(pickle.dumps(found))
+        return found
+    except BaseException:  # how it is pickled is foreign code, too
+        return RuntimeError(f"{type(error).__name__}: {error_text(error)}")
 
 
 class _Server:
@@ -129,7 +132,20 @@ class _Server:
         except BaseException as raised:
             error = _portable(raised)
             trace = traceback.format_exc()
-        return Answer(value, error, trace, self.engine.status() if self.engine is not None else None)
+        status: EngineStatus | None = None
+        try:
+            status = self.engine.status() if self.engine is not None else None
+        except BaseException as raised:
+            error = error or _portable(raised)
+        return Answer(value, error, trace, status)
+
+    def packed(self, request: bytes) -> bytes:
+        """Return the answer to a request as bytes; an answer that cannot be sent is an error."""
+        found = self.answer(request)
+        try:
+            return pickle.dumps(found)
+        except BaseException as raised:
+            return pickle.dumps(Answer(None, _portable(raised), traceback.format_exc(), found.status))
 
 
 def main() -> None:
@@ -144,7 +160,7 @@ def main() -> None:
     while True:
         try:
             request = pipe.recv_bytes()
-            pipe.send_bytes(pickle.dumps(server.answer(request)))
+            pipe.send_bytes(server.packed(request))
         except (EOFError, OSError):
             break
     if server.engine is not None:
@@ -283,7 +299,7 @@ class _Process:
         except EngineDead:
             raise
         except BaseException as error:
-            self.end(f"failed in {name} ({' '.join(f'{type(error).__name__}: {error}'.split())})")
+            self.end(f"failed in {name} ({type(error).__name__}: {error_text(error)})")
             raise
 
     def call(self, name: str, *args: Any, descriptor: int | None = None, **options: Any) -> Any:
@@ -346,7 +362,7 @@ class _Refused(Exception):
     """An error after which the engine is alive: a request that was refused."""
 
     def __init__(self, error: BaseException, trace: str):
-        super().__init__(str(error))
+        super().__init__(error_text(error))
         self.error = error
         self.trace = trace
 

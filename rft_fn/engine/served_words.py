@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from rft_fn import check
+from rft_fn import border, check
 from rft_fn.engine import openai, sglang
 from rft_fn.engine.lifetime import EngineConfig, EngineDead
-from rft_fn.engine.server_protocol import Client, Described, Fault, Refused, ServerProtocol
+from rft_fn.engine.server_protocol import Client, Described, Fault, Refused, ServerProtocol, checked
 from rft_fn.patience import Patience
 from rft_fn.types import Rollout
 
@@ -40,19 +40,43 @@ class ServedWords:
     """A model on a server that scores tokens; any number of requests at a time."""
 
     def __init__(
-        self, server: str, protocol: ServerProtocol, client: Client, known: Described, config: EngineConfig
+        self,
+        server: str,
+        protocol: ServerProtocol,
+        client: Client,
+        known: Described,
+        config: EngineConfig,
+        vocabulary: int,
     ):
         self.server = server
         self.protocol = protocol
         self.client = client
         self.known = known
         self.config = config
+        self.vocabulary = vocabulary  # words of the student: what it is taught must be some of them
 
     def ask(self, tokens: Sequence[int], top_k: int) -> Words:
-        """Return what the server says of a sequence; with top_k 0 only the log-probs of its tokens."""
-        if top_k:
-            return Words(*self.protocol.likeliest(self.server, self.known, tokens, top_k))
-        return Words(self.protocol.score(self.server, self.known, tokens), [], [])
+        """Return what the server says of a sequence; with top_k 0 only the log-probs of its tokens.
+
+        Fault for log-probs and words that cannot be.
+        """
+        count = len(tokens) - 1  # nothing predicts the first
+        if not top_k:
+            logp = self.protocol.score(self.server, self.known, tokens)
+            with checked():
+                return Words(border.log_probs("log-probs", logp, count), [], [])
+        found = Words(*self.protocol.likeliest(self.server, self.known, tokens, top_k))
+        with checked():
+            border.log_probs("log-probs", found.logp, count)
+            border.words(
+                found.words,
+                found.words_logp,
+                top_k=top_k,
+                vocabulary=self.vocabulary,
+                tokens=tokens[1:],
+                own=found.logp,
+            )
+        return found
 
     def score(self, rollout: Rollout, rows: Sequence[int], top_k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return (log-probs [B, S], words [B, S, K], their log-probs) of some rows; 0 outside mask and rows.
@@ -113,11 +137,12 @@ def insist(server: str, question: Callable[[], T], client: Client, passes: Calla
             time.sleep(seconds)
 
 
-def served_words(config: EngineConfig, tokenizer: Any, *, top_k: int) -> ServedWords:
+def served_words(config: EngineConfig, tokenizer: Any, *, vocabulary: int, top_k: int) -> ServedWords:
     """Meet the server of `config`, which must score tokens of `tokenizer` with `top_k` words.
 
-    One that says that it is busy, or not ready yet, is waited for. ValueError for one that does not answer,
-    gives fewer words, or names tokens by another tokenizer.
+    `vocabulary` is the number of words that the student's head has. A server that says that it is busy, or
+    not ready yet, is waited for. ValueError for one that does not answer, gives fewer words, or names tokens
+    by another tokenizer.
     """
     (server,) = config.servers
     client = Client(config.key_env)
@@ -136,7 +161,7 @@ def served_words(config: EngineConfig, tokenizer: Any, *, top_k: int) -> ServedW
                 f"teacher: {server}: expected the tokenizer of the student, whose token {number} is {ours!r}"
                 f", got one whose token {number} is {theirs!r}"
             )
-    found = ServedWords(server, protocol, client, known, config)
+    found = ServedWords(server, protocol, client, known, config, vocabulary)
     try:
         insist(server, partial(found.ask, tokens, top_k), client, is_busy)
     except (Fault, Refused) as error:

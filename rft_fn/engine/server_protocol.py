@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,19 +12,19 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from rft_fn import border
 from rft_fn import model as model_lib
 from rft_fn.engine import requests
 from rft_fn.engine.weight_folder import Manifest, manifest
 from rft_fn.model import quantize
 from rft_fn.model.materialize import Stored, converted, slices
 from rft_fn.patience import may_pass, retry_after
-from rft_fn.reward import wire
 from rft_fn.reward.connection import masked, token_in
 from rft_fn.types import Sampling
 
 __all__ = [
     "Ask", "Client", "Described", "Fault", "Refused", "RemoteModel", "Reply", "ServerProtocol", "check_reply",
-    "expected", "floats", "integers", "limit", "probe", "remote_model", "stored_tensors",
+    "checked", "expected", "limit", "probe", "remote_model", "stored_tensors",
 ]  # fmt: skip
 
 
@@ -65,28 +64,22 @@ def expected(what: str, answer: Any) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise Fault(f"expected {what}, got {str(answer)[:80]}") from error
+        raise Fault(f"expected {what}, got {border.quoted(answer, 80)}") from error
 
 
-def integers(column: Any) -> list[int]:
-    """Return a list of token ids unchanged. ValueError unless all are whole numbers: not 3.0, "3" or True."""
-    if not isinstance(column, list) or not all(type(x) is int for x in column):
-        raise ValueError("expected a list of whole numbers")
-    return column
-
-
-def floats(column: Any) -> list[float]:
-    """Return a list of log-probs. ValueError, or OverflowError, unless all are numbers."""
-    if not isinstance(column, list) or not all(type(x) in (int, float) for x in column):
-        raise ValueError("expected a list of numbers")
-    return [float(x) for x in column]
+@contextmanager
+def checked() -> Iterator[None]:
+    """Raise Fault for values that `border` refuses in the block."""
+    try:
+        yield
+    except ValueError as error:
+        raise Fault(str(error)) from error
 
 
 def limit(name: str, value: Any) -> int | None:
     """Return a number of tokens as a server says it, None for none. Fault for anything else."""
-    if value is not None and (type(value) is not int or value < 1):
-        raise Fault(f"{name}: expected a number of tokens above 0, got {value!r:.40}")
-    return value
+    with checked():
+        return None if value is None else border.integer(name, value, low=1)
 
 
 class Client:
@@ -135,7 +128,7 @@ class Client:
         if not answer.data:
             return None
         try:
-            return wire.load(answer.data)
+            return border.read_json(answer.data)
         except ValueError as error:
             raise Fault(f"{path}: {error}") from error
 
@@ -253,26 +246,23 @@ class ServerProtocol(Protocol):
 
 
 def ranked(entries: Iterable[tuple[int, float]], top_k: int) -> tuple[list[int], list[float]]:
-    """Return the top_k likeliest of (token, log-prob), the likeliest first. Fault for fewer."""
-    best = sorted(entries, key=lambda entry: -entry[1])[:top_k]
+    """Return the top_k likeliest of (token, log-prob), the likeliest first. Fault for fewer.
+
+    ValueError for log-probs that are none.
+    """
+    best = sorted(entries, key=lambda entry: -entry[1])
+    border.log_probs("log-probs of words", [logp for _, logp in best])  # also of those that are left out
+    best = best[:top_k]
     if len(best) < top_k:
         raise Fault(f"expected {top_k} words of each token, got {len(best)}")
-    return integers([token for token, _ in best]), floats([logp for _, logp in best])
+    return [token for token, _ in best], [logp for _, logp in best]
 
 
-def check_reply(reply: Reply, ask: Ask, *, vocabulary: int, label: str) -> None:
-    """Raise Fault for an answer that cannot be right."""
-    if not 0 < len(reply.tokens) <= ask.max_new or len(reply.tokens) != len(reply.logp):
-        raise Fault(
-            f"expected 1 to {ask.max_new} tokens with a log-prob each, got {len(reply.tokens)} and "
-            f"{len(reply.logp)}"
-        )
-    wrong = [token for token in reply.tokens if not 0 <= token < vocabulary]
-    if wrong:
-        raise Fault(f"expected tokens below {vocabulary}, got {wrong[0]!r:.40}")
-    if not all(math.isfinite(x) and x <= 1e-3 for x in reply.logp):
-        raise Fault(f"expected finite log-probs, none above 0, got {reply.logp[:4]}")
-    if reply.label is not None and reply.label != label:
+def check_reply(reply: Reply, ask: Ask, *, vocabulary: int, label: str | None) -> None:
+    """Raise Fault for an answer that cannot be right; label None takes weights of any."""
+    with checked():
+        border.sample(reply.tokens, reply.logp, most=ask.max_new, vocabulary=vocabulary)
+    if label is not None and reply.label is not None and reply.label != label:
         raise Fault(f"expected weights {label!r}, got {reply.label!r}")
 
 
@@ -283,12 +273,7 @@ def probe(ask: Callable[[Ask], Reply], score: Callable[[Sequence[int]], list[flo
     """
 
     def sampled(seed: int, sampling: Sampling, ends: Sequence[int] = ()) -> Reply:
-        reply = ask(Ask(PROMPT, seed, sampling, LENGTH, ends))
-        if not reply.tokens or len(reply.tokens) != len(reply.logp):
-            raise Fault(
-                f"expected tokens with a log-prob each, got {len(reply.tokens)} and {len(reply.logp)}"
-            )
-        return reply
+        return ask(Ask(PROMPT, seed, sampling, LENGTH, ends))
 
     # so hot, two seeds never draw the same tokens
     hot = Sampling(temperature=HOT)

@@ -5,7 +5,6 @@ the sample's key as its seed, so that the same tokens come from any server at an
 answer; weights by way of a folder; and servers that failed are taken back once they are well.
 """
 
-import math
 import tempfile
 import time
 import weakref
@@ -18,7 +17,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from rft_fn import dist, tree
+from rft_fn import border, dist, tree
 from rft_fn.engine import prompt_media, requests, weight_folder
 from rft_fn.engine.lifetime import EngineConfig, dead_after_failure, on_rank0
 from rft_fn.engine.pool import COMPARED, Pool, compare_servers
@@ -33,6 +32,7 @@ from rft_fn.engine.server_protocol import (
     Reply,
     ServerProtocol,
     check_reply,
+    checked,
     probe,
     remote_model,
 )
@@ -117,7 +117,13 @@ class _Servers:
     def meet(self, server: str) -> Described:
         """Describe a server. Refused for one that ignores an option."""
         known = self.protocol.describe(server)
-        probe(partial(self.protocol.sample, server, known), partial(self.scored, server, known))
+
+        def sampled(ask: Ask) -> Reply:
+            reply = self.protocol.sample(server, known, ask)
+            check_reply(reply, ask, vocabulary=self.model.vocabulary, label=None)
+            return reply
+
+        probe(sampled, partial(self.scored, server, known))
         return known
 
     def compare(self, known: dict[str, Described]) -> None:
@@ -229,11 +235,8 @@ class _Servers:
     def scored(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
         """Return the log-probs of all tokens but the first. Fault for another number, or impossible ones."""
         logp = self.protocol.score(server, known, tokens)
-        if len(logp) != len(tokens) - 1:
-            raise Fault(f"expected {len(tokens) - 1} log-probs, got {len(logp)}")
-        if not all(x <= 1e-3 and x > -math.inf for x in logp):
-            raise Fault(f"expected finite log-probs, none above 0, got {logp[:4]}")
-        return logp
+        with checked():
+            return border.log_probs("log-probs", logp, len(tokens) - 1)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
         """Load as `Load` says: rank 0 writes a folder, and every server reads it. BadRequest if alone."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from rft_fn import border
 from rft_fn.engine.lifetime import EngineConfig
 from rft_fn.engine.requests import BadRequest
 from rft_fn.engine.server_protocol import (
@@ -22,8 +23,6 @@ from rft_fn.engine.server_protocol import (
     Fault,
     Reply,
     expected,
-    floats,
-    integers,
     limit,
     ranked,
 )
@@ -69,7 +68,7 @@ class _SGLang:
             supported = {"load", "score"}
             if options.get("enable_memory_saver") is True:
                 supported.add("sleep")
-            name = str(model["served_model_name"])
+            name = border.text("served_model_name", model["served_model_name"])
             return Described("/generate", name, window, str(model["weight_version"]), frozenset(supported))
 
     def check(self, sampling: Sampling) -> None:
@@ -87,19 +86,20 @@ class _SGLang:
             about = answer["meta_info"]
             if about["finish_reason"]["type"] == "abort":
                 raise Fault(f"expected a sample, got one that was broken off: {about['finish_reason']}")
-            tokens = integers(answer["output_ids"])
+            tokens = border.integers("output_ids", answer["output_ids"])
             entries = about["output_token_logprobs"]
             if [x[1] for x in entries] != tokens:
                 raise ValueError("log-probs of other tokens")
-            plain = floats([x[0] for x in entries])
-            logp = floats(about["output_token_sampling_logprobs"]) if ask.sampling.truncates else plain
-            return Reply(tokens, logp, str(about["weight_version"]))
+            logp = [x[0] for x in entries]
+            if ask.sampling.truncates:
+                logp = about["output_token_sampling_logprobs"]
+            return Reply(tokens, border.numbers("log-probs", logp), str(about["weight_version"]))
 
     def score(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
         """Return the log-probs of a prompt; one token is sampled with them."""
         entries = self.about(server, tokens, {})["input_token_logprobs"]
         with expected("input_token_logprobs", entries):
-            return floats([x[0] for x in entries[1:]])
+            return border.numbers("input_token_logprobs", [x[0] for x in entries[1:]])
 
     def likeliest(
         self, server: str, known: Described, tokens: Sequence[int], top_k: int
@@ -107,7 +107,7 @@ class _SGLang:
         """Return the log-probs of a prompt, and the likeliest words at each of its places."""
         about = self.about(server, tokens, {"top_logprobs_num": top_k}, len(tokens) * top_k)
         with expected("input_top_logprobs", about):
-            logp = floats([x[0] for x in about["input_token_logprobs"][1:]])
+            logp = border.numbers("input_token_logprobs", [x[0] for x in about["input_token_logprobs"][1:]])
             rows = about["input_top_logprobs"][1:]
             if len(rows) != len(logp):
                 raise ValueError("words of other tokens")
@@ -118,9 +118,7 @@ class _SGLang:
         """Return the texts of a prompt's tokens."""
         entries = self.about(server, tokens, {"return_text_in_logprobs": True})["input_token_logprobs"]
         with expected("input_token_logprobs with texts", entries):
-            if any(x[2] is None for x in entries[1:]):
-                raise ValueError("no texts")
-            return [str(x[2]) for x in entries[1:]]
+            return [border.text("text", x[2]) for x in entries[1:]]
 
     def about(
         self, server: str, tokens: Sequence[int], more: dict[str, Any], size: int = 0

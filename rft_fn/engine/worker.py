@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rft_fn.check import error_text
 from rft_fn.engine import weight_folder
 from rft_fn.engine.weight_folder import LoadCheck
 
@@ -119,7 +120,7 @@ class WeightsFromFolder:
             self.model_runner.reset_encoder_cache()
             self.model_runner.reset_mm_cache()
         except Exception as error:
-            return {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+            return {"error": f"{type(error).__name__}: {error_text(error)}"}
 
         # the first load is complete: the trainer has checked its names against the model's
         if self.rft_usual is None:

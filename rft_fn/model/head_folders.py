@@ -1,6 +1,5 @@
 """Critics and scalar reward models in folders: ours, and classes of transformers."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rft_fn import border
 from rft_fn.model import classifier
 from rft_fn.model.classifier import HEADS
 from rft_fn.model.heads import Critic, Head, Headed, RewardModel, named_heads
@@ -275,8 +275,9 @@ def _described(folder: str) -> tuple[tuple[Head, ...], str]:
     """Return (heads, pool) as our file in a folder has them."""
     path = Path(folder, HEADS)
     try:
-        saved = json.loads(path.read_text())
-        return named_heads([Head(**head) for head in saved["heads"]]), saved["pool"]
+        saved = border.object_of("the file", border.read_json(path.read_text()))
+        heads = [Head(**head) for head in border.entries("heads", saved["heads"], None)]
+        return named_heads(heads), border.text("pool", saved["pool"])
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"reward model: {path}: expected heads and their pool, got {error}") from error
 

@@ -1,6 +1,5 @@
 """Models, tokenizers and processors loaded by name."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rft_fn import modality
+from rft_fn import border, check, modality
 from rft_fn.modality import ActorModality
 from rft_fn.model import classifier
 from rft_fn.model import quantize as low
@@ -23,7 +22,7 @@ from rft_fn.model.save import quiet
 
 __all__ = [
     "ActorAL", "ActorLanguage", "ActorOmni", "ActorVL", "base_folder", "load", "load_processor",
-    "load_tokenizer", "read_config", "read_window", "usual_device", "usual_dtype",
+    "load_tokenizer", "read_config", "read_vocabulary", "read_window", "usual_device", "usual_dtype",
 ]  # fmt: skip
 
 
@@ -156,6 +155,14 @@ def read_window(name: str | Path) -> int | None:
     if Path(folder).is_dir() and not Path(folder, "config.json").is_file():
         return None
     return getattr(read_config(name).get_text_config(), "max_position_embeddings", None)
+
+
+def read_vocabulary(name: str | Path) -> int | None:
+    """Return the number of words that a model's head has, by its config; None without one."""
+    folder = base_folder(resolve(str(name)))
+    if Path(folder).is_dir() and not Path(folder, "config.json").is_file():
+        return None
+    return getattr(read_config(name).get_text_config(), "vocab_size", None)
 
 
 def _base_of(folder: str) -> str:
@@ -293,7 +300,8 @@ def load_processor(name: str | Path) -> Any:
         return PatchProcessor.from_pretrained(folder)
     stored = cached_file(folder, "config.json", _raise_exceptions_for_missing_entries=False)
     try:
-        config = {} if stored is None else json.loads(Path(stored).read_text())
+        read = "{}" if stored is None else Path(stored).read_text()
+        config = border.object_of("config", check.parse_json(read))
     except ValueError as error:
         raise ValueError(f"model: {stored}: expected JSON, got {error}") from error
     towers = [tower for tower in _TOWERS if tower in config]
@@ -330,7 +338,7 @@ def _smolvlm(folder: str) -> Any:
     tokenizer = from_pretrained(AutoTokenizer, folder, what="tokenizer")
     images = SmolVLMImageProcessorPil.from_pretrained(folder)
     about = Path(folder, "processor_config.json")
-    stored = json.loads(about.read_text()) if about.is_file() else {}
+    stored = border.object_of(str(about), check.parse_json(about.read_text()) if about.is_file() else {})
     return Idefics3Processor(
         images,
         tokenizer,

@@ -1,6 +1,5 @@
 """Low-rank adapters through peft: made, read from a folder, merged, and turned off."""
 
-import json
 import math
 import warnings
 from collections import deque
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn import rng
+from rft_fn import check, rng
 from rft_fn.model.layers import require_all_finite, require_finite
 from rft_fn.model.lora_targets import linear, not_taken_for_experts, target_paths, warn_of_left_out
 from rft_fn.model.quantize import is_low, whole
@@ -421,8 +420,8 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
     """Return the config of a folder of adapters. ValueError for one that is no mapping in JSON."""
     path = Path(folder, CONFIG)
     try:
-        found = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
+        found = check.parse_json(path.read_text())
+    except ValueError as error:
         raise ValueError(f"model: {path}: expected JSON, got {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"model: {path}: expected a mapping, got {type(found).__name__}")

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures as futures
 import inspect
 import io
+import math
 import mimetypes
 import threading
 import wave
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rft_fn import border
 from rft_fn.data.decode import image
 from rft_fn.data.medium import Content, Medium, label, read
 from rft_fn.reward.signature import RewardFn, asks_for, column_names, required, taken
@@ -91,7 +93,7 @@ async def in_thread(call: Callable[[], T], interrupt: Callable[[], None]) -> T:
         try:
             future.set_result(call())
         except BaseException as error:
-            future.set_exception(error)
+            future.set_exception(border.contained(error))
 
     threading.Thread(target=work, daemon=True, name="rft_fn waiting reward").start()
     try:
@@ -153,8 +155,16 @@ class Log:
         self.extra: dict[str, list[Any]] = {}
 
     def metric(self, name: str, value: float) -> None:
-        """Add a number for the batch; the mean of the numbers with one name is logged."""
-        self._numbers.setdefault(name, []).append(float(value))
+        """Add a number for the batch; the mean of the numbers with one name is logged.
+
+        ValueError for infinity.
+        """
+        number = float(value)
+        if math.isinf(number):
+            raise ValueError(
+                f"reward {self._reward!r}: log_metric({name!r}): expected a number, got {number}"
+            )
+        self._numbers.setdefault(name, []).append(number)
 
     def further(self, column: str, values: Sequence[Any]) -> None:
         """Set one value per completion. ValueError for another count."""
@@ -286,21 +296,26 @@ async def _awaited(name: str, result: Awaitable[object]) -> object:
 
 @contextmanager
 def noted(name: str) -> Iterator[None]:
-    """Add a note with the reward's name to any error; sys.exit becomes ValueError with the name."""
+    """Add a note with the reward's name to any error; what would end the process becomes an exception."""
     try:
         yield
-    except SystemExit as error:
-        exit_ = ValueError(
-            f"reward {name!r}: expected a list of numbers, got sys.exit({error.code!r}); raise an error "
-            "to stop the run, return 0.0 for a completion that cannot be scored"
-        )
-        exit_.add_note(f"raised by the reward {name!r}")
-        raise exit_ from error
-    except (KeyboardInterrupt, asyncio.CancelledError):  # not the reward's
-        raise
-    except BaseException as error:
+    except Exception as error:
         error.add_note(f"raised by the reward {name!r}")
         raise
+    except BaseException as error:
+        if border.is_ours(error):
+            raise
+        if isinstance(error, SystemExit):
+            made: Exception = ValueError(
+                f"reward {name!r}: expected a list of numbers, got sys.exit({border.quoted(error.code)}); "
+                "raise an error to stop the run, return 0.0 for a completion that cannot be scored"
+            )
+        elif isinstance(error, asyncio.CancelledError):
+            made = ValueError(f"reward {name!r}: expected a list of numbers, got a cancelled task")
+        else:
+            made = border.contained(error)
+        made.add_note(f"raised by the reward {name!r}")
+        raise made from error
 
 
 # ---------- the media of prompts as rewards get them

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rft_fn import border
 from rft_fn.metric import OF_REWARD
 from rft_fn.reward.calling import Call, Caller
 from rft_fn.reward.signature import (
@@ -375,7 +376,7 @@ def _further(read: Mapping[str, Result]) -> tuple[dict[str, Tensor], dict[str, l
 
 def _readable(x: Any) -> Any:
     """Return a plain value, or its text: what any process and JSON can take."""
-    return x if x is None or isinstance(x, (str, int, float)) else str(x)
+    return x if x is None or isinstance(x, (str, int, float)) else border.printed(x)
 
 
 # ---------- parts of a reward on one scale, before they are weighted

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rft_fn import packing, rng
+from rft_fn.check import error_text
 from rft_fn.data.table import value_at
 from rft_fn.reward.calling import media_records
 from rft_fn.reward.combine import Known, Weighted, columns
@@ -249,7 +250,7 @@ def _run_or_explain(score: Score, run: Run, asked: Sequence[_Question]) -> dict[
             raise
         raise ValueError(
             f"reward {name!r}: it cannot read completions that are {_form(own)}, the form of the data "
-            f"({type(error).__name__}: {error}), and can read {_form(other)}: write "
+            f"({type(error).__name__}: {error_text(error)}), and can read {_form(other)}: write "
             f"{_spec(score, name, other)}"
         ) from error
 

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from rft_fn import border
 from rft_fn.types import Rollout
 
 __all__ = [
     "GIVEN", "Columns", "JointReward", "Judged", "Messages", "Result", "RewardFn", "Score", "Scored",
-    "TrainerState", "as_messages", "asks_for", "column_names", "columns_of", "is_finite", "is_joint",
+    "TrainerState", "as_messages", "asks_for", "column_names", "columns_of", "is_joint",
     "parameters", "read_result", "reads", "reads_state", "required", "spread_result", "stateless", "taken",
     "takes_all", "text", "trainer_state",
 ]  # fmt: skip
@@ -322,7 +323,7 @@ def _of_completions(name: str, entries: Sequence[Any]) -> Result:
                 if key not in _VALUE:
                     columns.setdefault(str(key), [None] * len(entries))[i] = _plain(x)
         values.append(_number(name, i, value))
-    return _result(values, columns)
+    return _result(name, values, columns)
 
 
 def _of_batch(name: str, rewards: Any, logs: Mapping[str, Any], count: int) -> Result:
@@ -338,7 +339,16 @@ def _of_batch(name: str, rewards: Any, logs: Mapping[str, Any], count: int) -> R
             columns[str(key)] = [_plain(x) for x in plain]
         else:  # one value for the whole batch
             columns[str(key)] = [_plain(column)] * count
-    return _result(values, columns)
+    return _result(name, values, columns)
+
+
+def _further(name: str, key: str, x: Any) -> float:
+    """Return a further number, NaN for none. ValueError for one that float32 cannot hold."""
+    if x is None or x != x:
+        return math.nan
+    if not border.is_finite(x):
+        raise ValueError(f"reward {name!r}: {key}: expected finite numbers or None, got {border.quoted(x)}")
+    return float(x)
 
 
 def _first(name: str, result: Mapping[str, Any], keys: Sequence[str], where: str = "") -> Any:
@@ -384,26 +394,21 @@ def _number(name: str, index: int, value: Any) -> float:
     plain = _plain(value)
     if plain is None:
         return math.nan
-    if isinstance(plain, numbers.Real) and is_finite(plain):
+    if isinstance(plain, numbers.Real) and border.is_finite(plain):
         return float(plain)
     raise ValueError(
-        f"reward {name!r}: value {index} is {value!r:.80}, not a finite number; return a float for every "
-        "completion, 0.0 for one that cannot be scored, None where the reward does not apply"
+        f"reward {name!r}: value {index} is {border.quoted(value, 80)}, not a finite number; return a float "
+        "for every completion, 0.0 for one that cannot be scored, None where the reward does not apply"
     )
 
 
-def is_finite(x: Any) -> bool:
-    """Return whether a number is finite as a float32."""
-    return abs(x) <= torch.finfo(torch.float32).max  # False for NaN
-
-
-def _result(values: list[float], columns: Mapping[str, list[Any]]) -> Result:
-    """Split further columns into numbers and other values."""
+def _result(name: str, values: list[float], columns: Mapping[str, list[Any]]) -> Result:
+    """Split further columns into numbers, NaN where there is none, and other values."""
     metrics: dict[str, Tensor] = {}
     extra: dict[str, list[Any]] = {}
     for key, column in columns.items():
         if all(x is None or isinstance(x, numbers.Real) for x in column):
-            found = [math.nan if x is None else float(x) for x in column]
+            found = [_further(name, key, x) for x in column]
             metrics[key] = torch.tensor(found, dtype=torch.float32)
         else:
             extra[key] = column

@@ -18,16 +18,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from rft_fn import check
+from rft_fn import border, check
 from rft_fn.data.medium import KINDS
 from rft_fn.data.table import column_at
 from rft_fn.reward.foreign import whole_texts
-from rft_fn.reward.signature import GIVEN, Columns, Scored, TrainerState, is_finite, text
+from rft_fn.reward.signature import GIVEN, Columns, Scored, TrainerState, text
 
 __all__ = [
-    "LISTS", "Batch", "ReadAnswer", "answer", "batch_of", "dump", "entries", "finite", "load", "logs_of",
-    "media_in", "media_out", "openrlhf_answer", "openrlhf_request", "plain", "read_answer",
-    "read_openrlhf_answer", "read_openrlhf_request", "read_request", "request",
+    "LISTS", "Batch", "ReadAnswer", "answer", "batch_of", "dump", "logs_of", "media_in", "media_out",
+    "openrlhf_answer", "openrlhf_request", "plain", "read_answer", "read_openrlhf_answer",
+    "read_openrlhf_request", "read_request", "request",
 ]  # fmt: skip
 
 
@@ -35,35 +35,12 @@ __all__ = [
 
 
 _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID, Path)
-_SHOWN = 60  # characters of what came instead of JSON
 
 
 def dump(x: Any) -> bytes:
     """Return JSON of plain values, with U+FFFD in place of halves of surrogate pairs."""
     text = json.dumps(x, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return check.writable(text).encode()
-
-
-def load(data: bytes) -> Any:
-    """Read JSON.
-
-    ValueError for anything else, for NaN and infinities, which Python's reader would take, for numbers and
-    brackets beyond its limits, and for text that is no Unicode.
-    """
-    try:
-        value = check.parse_json(data, decoder=_FINITE)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        began = " ".join(data[:_SHOWN].decode(errors="replace").split())
-        raise ValueError(f"expected JSON, got {began!r}") from None
-    check.check_text(value)
-    return value
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"expected finite numbers, got {name}")
-
-
-_FINITE = json.JSONDecoder(parse_constant=_refuse)
 
 
 def plain(value: Any) -> Any:
@@ -91,23 +68,6 @@ def plain(value: Any) -> Any:
         value.save(file, "PNG")
         return {"mime": "image/png", "base64": _encoded(file.getvalue())}
     raise TypeError(f"expected a value that JSON can hold, got {type(value).__name__}")
-
-
-def entries(name: str, values: Any, count: int) -> list[Any]:
-    """Return a list of `count` entries. ValueError for anything else."""
-    if not isinstance(values, list):
-        raise ValueError(f"{name}: expected a list of {count} entries, got {type(values).__name__}")
-    if len(values) != count:
-        raise ValueError(f"{name}: expected {count} entries, one for each completion, got {len(values)}")
-    return values
-
-
-def finite(name: str, values: Any, count: int) -> list[float | None]:
-    """Return a list of `count` numbers that are finite as float32, or None. ValueError for anything else."""
-    for i, x in enumerate(entries(name, values, count)):
-        if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float)) or not is_finite(x)):
-            raise ValueError(f"{name}: expected finite numbers or null, got {x!r:.40} at {i}")
-    return values
 
 
 # ---------- media
@@ -139,17 +99,11 @@ def media_out(media: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[dict[s
 
 def media_in(files: Any, of: Any, count: int) -> list[list[dict[str, Any]]]:
     """Return the records of `count` completions; see `media_out`. ValueError for anything else."""
-    if not isinstance(files, list):
-        raise ValueError(f"files: expected a list, got {type(files).__name__}")
-    read = [_record(file, i) for i, file in enumerate(files)]
+    read = [_record(file, i) for i, file in enumerate(border.entries("files", files, None))]
     records: list[list[dict[str, Any]]] = []
-    for places in entries("media", of, count):
-        if not isinstance(places, list):
-            raise ValueError(f"media: expected a list of numbers for each completion, got {places!r:.40}")
-        for at in places:
-            if type(at) is not int or not 0 <= at < len(read):
-                raise ValueError(f"media: expected numbers of {len(read)} files, got {at!r:.40}")
-        records.append([read[at] for at in places])
+    for i, places in enumerate(border.entries("media", of, count)):
+        numbers = border.integers(f"media[{i}]: numbers of files", places, low=0, high=len(read) - 1)
+        records.append([read[at] for at in numbers])
     return records
 
 
@@ -159,7 +113,10 @@ def _record(file: Any, i: int) -> dict[str, Any]:
         raise ValueError(
             f"files: expected objects with 'kind', 'mime' and 'base64' or 'url', got another at {i}"
         )
-    record = {name: file[name] for name in ("kind", "mime", "url") if name in file}
+    names = [name for name in ("kind", "mime", "url") if name in file]
+    record: dict[str, Any] = {name: border.text(f"files[{i}]: {name}", file[name]) for name in names}
+    if record["kind"] not in KINDS:
+        raise ValueError(f"files[{i}]: kind: expected one of {', '.join(KINDS)}, got {record['kind']!r:.40}")
     if "base64" in file:
         try:
             record["bytes"] = base64.b64decode(file["base64"], validate=True)
@@ -179,6 +136,21 @@ L = TypeVar("L")
 
 LISTS = ("completion_ids", "prompt_ids", "prompt_texts", "truncated", "groups", "keys")
 """The further lists of a request, with an entry for each completion; `media` is one more."""
+
+
+def _list(name: str, values: Any, count: int) -> list[Any]:
+    """Return one of the further lists. ValueError for entries of another type."""
+    if name in ("groups", "keys"):
+        return border.integers(name, values, count=count)
+    for i, x in enumerate(border.entries(name, values, count)):
+        where = f"{name}[{i}]"
+        if name in ("completion_ids", "prompt_ids"):
+            border.integers(where, x, low=0)
+        elif name == "prompt_texts":
+            border.text(where, x)
+        elif not isinstance(x, bool):
+            raise ValueError(f"{where}: expected true or false, got {x!r:.40}")
+    return values
 
 
 class Batch(NamedTuple):
@@ -254,31 +226,26 @@ def request(batch: Batch) -> bytes:
 
 def read_request(data: bytes) -> Batch:
     """Read the batch of a request. ValueError, in one line, for anything else."""
-    body = load(data)
-    if not isinstance(body, dict):
-        raise ValueError(f"request: expected an object, got {type(body).__name__}")
+    body = border.object_of("request", border.read_json(data))
     for name in ("prompts", "completions"):
-        if not isinstance(body.get(name), list):
-            raise ValueError(f"{name}: expected a list, got {type(body.get(name)).__name__}")
+        border.entries(name, body.get(name), None)
     count = len(body["completions"])
     if not count:
         raise ValueError("completions: expected at least one, got none")
     for name in ("prompts", "completions"):
-        for i, x in enumerate(entries(name, body[name], count)):
+        for i, x in enumerate(border.entries(name, body[name], count)):
             _check_text(name, x, i)
 
     # every list has an entry for each completion
-    columns = body.get("columns") or {}
-    if not isinstance(columns, dict):
-        raise ValueError(f"columns: expected an object, got {type(columns).__name__}")
+    columns = border.object_of("columns", body.get("columns") or {})
     for name, column in columns.items():
-        entries(f"columns.{name}", column, count)
+        border.entries(f"columns.{name}", column, count)
         if name in GIVEN:
             raise ValueError(f"columns.{name}: expected another name, the reward's own argument has this one")
     given: dict[str, Any] = {}
     for name in LISTS:
         if body.get(name) is not None:
-            given[name] = entries(name, body[name], count)
+            given[name] = _list(name, body[name], count)
     if body.get("media") is not None:
         given["media"] = media_in(body.get("files"), body["media"], count)
     return Batch(body["prompts"], body["completions"], columns, given, _state(body.get("state")))
@@ -297,13 +264,12 @@ def _state(x: Any) -> TrainerState | None:
     """Read the progress of a run; unknown entries are left out."""
     if x is None:
         return None
-    if not isinstance(x, dict):
-        raise ValueError(f"state: expected an object, got {type(x).__name__}")
+    border.object_of("state", x)
     known = {field.name for field in dataclasses.fields(TrainerState)} - {"log_history"}
     given = {name: value for name, value in x.items() if name in known}
     for name, value in given.items():
-        if not isinstance(value, (bool, int, float)):
-            raise ValueError(f"state.{name}: expected a number, got {value!r:.40}")
+        if not isinstance(value, bool):
+            border.number(f"state.{name}", value)
     return TrainerState(**given)
 
 
@@ -330,18 +296,18 @@ def logs_of(scored: Scored, logs: Mapping[str, L]) -> dict[str, L]:
 
 def read_answer(data: bytes, count: int) -> dict[str, Any]:
     """Read the rewards, parts, metrics and texts of an answer; see `ReadAnswer`."""
-    body = load(data)
+    body = border.read_json(data)
     if not isinstance(body, dict) or "rewards" not in body:
         raise ValueError(f"expected an object with 'rewards', got {dump(body)[:40].decode()!r}")
     logs: dict[str, list[Any]] = {}
     for kind in ("parts", "metrics", "extra"):
-        lists = body.get(kind) or {}
-        if not isinstance(lists, dict):
-            raise ValueError(f"{kind}: expected an object of lists, got {type(lists).__name__}")
-        for name, column in lists.items():
-            read = entries if kind == "extra" else finite
-            logs[name] = read(f"{kind}.{name}", column, count)
-    return {"rewards": finite("rewards", body["rewards"], count), "extra_logs": logs}
+        for name, column in border.object_of(kind, body.get(kind) or {}).items():
+            where = f"{kind}.{name}"
+            if kind == "extra":
+                logs[name] = border.entries(where, column, count)
+            else:
+                logs[name] = border.numbers_or_none(where, column, count=count)
+    return {"rewards": border.numbers_or_none("rewards", body["rewards"], count=count), "extra_logs": logs}
 
 
 # ---------- the requests and answers that reward servers for OpenRLHF have
@@ -364,7 +330,7 @@ def read_openrlhf_request(data: bytes) -> Batch:
 
     Without prompts the whole query is the completion, as in OpenRLHF's first versions.
     """
-    body = load(data)
+    body = border.read_json(data)
     if not isinstance(body, dict) or not isinstance(body.get("query"), list) or not body["query"]:
         raise ValueError("request: expected an object with 'query', a list of texts")
     count = len(body["query"])
@@ -372,12 +338,11 @@ def read_openrlhf_request(data: bytes) -> Batch:
     if asked is None:
         asked = [""] * count
     for name, column in (("query", body["query"]), ("prompts", asked)):
-        for i, x in enumerate(entries(name, column, count)):
-            if not isinstance(x, str):
-                raise ValueError(f"{name}: expected texts, got {x!r:.40} at {i}")
+        for i, x in enumerate(border.entries(name, column, count)):
+            border.text(f"{name}[{i}]", x)
     columns: dict[str, list[Any]] = {}
     if body.get("labels") is not None:
-        columns["label"] = entries("labels", body["labels"], count)
+        columns["label"] = border.entries("labels", body["labels"], count)
     completions = [q.removeprefix(p) for q, p in zip(body["query"], asked, strict=True)]
     return Batch(asked, completions, columns)
 
@@ -394,12 +359,10 @@ def read_openrlhf_answer(data: bytes, count: int) -> dict[str, Any]:
 
     `rewards` may be [B] or [B, 1]. ValueError for anything but finite numbers.
     """
-    body = load(data)
+    body = border.read_json(data)
     if not isinstance(body, dict) or "rewards" not in body:
         raise ValueError(f"expected an object with 'rewards', got {dump(body)[:40].decode()!r}")
-    extra = body.get("extra_logs") or {}
-    if not isinstance(extra, dict):
-        raise ValueError(f"extra_logs: expected an object, got {type(extra).__name__}")
+    extra = border.object_of("extra_logs", body.get("extra_logs") or {})
     logs: dict[str, list[Any]] = {}
     if body.get("scores") is not None:
         logs["scores"] = _column("scores", body["scores"], count)
@@ -414,4 +377,4 @@ def _column(name: str, x: Any, count: int) -> list[float | None]:
     """Read [B] of [B] or [B, 1]."""
     if isinstance(x, list) and all(isinstance(row, list) and len(row) == 1 for row in x):
         x = [row[0] for row in x]
-    return finite(name, x, count)
+    return border.numbers_or_none(name, x, count=count)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rft_fn import hub
+from rft_fn import border, hub
 from rft_fn.check import shown_without_secrets
 from rft_fn.data import file_formats, sources
 from rft_fn.run.files import FACTS, settings, write_whole
@@ -227,14 +227,7 @@ def _data_lines(options: Mapping[str, Any], digests: Mapping[str, Any]) -> Itera
 
 def _rows(run: Path, step: int | None) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl, of the first `step` steps where that is given."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows: list[dict[str, Any]] = []
-    for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:  # a last line that a kill cut short
-            break
+    rows = border.json_rows(run / "metrics.jsonl")
     return [row for row in rows if step is None or row["step"] < step]
 
 
@@ -261,8 +254,7 @@ def _metric_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 def _changes(run: Path, done: int) -> Iterator[str]:
     """Yield the options that were changed in mid-run, up to `done` steps."""
-    path = run / "overrides.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = border.json_rows(run / "overrides.jsonl")
     for row in (row for row in rows if row["step"] < done):
         old, new = json.dumps(_shown(row["old"])), json.dumps(_shown(row["new"]))
         yield f"* From step {row['step'] + 1} on `{row['name']}` was {new}, and {old} before.\n"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rft_fn.check import printable
+from rft_fn.check import parse_json, printable
 from rft_fn.data import Dataset
 from rft_fn.data.templates import fixed_day
 from rft_fn.run.files import FACTS, append_row, differences, filled, settings, write_whole
@@ -104,7 +104,7 @@ def release(folder: Path) -> None:
 
 def _described(text: str) -> str:
     try:
-        about = json.loads(text)
+        about = parse_json(text)
         return f"process {about['pid']} on {about['host']} since {about['since']}"
     except (ValueError, KeyError, TypeError):  # it has the lock and has not written who it is yet
         return "another process"

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from rft_fn import dist, parsing
-from rft_fn.check import printable
+from rft_fn.check import error_text, printable
 from rft_fn.engine import EngineDead
 from rft_fn.run import config_file, signals
 
@@ -22,7 +22,7 @@ __all__ = ["cli", "error_line", "explain", "fail", "guard", "without"]
 
 def error_line(error: BaseException) -> str:
     """Return the message of an error and its notes, in one line that a terminal can print."""
-    line = " ".join(str(error).split()) or type(error).__name__
+    line = error_text(error)
     notes = [" ".join(note.split()) for note in getattr(error, "__notes__", ())]
     if notes:
         line += f" ({'; '.join(notes)})"

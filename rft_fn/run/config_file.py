@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from rft_fn import check, parsing
+from rft_fn import border, check, parsing
 from rft_fn.run.files import FACTS
 
 __all__ = ["parse"]
@@ -135,7 +135,7 @@ def _read(path: Path) -> dict[Any, Any]:
     if values is None:  # an empty file
         return {}
     if not isinstance(values, dict):
-        raise ValueError(f"expected options by their names, got {str(values)[:60]}")
+        raise ValueError(f"expected options by their names, got {border.quoted(values, 60)}")
     return values
 
 

@@ -9,6 +9,7 @@ from rft_fn import data, engine, loss, model
 from rft_fn.check import AtLeast0, Decay, Finite, Positive, PositiveShare, Share, Whole
 from rft_fn.data.templates import columns_in
 from rft_fn.engine.served_words import ServedWords, served_words
+from rft_fn.model.load import read_vocabulary
 from rft_fn.run import options
 from rft_fn.run.cli import without
 from rft_fn.run.files import last_model
@@ -169,17 +170,18 @@ def _check(cfg: Any, st: Strategy, spec: TeacherSpec, tokenizer: Any) -> None:
                 f"teacher_temperature: expected 1 with a teacher on a server, whose log-probs of prompts "
                 f"are at 1, got {heat}"
             )
-        meet(st, spec, tokenizer, top_k=cfg.top_k)
+        meet(cfg, st, spec, tokenizer)
 
 
-def meet(st: Strategy, spec: TeacherSpec, tokenizer: Any, *, top_k: int) -> ServedWords:
+def meet(cfg: Any, st: Strategy, spec: TeacherSpec, tokenizer: Any) -> ServedWords:
     """Meet a teacher on a server. ValueError for what it cannot give."""
     config = replace(engine.config_of(st.config), type=spec.kind, servers=(spec.place,), process=False)
     try:
         engine.check_config(config)
     except ValueError as error:
         raise ValueError(str(error).replace("engine_servers", "teacher")) from None
-    return served_words(config, tokenizer, top_k=top_k)
+    vocabulary = read_vocabulary(cfg.model) or len(tokenizer)
+    return served_words(config, tokenizer, vocabulary=vocabulary, top_k=cfg.top_k)
 
 
 def require_same_words(what: str, theirs: Any, ours: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rft_fn import border, tree
 from rft_fn.types import Rollout, Sampling
 
 __all__ = [
@@ -88,14 +89,8 @@ def keep_until(path: Path, step: int) -> None:
     """Cut a file back to the rows before `step`, without a last line that a kill cut short."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if row["step"] < step:
-            kept.append(line + "\n")
+    lines = path.read_text().split("\n")
+    kept = [line + "\n" for line, row in zip(lines, border.json_rows(path)) if row["step"] < step]
     write_whole(path, "".join(kept))
 
 
@@ -136,10 +131,7 @@ def settings(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / "config.json"
     try:
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("expected an object")
-        return found
+        return border.object_of("options", border.read_json(path.read_text()))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"run: expected the folder of a run, got {folder}: it has no config.json") from None
     except (OSError, ValueError) as error:
@@ -211,24 +203,29 @@ def write_rollout(path: Path, rollout: Rollout, reward: Tensor) -> None:
     write_whole(path, save(tensors, metadata=about))
 
 
-def read_rollout(path: str | Path) -> tuple[Rollout, Tensor]:
+def read_rollout(path: str | Path, *, vocabulary: int | None = None) -> tuple[Rollout, Tensor]:
     """Return the rollout and the rewards [N, G] of a file that a run wrote with `rollouts_every`.
 
-    ValueError for another file, and for responses about images or audio, which the file does not have.
+    ValueError for another file, for numbers that no run writes (see `border.rollout_of`), tokens beyond
+    `vocabulary` among them, and for responses about images or audio, which the file does not have.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(str(path), framework="pt") as file:
-            about = file.metadata()
-            if about["media"] == "True":
+            about = file.metadata() or {}
+            if about.get("media") != "False":
                 raise ValueError("they are about images or audio, which it does not have")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        sampling = json.loads(about["sampling"])
-        known = sampling and Sampling(**sampling | {"stop": tuple(sampling["stop"])})
-        reward = tensors.pop("reward")
-        return Rollout(**tensors, sampling=known), reward
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        sampling = border.read_json(about.get("sampling", ""))
+        if sampling is not None:
+            given = border.object_of("sampling", sampling)
+            given["stop"] = tuple(border.entries("stop", given.get("stop"), None))
+            sampling = Sampling(**given)
+        rollout, reward = border.rollout_of(tensors, vocabulary=vocabulary)
+        return tree.replace(rollout, sampling=sampling), reward
+    except (OSError, SafetensorError, TypeError, ValueError) as error:
+        why = " ".join(str(error).split())
         raise ValueError(
-            f"rollouts: expected a file that --rollouts-every wrote, got {path}: {error}"
+            f"rollouts: expected a file that --rollouts-every wrote, got {path}: {why}"
         ) from error

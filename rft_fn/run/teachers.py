@@ -60,7 +60,7 @@ class _Member:
             plain = Sampling(temperature=env.cfg.temperature)  # its words are not cut by top_p
             self.bound = env.st.bind(module, sampling=plain)
         if spec.kind in SERVED and env.cfg.loss != "nll":
-            self.served = meet(env.st, spec, env.task.tokenizer, top_k=env.cfg.top_k)
+            self.served = meet(env.cfg, env.st, spec, env.task.tokenizer)
 
     def model(self, state: TrainState) -> tuple[Any, Any]:
         """Return (apply, params), with the weights of now."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rft_fn import dist, packing, tree
+from rft_fn import border, dist, packing, tree
 from rft_fn.types import Apply, LossFn, Media, Packed
 
 __all__ = ["NonFinite", "Source", "dump", "first_offender", "load_fault", "with_source"]
@@ -165,10 +165,14 @@ def load_fault(folder: str | Path) -> tuple[Packed, dict[str, Tensor], dict[str,
     try:
         flat: dict[str, Any] = load_file(folder / "sequence.safetensors")
         weights = load_file(folder / "weights.safetensors")
-        about = json.loads((folder / "fault.json").read_text())
+        about = border.object_of("fault.json", border.read_json((folder / "fault.json").read_text()))
         if not {"step", "rank", "row"} <= set(about):
             raise ValueError("fault.json has no step, rank or row")
-    except (SafetensorError, ValueError, TypeError) as error:
+        border.integer("step", about["step"], low=0)
+        for name in {"rank", "row", "num_seqs"} & about.keys():
+            if about[name] is not None:
+                border.integer(name, about[name], low=0)
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise ValueError(f"fault: the files of {folder} are damaged: {error}") from None
     extra = _below("extra", flat)
     media = _below("media", flat)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rft_fn.algorithm import get_algorithm
 from rft_fn.analysis import estimators
-from rft_fn.run.files import jsonable, read_rollout, write_whole
+from rft_fn.model.load import read_vocabulary
+from rft_fn.run.files import jsonable, last_model, read_rollout, write_whole
 from rft_fn.tools import plot
 from rft_fn.types import Experience, Rollout, Sampling
 
@@ -30,7 +31,7 @@ def recorded(cfg: Any) -> tuple[Rollout, Tensor]:
     for name in cfg.rows:
         if ":" not in name and get_algorithm(name).greedy:
             raise ValueError(f"rollouts: expected none with {name}, which asks for greedy answers")
-    rollout, reward = read_rollout(cfg.rollouts)
+    rollout, reward = read_rollout(cfg.rollouts, vocabulary=read_vocabulary(last_model(cfg.model)))
     drawn = rollout.sampling or Sampling()
     for name in ("temperature", "top_p", "max_new"):
         if (own := getattr(cfg, name)) != getattr(drawn, name):

@@ -1,6 +1,5 @@
 """Pictures of a run: curves as a PNG and in the terminal, and the distribution of lengths."""
 
-import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -57,7 +56,9 @@ _RED = "#c0392b"
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """Return the rows of a metrics.jsonl."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    from rft_fn import border  # loads torch, which the command's help does without
+
+    return border.json_rows(Path(path))
 
 
 def unit(key: str) -> str:

@@ -171,7 +171,7 @@ def _tokens(row: Mapping[str, Any], color: Name, full: float) -> Text:
     text = Text()
     if "name" in row:
         text.append(printable(f"{row['name']:>8}  "))
-    if "reward" in row:
+    if row.get("reward") is not None:
         text.append(f"{row['reward']:8.3g}  ")
     values = row.get(color) or [None] * len(row["pieces"])
     for piece, learned, x in zip(row["pieces"], row["mask"], values):

@@ -274,7 +274,7 @@ def test_a_load_that_is_refused_leaves_nothing_behind(tmp_path):
         ({"names": 20, "short": []}, "weights: expected 21 tensors, got 20"),
         ({"names": 21, "short": ["qkv_proj 8/12"]}, "weights: expected whole tensors, got qkv_proj 8/12"),
         ({"names": None}, "expected"),
-        ("nonsense", "expected the count of tensors, got nonsense"),
+        ("nonsense", "expected the count of tensors, got 'nonsense'"),
     ],
 )
 def test_a_server_that_did_not_take_all_is_not_used(problem, line, quick, tmp_path):

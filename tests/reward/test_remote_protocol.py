@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 import rft_fn as rft
 from rft_fn import patience
+from rft_fn.border import read_json as load
 from rft_fn.reward import Scored, connection, wire
 from rft_fn.reward.remote import cuts, joined
-from rft_fn.reward.wire import Batch, load, plain
+from rft_fn.reward.wire import Batch, plain
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 texts = st.text(max_size=8)
@@ -179,12 +180,12 @@ FURTHER = {  # beside one prompt and one completion
     '"columns": {"log_metric": [1]}': "columns.log_metric: expected another",
     '"truncated": [true, false]': "truncated: expected 1 entries",
     '"media": [[0]]': "files: expected a list, got NoneType",
-    '"media": [[0]], "files": []': "media: expected numbers of 0 files",
-    '"media": [0], "files": []': "media: expected a list of numbers",
+    '"media": [[0]], "files": []': "media[0]: numbers of files: expected whole numbers from 0 to -1",
+    '"media": [0], "files": []': "media[0]: numbers of files: expected a list, got int",
     '"media": [[0]], "files": [{}]': "files: expected objects with 'kind'",
     '"media": [[]], "files": [{"kind": "image", "mime": "", "base64": "*"}]': "files: expected base64",
     '"state": 3': "state: expected an object, got int",
-    '"state": {"epoch": "x"}': "state.epoch: expected a number, got 'x'",
+    '"state": {"epoch": "x"}': "state.epoch: expected a finite number, got 'x'",
 }
 ONE = '{"prompts": ["a"], "completions": ["a"], '
 BAD = WHOLE | {ONE + x + "}": line for x, line in FURTHER.items()}

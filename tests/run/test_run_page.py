@@ -1,5 +1,7 @@
 """The page of runs: what it computes, what it holds, and what a real browser makes of it."""
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -189,6 +191,11 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path):
     text = page.read_text()
     assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"<link|@import|\bfetch\(|XMLHttpRequest|<script src|<!--[A-Z]+-->", text)
+    policy, script = (
+        re.search(x, text, re.S)[1] for x in (r'Policy" content="([^"]*)"', r"<script>(.*?)</script>")
+    )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in policy and "default-src 'none';" in policy
     found = blocks(page)
     assert found["samples-0-12"][0]["response"] == "</script><b>5"
     assert [row["sample"] for row in found["tokens-0-11"]] == [0, 1, 2, 0, 1, 2]

@@ -1,5 +1,7 @@
 """The server of rewards: what it answers, what it refuses, and what it scores together."""
 
+import asyncio
+import concurrent.futures
 import json
 import socket
 import threading
@@ -562,3 +564,71 @@ def test_a_scalar_model_scores_texts_as_it_scores_a_rollout(tmp_path):
     last = scored.mask.int().argmax(-1)
     for head, name in enumerate(("good", "short")):
         assert torch.equal(found[name], expected[torch.arange(2), last, head].float())
+
+
+# --------------------------------------------------------------- what foreign code raises, and two lengths
+
+
+class Panic(BaseException):
+    """As pyo3_runtime.PanicException: no Exception."""
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise Panic("no text")
+
+
+class Unwritable:
+    """A value whose text is foreign code, too."""
+
+    def __str__(self):
+        raise Panic("no text")
+
+
+RAISED = {
+    "panic": (Panic("in Rust"), "RuntimeError: Panic: in Rust"),
+    "cancelled": (asyncio.CancelledError(), "expected a list of numbers, got a cancelled task"),
+    "a future of theirs": (concurrent.futures.CancelledError(), "CancelledError"),
+    "Ctrl-C": (KeyboardInterrupt(), "RuntimeError: KeyboardInterrupt"),
+    "exit": (SystemExit(3), "got sys.exit(3)"),
+    "stop": (StopIteration("done"), "StopIteration: done"),
+    "generator": (GeneratorExit(), "RuntimeError: GeneratorExit"),
+    "no text": (Speechless(), "Speechless"),
+}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_nothing_that_a_reward_raises_ends_the_server(waits):
+    """Also of a reward that waits, and of a value whose own code raises while it is written."""
+
+    def plain(completions):
+        if completions[0] in RAISED:
+            raise RAISED[completions[0]][0]
+        if completions[0] == "unwritable":
+            return [{"score": 1.0, "why": Unwritable()} for _ in completions]
+        return [1.0 for _ in completions]
+
+    async def waiting(completions):
+        return plain(completions)
+
+    with serving(it=(waiting if waits else plain, 1.0)) as served:
+        for name, (_, line) in RAISED.items():
+            found = served.ask(name)
+            assert found.status_code == 422 and "\n" not in found.text, name
+            assert line in found.json()["error"] or (waits and name == "stop"), (name, found.text)
+        found = served.ask("unwritable").json()
+        assert found == {"rewards": [1.0], "extra": {"why": ["a value of type Unwritable"]}}
+        assert served.ask("well").json()["rewards"] == [1.0]
+
+
+@pytest.mark.parametrize("head", ["POST /score", "GET /health"])
+def test_a_request_with_two_lengths_is_refused_whatever_it_asks_for(head):
+    with serving(len=(length, 1.0)) as served, socket.create_connection(served.sock.getsockname()) as sock:
+        two = "Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n"
+        sock.sendall(f"{head} HTTP/1.1\r\nHost: x\r\n{two}".encode())
+        sock.settimeout(20)
+        found = b""
+        while part := sock.recv(4096):  # it is closed: what follows is not read as another request
+            found += part
+    assert found.startswith(b"HTTP/1.1 400 ") and found.count(b"HTTP/1.1") == 1
+    assert b"expected Content-Length or Transfer-Encoding, got both" in found

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 __all__ = [
     "FIELDS", "Field", "Name", "Recorded", "config_differences", "flattened", "full_scale", "grouped",
-    "hue", "level", "read", "read_all", "rows_of",
+    "hue", "level", "read", "read_all",
 ]  # fmt: skip
 
 
@@ -33,19 +33,6 @@ class Recorded(NamedTuple):
     pictures: list[Path]
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a .jsonl file up to a line that is not whole; none for a missing file."""
-    if not path.exists():
-        return []
-    found = []
-    for line in path.read_text().splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            break
-    return found
-
-
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the options of a nested config by their dotted names."""
     found: dict[str, Any] = {}
@@ -59,11 +46,12 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def read(folder: str | Path, name: str = "") -> Recorded:
     """Return the run in a folder; raise ValueError if it has no config or no finished step."""
-    from rft_fn.run.files import FACTS, settings  # loads torch, which the command's help does without
+    from rft_fn.border import json_rows  # loads torch, which the command's help does without
+    from rft_fn.run.files import FACTS, settings
 
     folder = Path(folder)
     config = flattened({name: x for name, x in settings(folder).items() if name not in FACTS})
-    metrics = rows_of(folder / "metrics.jsonl")
+    metrics = json_rows(folder / "metrics.jsonl")
     if not metrics:
         raise ValueError(f"run: expected a run with at least one finished step, got {folder}")
     places = dict.fromkeys([folder, Path(config.get("strategy.log_dir") or folder)])
@@ -75,10 +63,10 @@ def read(folder: str | Path, name: str = "") -> Recorded:
         name=name or folder.resolve().name,
         config=config,
         metrics=metrics,
-        timing=rows_of(folder / "timing.jsonl"),
-        distributions=rows_of(folder / "distributions.jsonl"),
-        trajectories=rows_of(folder / "trajectories.jsonl"),
-        tokens=rows_of(folder / "tokens.jsonl"),
+        timing=json_rows(folder / "timing.jsonl"),
+        distributions=json_rows(folder / "distributions.jsonl"),
+        trajectories=json_rows(folder / "trajectories.jsonl"),
+        tokens=json_rows(folder / "tokens.jsonl"),
         pictures=pictures[: len(_PICTURES)],
     )
 

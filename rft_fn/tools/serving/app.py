@@ -14,12 +14,15 @@ import h11
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rft_fn.check import writable
+from rft_fn.border import contained
+from rft_fn.check import error_text, writable
 from rft_fn.data.table import value_at
 from rft_fn.reward import Scored, wire
 from rft_fn.reward.wire import Batch
@@ -121,13 +124,29 @@ def application(names: Sequence[str], jobs: Jobs, rules: Rules, metrics: Metrics
         return PlainTextResponse(generate_latest(metrics.registry))
 
     return Starlette(
+        middleware=[Middleware(OneLength)],
         routes=[
             Route("/score", scores(wire.read_request, wire.answer), methods=["POST"]),
             Route("/get_reward", scores(wire.read_openrlhf_request, _openrlhf_answer), methods=["POST"]),
             Route("/health", health),
             Route("/metrics", numbers),
-        ]
+        ],
     )
+
+
+class OneLength:
+    """Refuses a request with two lengths: what stands before the server may have read the other one."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, whatever its path."""
+        names = {name.lower() for name, _ in scope.get("headers", ())}
+        if not {b"content-length", b"transfer-encoding"} <= names:
+            return await self.app(scope, receive, send)
+        line = "expected Content-Length or Transfer-Encoding, got both"
+        await JSONResponse({"error": line}, 400, {"Connection": "close"})(scope, receive, send)
 
 
 def _openrlhf_answer(scored: Scored) -> bytes:
@@ -138,12 +157,20 @@ async def _answered(request: Request, read: Read, write: Write, jobs: Jobs, rule
     """Return the rewards of a request, or why it has none."""
     try:
         scored = await _scored(request, read, jobs, rules)
-        return Response(write(scored), media_type="application/json")
+        return Response(_written(scored, write), media_type="application/json")
     except Problem as problem:
         body = {"error": writable(" ".join(str(problem).split()))}
         return JSONResponse(body, problem.status, problem.headers)
     except ClientDisconnect:
         return Response(status_code=_LEFT)
+
+
+def _written(scored: Scored, write: Write) -> bytes:
+    """Return the body of an answer; raise Problem for values of a reward that JSON cannot hold."""
+    try:
+        return write(scored)
+    except BaseException as error:  # of the values' own code
+        raise Problem(422, _named(contained(error))) from error
 
 
 async def _scored(request: Request, read: Read, jobs: Jobs, rules: Rules) -> Scored:
@@ -226,7 +253,7 @@ async def _result(request: Request, job: Job, jobs: Jobs) -> Scored:
             raise ClientDisconnect
         return found.result()
     except TimeoutError as error:
-        raise Problem(504, str(error)) from error
+        raise Problem(504, error_text(error)) from error
     except OSError as error:  # of a reward that asks others
         raise Problem(502, _named(error)) from error
     except Exception as error:
@@ -246,7 +273,7 @@ async def _left(request: Request) -> None:
 def _named(error: Exception) -> str:
     """Return what a reward raised, with its name, which is in the notes."""
     notes = "; ".join(getattr(error, "__notes__", ()))
-    line = f"{type(error).__name__}: {error}"
+    line = f"{type(error).__name__}: {error_text(error)}"
     if notes:
         line += f" ({notes})"
     return line

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rft_fn.border import contained
 from rft_fn.data import Prompt
 from rft_fn.data.medium import Medium
 from rft_fn.engine.lifetime import time_limit
@@ -258,9 +259,9 @@ def score_jobs(score: Any, found: Sequence[Job], timeout: float) -> None:
     """
     try:
         scored = _score(score, join([job.batch for job in found]), timeout)
-    except Exception as error:
+    except BaseException as error:  # no reward ends the server; a signal only closes the queue
         if len(found) == 1:
-            found[0].future.set_exception(error)
+            found[0].future.set_exception(contained(error))
             return
         for job in found:
             score_jobs(score, [job], timeout)
