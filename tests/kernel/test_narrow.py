@@ -57,7 +57,7 @@ def test_this_processor_is_measured_once(monkeypatch, tmp_path):
     narrow.measured.cache_clear()
     assert narrow.measured() == found and len(list(tmp_path.iterdir())) == 1
     assert all(0 < x < 10 for of in found.values() for x in of.values())
-    assert set(narrow.ways().values()) <= set(WAYS) and narrow.gain() > 0
+    assert set(narrow.ways().values()) <= set(WAYS) and (narrow.gain() > 0) == narrow.has_products()
 
 
 @pytest.mark.parametrize("way", ["dense", "wide"])
