@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rft_fn import rollout, scan, segment, testing, weight
 
     # L2: the model as a function, prompts, and what turns responses into numbers
-    from rft_fn import data, environment, hub, modality, model, opened, parsing, reward
+    from rft_fn import confined, data, environment, hub, modality, model, opened, parsing, reward
 
     # L3: effects; each room may use those before it
     from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run, tools
@@ -29,7 +29,7 @@ __all__ = [
     "packing", "reward", "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "sync",
     "testing", "tree", "types", "weight",
 ]  # fmt: skip
-_UNLISTED = ("dist", "hub", "migrate", "opened", "parsing", "precision", "tools")
+_UNLISTED = ("confined", "dist", "hub", "migrate", "opened", "parsing", "precision", "tools")
 _OF_TYPES = (
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
     "Transform", "experience",

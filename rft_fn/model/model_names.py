@@ -90,11 +90,19 @@ def resolve(name: str) -> str:
 
     "tiny", "tiny-vl", "tiny-audio" and "smollm2-135m" are made or fetched first. If the hub cannot be
     reached, a hub name gives the folder of its cached copy. ValueError, within seconds, if there is none,
-    and for a name that is none of these.
+    for a name that is none of these, and for a folder that holds something else than files and folders.
     """
     found = _resolved(name)
+    _require_plain_files(Path(found))
     opened.note_model(found)
     return found
+
+
+def _require_plain_files(folder: Path) -> None:
+    """Raise ValueError for a folder with a pipe, a device or a socket: who reads one waits for ever."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"model: {path}: expected a file or a folder, got a pipe, a device or a socket")
 
 
 def _resolved(name: str) -> str:
