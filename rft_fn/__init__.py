@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from rft_fn import rollout, scan, segment, testing, weight
 
     # L2: the model as a function, prompts, and what turns responses into numbers
-    from rft_fn import border, data, environment, hub, modality, model, parsing, patience, reward, user_files
+    from rft_fn import border, confined, data, environment, hub, modality, model, opened, parsing, patience
+    from rft_fn import reward, user_files
 
     # L3: effects; each room may use those before it
     from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run, tools
@@ -29,7 +30,10 @@ __all__ = [
     "packing", "reward", "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "sync",
     "testing", "tree", "types", "weight",
 ]  # fmt: skip
-_UNLISTED = ("border", "dist", "hub", "migrate", "parsing", "patience", "precision", "tools", "user_files")
+_UNLISTED = (
+    "border", "confined", "dist", "hub", "migrate", "opened", "parsing", "patience", "precision", "tools",
+    "user_files",
+)  # fmt: skip
 _OF_TYPES = (
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
     "Transform", "experience",

@@ -19,7 +19,7 @@ LAYERS = {
     0: "tree rng check precision types",
     1: "segment scan advantage weight loss reward_shaping logprob metric rollout packing optim algorithm "
     "testing analysis",
-    2: "border model modality reward data environment hub parsing patience user_files",
+    2: "border confined model modality reward data environment hub opened parsing patience user_files",
     3: "dist ckpt memory strategy engine sync collect run tools",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}

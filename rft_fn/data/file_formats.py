@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rft_fn import check
+from rft_fn import check, opened
 from rft_fn.data.table import InvalidRow, Joined, Listed, Records, Row, Rows, Table, decode
 
 __all__ = ["READERS", "quiet_datasets", "read_files", "suffix_of", "undecoded"]
@@ -67,6 +67,7 @@ def _by_file(read: Callable[[Path, BinaryIO, str | None], Rows]) -> Reader:
 
 def _open(path: Path) -> BinaryIO:
     """Return a file that can be read at any position. A packed one is unpacked into a temporary file."""
+    opened.note_rows(path)
     if path.suffix != ".gz":
         return path.open("rb")
     whole = tempfile.TemporaryFile()  # noqa: SIM115, it stays open as long as its rows are read

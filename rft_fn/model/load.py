@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rft_fn import border, check, modality
+from rft_fn import border, check, confined, modality
 from rft_fn.modality import ActorModality
 from rft_fn.model import classifier
 from rft_fn.model import quantize as low
@@ -188,7 +188,8 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
 
     Names are those that `load` takes. A folder of adapters without a tokenizer has its base model's.
     ValueError if there is none, for one without a token that ends a response, and for a chat template that
-    does not parse.
+    does not parse. A tokenizer.json and a template that take more than seconds, or all memory, or end the
+    library that reads them, are refused too: both are tried in a child first (`confined`).
     """
     from transformers import AutoTokenizer
 
@@ -201,6 +202,7 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
         folder = resolve(_base_of(folder))
 
     # Without an end token no response ends, and batches of prompts are padded.
+    _try_tokenizer(folder)
     tokenizer = from_pretrained(AutoTokenizer, folder, what="tokenizer", trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -209,24 +211,84 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    _check_template(folder, tokenizer)
+    if tokenizer.chat_template is not None:
+        confined.call(f"tokenizer: {folder}: chat template", _try_template, folder, tokenizer)
     return tokenizer
 
 
-def _check_template(folder: str, tokenizer: Any) -> None:
-    from jinja2 import TemplateSyntaxError
+_tried: set[tuple[Any, ...]] = set()  # files that a child has read
 
-    if tokenizer.chat_template is None:
+
+def _try_tokenizer(folder: str) -> None:
+    """Let a child read a tokenizer.json, where its library can end the process: a file once."""
+    from transformers.utils import cached_file
+
+    found = Path(folder, _TOKENIZER)
+    if not Path(folder).is_dir():
+        stored = cached_file(
+            folder,
+            _TOKENIZER,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        found = Path(stored or folder)
+    if not found.is_file():
+        return
+    about = found.stat()
+    known = (found.absolute(), about.st_size, about.st_mtime_ns, about.st_ino)
+    if known in _tried:
         return
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
-    except TemplateSyntaxError as error:
-        raise ValueError(
-            f"tokenizer: {folder}: expected a chat template that parses, got {error.message} "
-            f"in its line {error.lineno}"
-        ) from error
-    except Exception:  # a template may refuse these messages; the data will show whether it takes a user's
-        return
+        confined.call(f"tokenizer: {found}", _read_tokenizer, str(found))
+    except confined.Raised as error:
+        if "PanicException" in str(error):
+            raise ValueError(f"tokenizer: {found}: expected a tokenizer, got {error}") from None
+        return  # transformers will say it, or mend it
+    _tried.add(known)
+
+
+_TOKENIZER = "tokenizer.json"
+_SAMPLE = "Hello, World! 3.14 + 1,000 = x_1\n\n\tdef f(n):  # äöü 你好 🙂 " + "a" * 40
+
+
+def _read_tokenizer(path: str) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.decode(tokenizer.encode(_SAMPLE).ids)
+
+
+_USER, _ASSISTANT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello"}
+_SYSTEM = {"role": "system", "content": "hello"}
+_PARTS = {"role": "user", "content": [{"type": "text", "text": "hello"}]}
+_LONG = [_SYSTEM, *[_USER, _ASSISTANT] * 3]
+_TALKS = ([_USER], [_SYSTEM, _USER], [_USER, _ASSISTANT, _USER], _LONG, [_PARTS])
+_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {}}}
+_LONGEST = 10**6  # characters that a template may make of a few words
+
+
+def _try_template(folder: str, tokenizer: Any) -> None:
+    """Render short talks in all usual ways; a template may refuse any of them, and the data will show it."""
+    from jinja2 import TemplateSyntaxError
+
+    for talk in _TALKS:
+        for more in ({}, {"add_generation_prompt": True}, {"tools": [_TOOL]}):
+            try:
+                text = tokenizer.apply_chat_template(talk, tokenize=False, **more)
+            except TemplateSyntaxError as error:
+                raise ValueError(
+                    f"tokenizer: {folder}: expected a chat template that parses, got {error.message} "
+                    f"in its line {error.lineno}"
+                ) from error
+            except MemoryError:
+                raise
+            except Exception:
+                continue
+            if len(text) > _LONGEST:
+                raise ValueError(
+                    f"tokenizer: {folder}: expected a chat template, got one that makes {len(text)} "
+                    "characters of a few words"
+                )
 
 
 # ---------- actors by what they read: text, and images, audio or both; `options` are those of `load`
@@ -296,6 +358,7 @@ def load_processor(name: str | Path) -> Any:
     from transformers.utils import cached_file
 
     folder = base_folder(resolve(str(name)))
+    _try_tokenizer(folder)
     if Path(folder, MARK).is_file():
         return PatchProcessor.from_pretrained(folder)
     stored = cached_file(folder, "config.json", _raise_exceptions_for_missing_entries=False)

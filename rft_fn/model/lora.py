@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn import check, rng
+from rft_fn import check, confined, rng
 from rft_fn.model.layers import require_all_finite, require_finite
 from rft_fn.model.lora_targets import linear, not_taken_for_experts, target_paths, warn_of_left_out
 from rft_fn.model.quantize import is_low, whole
@@ -408,12 +408,28 @@ def _made(module: nn.Module, saved: dict[str, Any], folder: str | Path) -> nn.Mo
     config = {key: x for key, x in saved.items() if key in known - {"runtime_config"}}
     config |= {"inference_mode": False, "lora_dropout": 0.0, "init_lora_weights": True}
     try:
-        return wrapped(module, LoraConfig(**config), 0)
+        made = LoraConfig(**config)
+        names = [name for name, _ in module.named_modules()]
+        confined.call(f"model: {Path(folder, CONFIG)}", _match, made, names)
+        return wrapped(module, made, 0)
+    except confined.Raised as error:
+        raise ValueError(f"model: {Path(folder, CONFIG)}: expected names of layers, got {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"model: {Path(folder, CONFIG)}: expected adapters that peft can make, got {reason}"
         ) from error
+
+
+def _match(config: Any, names: Sequence[str]) -> None:
+    """Match the regular expressions of a config with all names of modules, as peft will."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    for name in names:
+        check_target_module_exists(config, name)
+        for patterns in (config.rank_pattern, config.alpha_pattern):
+            get_pattern_key(list(patterns), name)
 
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:

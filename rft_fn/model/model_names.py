@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rft_fn import hub
+from rft_fn import hub, opened
 from rft_fn.model.save import save
 
 __all__ = ["cache_dir", "resolve", "smollm2"]
@@ -86,12 +86,26 @@ def smollm2() -> Path:
 
 
 def resolve(name: str) -> str:
-    """Return the path or hub name that transformers loads for a model's name.
+    """Return the path or hub name that transformers loads for a model's name, and note that it is read.
 
     "tiny", "tiny-vl", "tiny-audio" and "smollm2-135m" are made or fetched first. If the hub cannot be
     reached, a hub name gives the folder of its cached copy. ValueError, within seconds, if there is none,
-    and for a name that is none of these.
+    for a name that is none of these, and for a folder that holds something else than files and folders.
     """
+    found = _resolved(name)
+    _require_plain_files(Path(found))
+    opened.note_model(found)
+    return found
+
+
+def _require_plain_files(folder: Path) -> None:
+    """Raise ValueError for a folder with a pipe, a device or a socket: who reads one waits for ever."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"model: {path}: expected a file or a folder, got a pipe, a device or a socket")
+
+
+def _resolved(name: str) -> str:
     # The built-in names.
     if name == "smollm2-135m":
         return str(smollm2())

@@ -1,14 +1,16 @@
 """transformers' from_pretrained with one-line errors and a check for whole weights."""
 
 import math
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from rft_fn import modality
+from rft_fn import confined, modality
 from rft_fn.model.layers import require_finite
 from rft_fn.model.save import quiet
 
@@ -137,13 +139,32 @@ def require_held(name: str, config: Any, factory: Any, **options: Any) -> Any:
         )
     made = skeleton(config, factory, **options)
     wanted = sum(p.numel() for p in made.parameters())
-    packed = getattr(config, "quantization_config", None) is not None  # several in each number of the files
+    low = getattr(config, "quantization_config", None)
+    packed = low is not None  # several in each number of the files
+    if packed and (patterns := _texts(low)):
+        names = [key for key, _ in made.named_modules()]
+        confined.call(f"model: {name}: quantization_config", _match, patterns, names)
     if sizes and not packed and wanted > 4 * sum(sizes) + _SLACK:
         raise ValueError(
             f"model: {name}: expected a config.json of about the {sum(sizes)} numbers in its files, got one "
             f"of {wanted}"
         )
     return made
+
+
+def _texts(x: Any) -> list[str]:
+    """Return the texts in a value of JSON, which may be regular expressions."""
+    if isinstance(x, str):
+        return [x]
+    inside = [*x.keys(), *x.values()] if isinstance(x, dict) else x if isinstance(x, list | tuple) else []
+    return [text for each in inside for text in _texts(each)]
+
+
+def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        for name in names:
+            with suppress(re.error):  # transformers will say it
+                re.match(f"(?:{pattern})$", name)
 
 
 def unreadable(folder: Path, error: Exception) -> ValueError:

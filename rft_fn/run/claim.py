@@ -4,21 +4,22 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rft_fn import opened
 from rft_fn.check import parse_json, printable
 from rft_fn.data import Dataset
 from rft_fn.data.templates import fixed_day
-from rft_fn.run.files import FACTS, append_row, differences, filled, settings, write_whole
+from rft_fn.run import manifest
+from rft_fn.run.files import FACTS, append_row, begun, differences, filled, settings, write_whole
 
-__all__ = ["Claim", "Inputs", "acquire", "check", "files_of", "held", "lock_folder", "release"]
+__all__ = ["Claim", "Inputs", "acquire", "check", "held", "lock_folder", "release"]
 
 
 # ---------- one run per folder: a lock that the kernel releases when its process dies, however it dies
@@ -123,7 +124,6 @@ class Inputs(NamedTuple):
     """What a run is made of, apart from its options."""
 
     datasets: Mapping[str, Dataset]  # by the option that names them
-    files: Sequence[Path] = ()  # code of the user's: rewards, an environment
     tokenizer: Any = None
 
     def digests(self) -> dict[str, Any]:
@@ -132,7 +132,6 @@ class Inputs(NamedTuple):
         for name, dataset in self.datasets.items():
             parts = dataset.parts or (dataset,)
             found[name] = [{"name": x.name, "rows": x.size, "digest": x.digest} for x in parts]
-        found["files"] = {str(path): _digest([path.read_bytes()]) for path in self.files}
         if self.tokenizer is not None:
             found["tokenizer"] = _tokenizer_digest(self.tokenizer)
             found["chat_template"] = _digest([repr(self.tokenizer.chat_template).encode()])
@@ -156,19 +155,6 @@ def _tokenizer_digest(tokenizer: Any) -> str:
     vocabulary = sorted(tokenizer.get_vocab().items())
     special = sorted(map(str, tokenizer.all_special_tokens))
     return _digest(repr(x).encode() for x in (vocabulary, special, tokenizer.encode(_SAMPLE)))
-
-
-def files_of(specs: Iterable[str]) -> list[Path]:
-    """Return the files of the specs that name a function of a file, as [LIBRARY:]FILE.py:NAME does."""
-    found = {}
-    for spec in specs:
-        source, colon, _ = re.sub(r"^\[[^\]]*\]", "", spec).partition(".py:")
-        path = Path(f"{source}.py")
-        if colon and not path.is_file():  # after the name of a library
-            path = Path(f"{source.partition(':')[2]}.py")
-        if colon and path.is_file():
-            found[path] = None
-    return list(found)
 
 
 def lock_folder(folder: Path) -> None:
@@ -211,13 +197,15 @@ class Claim:
         self.inputs = inputs
         self.facts: dict[str, Any] = {"made_by": made_by} if made_by else {}  # also the date and the digests
         self.changed: dict[str, tuple[Any, Any]] = {}  # name -> (old, new) of what is not free
+        self.manifest: dict[str, Any] = {}  # of the files that were read before the first step
+        self._stored_files: Mapping[str, str] = {}  # digests of the user's files in config.json
 
     def take(self, *, override: bool) -> None:
         """Make the folder and lock it.
 
         ValueError for a folder that cannot be written, that another process is using, or that holds steps
-        with other options or other data, unless `override`. Changed code, tokenizers and chat templates are
-        announced.
+        with other options or other data, unless `override`. Changed tokenizers and chat templates are
+        announced; `compare_files` looks at files, once all were read.
         """
         lock_folder(self.folder)
         try:
@@ -233,7 +221,11 @@ class Claim:
             self.facts |= {"date": day and day.isoformat(), "digests": self.inputs.digests()}
         path = self.folder / "config.json"
         # a command that stopped at its preflight has claimed nothing: the mended one may be another
-        if not (self.folder / "metrics.jsonl").exists() or not path.exists():
+        if not begun(self.folder):
+            self.write_config()
+            return
+        if not path.exists():
+            self._say("config.json is gone, so its steps go on with the options of this command")
             self.write_config()
             return
         stored = settings(self.folder)
@@ -249,7 +241,9 @@ class Claim:
                 "give --override to continue it with these, --out another folder, or delete this one to "
                 "start again"
             )
-        self._compare_inputs(before.get("digests", {}), override)
+        digests = dict(before.get("digests", {}))
+        self._stored_files = digests.pop("files", {})
+        self._compare_inputs(digests, override)
 
     def _compare_inputs(self, before: Mapping[str, Any], override: bool) -> None:
         """Refuse rows that differ from the ones of the steps that are here, and announce other changes."""
@@ -261,9 +255,7 @@ class Claim:
         self.changed |= {f"digests.{name}": pair for name, pair in found.items()}
         for name in found:
             if name not in self.inputs.datasets:
-                what = name.removeprefix("files.")
-                line = f"warning: {self.folder}: {what} is another than in the steps before"
-                print(printable(line), flush=True)
+                self._say(f"{name} is another than in the steps before")
 
         # another tokenizer or template makes other prompts of the same rows
         read_alike = not found.keys() & {"tokenizer", "chat_template"}
@@ -304,6 +296,42 @@ class Claim:
                     return f"{name}: {place} is the row that it was, and what is made of it is another"
         return ""
 
+    def _say(self, text: str) -> None:
+        print(printable(f"warning: {self.folder}: {text}"), flush=True)
+
+    def compare_files(self, step: int, *, override: bool) -> None:
+        """Compare the files that were read so far with those that the first `step` steps were made with.
+
+        Announces what differs. ValueError for weights that do, unless `override`. Nothing where the run has
+        no `inputs`, or its steps no manifest.
+        """
+        if self.inputs is None:
+            return
+        old = manifest.read(self.folder) if step else {}
+        new = manifest.collect(old, [self.folder])
+        opened.end()
+        if step:
+            self._tell_changes(old or manifest.of_digests(self._stored_files), new, override)
+        self.manifest = manifest.joined(old, new)
+        self.facts["digests"] = {**self.facts["digests"], "files": manifest.of_user(new)}
+
+    def _tell_changes(self, old: Mapping[str, Any], new: Mapping[str, Any], override: bool) -> None:
+        told = bool(self.changed.keys() & {"digests.tokenizer", "digests.chat_template"})
+        found = manifest.compare(old, new, tokenizer_is_told=told)
+        for name, what in (found.announced | (found.refused if override else {})).items():
+            self._say(f"{name} {what} in the steps before")
+        if found.refused and not override:
+            release(self.folder)
+            named = [f"{name} {what} in the steps before" for name, what in found.refused.items()]
+            raise ValueError(
+                f"run folder {self.folder} holds a run with other weights: {'; '.join(named[:2])}; give "
+                "--override to continue it with these, --out another folder, or delete this one to start "
+                "again"
+            )
+        for name in found.announced | found.refused:
+            pair = [manifest.digest_in(x, name) for x in (old, new)]
+            self.changed[f"digests.files.{name}"] = (pair[0], pair[1])
+
     def note_changes(self, step: int) -> None:
         """Write what changes in the options after `step` steps, and then the options of this command."""
         # a kill between the two notes the changes again, and loses none
@@ -311,6 +339,8 @@ class Claim:
             row = {"step": step, "name": name, "old": old, "new": new}
             append_row(self.folder / "overrides.jsonl", row)
         self.write_config()
+        if self.manifest:
+            manifest.write(self.folder, self.manifest)
 
     def write_config(self) -> None:
         """Write config.json and the bytes of the rows, unless the folder has these already."""

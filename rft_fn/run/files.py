@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import date
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from rft_fn import border, tree
 from rft_fn.types import Rollout, Sampling
 
 __all__ = [
-    "FACTS", "append_row", "checkpoints", "cut_back", "defaults_of", "differences", "filled", "first_day",
-    "jsonable", "keep_until", "last_model", "mark_saved", "read_rollout", "settings", "write_rollout",
-    "write_whole",
+    "FACTS", "append_row", "begun", "checkpoints", "cut_back", "defaults_of", "differences", "filled",
+    "first_day", "jsonable", "keep_until", "lacking", "last_model", "mark_saved",
+    "read_rollout", "settings", "write_rollout", "write_whole",
 ]  # fmt: skip
 
 
@@ -124,6 +125,11 @@ def checkpoints(folder: Path) -> Path:
     return folder / "checkpoints"
 
 
+def begun(folder: Path) -> bool:
+    """Return whether a folder holds steps of a run: rows of them, or a checkpoint."""
+    return (folder / "metrics.jsonl").exists() or any(checkpoints(folder).glob("step_*"))
+
+
 def settings(folder: str | Path) -> dict[str, Any]:
     """Return the options of the run in a folder.
 
@@ -146,8 +152,8 @@ def first_day(folder: str | Path) -> date:
 
     Today where it has no step yet, or noted no day.
     """
-    begun = all((Path(folder) / name).exists() for name in ("metrics.jsonl", "config.json"))
-    stored = settings(folder).get("date") if begun else None
+    continues = begun(Path(folder)) and (Path(folder) / "config.json").exists()
+    stored = settings(folder).get("date") if continues else None
     return date.fromisoformat(stored) if stored else date.today()
 
 
@@ -189,6 +195,17 @@ def cut_back(folder: Path, step: int) -> None:
         keep_until(folder / name, step)
 
 
+def lacking(rows: Iterable[Mapping[str, Any]], step: int) -> str:
+    """Return the steps before `step` that have no row, as "step 0" or "steps 0 to 3, 7"; "" for none."""
+    there = {row["step"] for row in rows}
+    missing = [i for i in range(step) if i not in there]
+    parts = []
+    for _, group in groupby(enumerate(missing), lambda pair: pair[1] - pair[0]):
+        run = [i for _, i in group]
+        parts.append(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]))
+    return f"step{'s' if len(missing) > 1 else ''} {', '.join(parts)}" if missing else ""
+
+
 # ---------- the responses of a step
 
 
@@ -200,7 +217,15 @@ def write_rollout(path: Path, rollout: Rollout, reward: Tensor) -> None:
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     about = {"sampling": json.dumps(jsonable(rollout.sampling)), "media": str(rollout.media is not None)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, save(tensors, metadata=about))
+    write_whole(path, _ordered(save(tensors, metadata=about)))
+
+
+def _ordered(content: bytes) -> bytes:
+    """Return a file of safetensors with its header in order: the library writes metadata in any."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8:end]), sort_keys=True).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + content[end:]
 
 
 def read_rollout(path: str | Path, *, vocabulary: int | None = None) -> tuple[Rollout, Tensor]:

@@ -13,13 +13,13 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
-from rft_fn import algorithm, data, dist, engine, model, optim, strategy
+from rft_fn import algorithm, data, dist, engine, model, opened, optim, strategy
 from rft_fn.data.templates import fix_day
 from rft_fn.memory import Sampler
 from rft_fn.memory.phases import largest
 from rft_fn.model.media_inputs import sees_or_hears
 from rft_fn.run import files, options
-from rft_fn.run.claim import Inputs, files_of, lock_folder
+from rft_fn.run.claim import Inputs, lock_folder
 from rft_fn.run.cli import without
 from rft_fn.run.run_folder import Run
 from rft_fn.types import Apply, Sampling, Strategy, Transform
@@ -49,6 +49,7 @@ def start(cfg: options.Run, *, unread: Iterable[str] = ()) -> Strategy:
     names the options of `cfg.strategy` that the script does not read. ValueError for one of them that is
     given, and for options that the machine or the engine cannot honour.
     """
+    opened.begin()
     without(cfg.strategy, *unread)
     without(cfg.strategy, "max_norm", instead="use --max-norm")
     without(cfg.strategy, "seed", instead="use --seed")
@@ -227,12 +228,10 @@ def open_folder(
 
     `free` are options that may differ from the ones of the steps that the folder holds, in addition to
     `check.Free` ones. The rows of `datasets`, by the options that name them, must be the rows of these steps;
-    changes of the tokenizer, of its chat template and of the files of rewards are announced. ValueError as
-    `Run` raises it.
+    changes of the tokenizer and of its chat template are announced. ValueError as `Run` raises it.
     """
     if cfg.steps is None:
         raise ValueError("steps: expected a number, got None; plan_steps decides it")
-    specs = [*getattr(cfg, "reward", ()), getattr(cfg, "environment", "")]
     return Run(
         cfg.out,
         cfg,
@@ -244,7 +243,7 @@ def open_folder(
         name=cfg.run_name,
         free=free,
         override=cfg.override,
-        inputs=Inputs(datasets or {}, files_of(specs), tokenizer),
+        inputs=Inputs(datasets or {}, tokenizer),
         **st.config.pictures(),
     )
 

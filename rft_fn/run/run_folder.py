@@ -1,7 +1,8 @@
 """The folder of a run: what it writes, and what the same command finds there when it starts again.
 
 runs/NAME/config.json         the options, of the last start that changed some; the date of the first start,
-                              digests of the data, the code of rewards and the tokenizer, and the script
+                              digests of the data, the user's files and the tokenizer, and the script
+          manifest.json       digests of every file that was read before the first step: weights, code
           rows.bin            8 bytes of each row of the data, which tell the row that has changed
           overrides.jsonl     what changed the mathematics in mid-run, with the step of the change
           metrics.jsonl       a row per step, a function of only the config: a resumed run's is equal
@@ -95,6 +96,7 @@ class Run:
             may_change |= check.free(type(config))
             defaults = defaults_of(config)
         made_by = {"script": _script_of(config), "rft_fn": rft_fn.__version__}
+        self._override = override
         self._claim = Claim(
             self.folder, self.config, may_change, defaults=defaults, inputs=inputs, made_by=made_by
         )
@@ -132,19 +134,24 @@ class Run:
     def resume(self, step: int) -> None:
         """Cut the files back to the checkpoint that the run continues from: `step` steps are done.
 
-        ValueError if there were checkpoints and none is left: the rows of the run are not wiped for that.
+        All files that the steps are made of are read by now: those that differ from the files of the steps
+        before are told. ValueError for other weights, unless the run was opened with `override`, and if
+        there were checkpoints and none is left: the rows of the run are not wiped for that.
         """
 
         def continue_from() -> None:
             from rft_fn.tools import plot
 
+            self._claim.compare_files(step, override=self._override)
             files.cut_back(self.folder, step)
             self._claim.note_changes(step)
             if step:
                 print(f"{self.folder}: continuing after step {step}", flush=True)
             path = self.folder / "metrics.jsonl"
-            if path.exists():
-                rows = plot.read_metrics(path)
+            rows = plot.read_metrics(path) if path.exists() else []
+            if missing := files.lacking(rows, step):
+                print(f"warning: {self.folder}: metrics.jsonl has lost {missing}", flush=True)
+            if rows:
                 found = [row["reward/mean"] for row in rows if "reward/mean" in row]
                 self._rewards = [math.nan if reward is None else reward for reward in found]
                 self._warnings = symptoms.Warnings(rows)

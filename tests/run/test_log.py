@@ -195,11 +195,11 @@ def rows_file(path, texts):
     return str(path)
 
 
-def with_data(folder, sources, *, override=False, tokenizer=None, files=()):
+def with_data(folder, sources, *, override=False, tokenizer=None):
     """A run on the rows of some files, of which none is held out."""
     tokenizer = tokenizer or model.load_tokenizer("tiny")
     dataset = data.load(sources, tokenizer, template="{question}")
-    inputs = claim.Inputs({"data": dataset}, files, tokenizer)
+    inputs = claim.Inputs({"data": dataset}, tokenizer)
     return runs.Run(folder, Config(), total=4, override=override, inputs=inputs)
 
 
@@ -226,38 +226,31 @@ def test_other_rows_in_the_same_file_are_refused_with_the_first_that_differs(tmp
     with_data(tmp_path / "r", [a, b]).resume(1)
 
 
-def test_another_tokenizer_template_or_reward_file_is_announced(tmp_path, capsys):
+def test_another_tokenizer_or_template_is_announced(tmp_path, capsys):
     a = rows_file(tmp_path / "a.jsonl", ["3 1 2", "5 4"])
-    reward = tmp_path / "my_reward.py"
-    reward.write_text("def score(completions): return [1.0] * len(completions)")
-    files = claim.files_of(
-        [f"verl:{reward}:score=2", f"[kind=a]{reward}:other(scale=2)", "math", "task:tone"]
-    )
-    assert files == [reward]
-    write(with_data(tmp_path / "r", a, files=files), [0])
-    with_data(tmp_path / "r", a, files=files).resume(1)
+    write(with_data(tmp_path / "r", a), [0])
+    with_data(tmp_path / "r", a).resume(1)
     assert "warning" not in capsys.readouterr().out
 
-    reward.write_text("def score(completions): return [2.0] * len(completions)")
     tokenizer = model.load_tokenizer("tiny")
     tokenizer.chat_template += " "
-    with_data(tmp_path / "r", a, tokenizer=tokenizer, files=files).resume(1)
+    with_data(tmp_path / "r", a, tokenizer=tokenizer).resume(1)
     said = re.findall(r"warning: .*/r: (\S+) is another than in the steps before", capsys.readouterr().out)
-    assert said == ["chat_template", str(reward)]
+    assert said == ["chat_template"]
     names = [json.loads(line)["name"] for line in (tmp_path / "r/overrides.jsonl").read_text().splitlines()]
-    assert names == ["digests.chat_template", "digests.data", f"digests.files.{reward}"]
-    with_data(tmp_path / "r", a, tokenizer=tokenizer, files=files).resume(1)
+    assert names == ["digests.chat_template", "digests.data"]
+    with_data(tmp_path / "r", a, tokenizer=tokenizer).resume(1)
     assert "warning" not in capsys.readouterr().out
 
     # the data too, though it reads otherwise now
     rows_file(tmp_path / "a.jsonl", ["3 1 2", "5 6"])
     with pytest.raises(ValueError, match="line 2 is another row"):
-        with_data(tmp_path / "r", a, files=files)
+        with_data(tmp_path / "r", a)
     assert "r: chat_template is another" in capsys.readouterr().out
 
     rows_file(tmp_path / "a.jsonl", ["3 1 2", "5 4"])
     tokenizer.add_tokens(["<new>"])
-    with_data(tmp_path / "r", a, tokenizer=tokenizer, files=files).resume(1)
+    with_data(tmp_path / "r", a, tokenizer=tokenizer).resume(1)
     assert "r: tokenizer is another" in capsys.readouterr().out
 
 

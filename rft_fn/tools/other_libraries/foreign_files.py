@@ -1,6 +1,7 @@
 """The options in a file of another library: a shell script, Python, YAML, TOML or JSON."""
 
 import json
+import pickle
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -9,11 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from rft_fn import confined
 from rft_fn.tools.other_libraries import python_source, shell
 
 __all__ = ["Config", "read"]
 
 _MOST = 10**6  # characters that aliases of YAML may add to a text
+_LONGEST = 10**6  # bytes of all options of a file
 _MODULE = re.compile(r"(?:trl|verl|openrlhf|lightrft|recipe|prime_rl|open_r1)(?:\.\w+)+")
 _ASSIGNED = re.compile(r"[+~]{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
 _LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed", "pip", "ray", "venv", "torchrun")
@@ -38,11 +41,20 @@ def read(path: str) -> list[Config]:
 
     .yaml, .yml, .json and .toml hold a mapping of options, .py and .ipynb calls of GRPOConfig and the like,
     or a command in a docstring. Any other file is a shell script, which may name such files. ValueError for a
-    file that is not there, cannot be read, or holds no option.
+    file that is not there, cannot be read, or holds no option, and for one that takes more time or memory
+    than a script of a person can.
     """
-    file = Path(path)
-    if not file.is_file():
+    if not Path(path).is_file():
         raise ValueError(f"{path}: expected a file, and there is none")
+    try:
+        return confined.call(path, _read, path)
+    except confined.Raised as error:
+        raise ValueError(f"{path}: expected a file that can be read, got {error}") from None
+
+
+def _read(path: str) -> list[Config]:
+    """Return what a file says, in a child, which a bomb in it may end."""
+    file = Path(path)
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -61,7 +73,10 @@ def read(path: str) -> list[Config]:
     found = [x for x in found if x.options]
     if not found:
         raise ValueError(f"{path}: expected options, and there are none")
-    return found
+    size = len(pickle.dumps([[x.options, x.notes] for x in found]))
+    if size > _LONGEST:
+        raise ValueError(f"{path}: expected the options of a run, got {size} bytes of them")
+    return [x._replace(unknown=dict(x.unknown)) for x in found]
 
 
 # ---------- YAML, JSON and TOML
