@@ -16,7 +16,7 @@ import tyro
 
 import rft_fn
 from rft_fn import parsing
-from rft_fn.tools import scripts
+from rft_fn.tools import printer, scripts
 from rft_fn.tools.page.recorded import Name, read_all
 
 __all__ = ["COMMANDS", "Command", "Script", "main"]
@@ -136,12 +136,12 @@ def new(options: New) -> None:
         print(_script_list())
         return
     path = scripts.copy(options.script, options.to)
-    print(f"{path}: a copy of {options.script}\nrun it:  rft run {path}")
+    print(f"{printer.line(path)}: a copy of {options.script}\nrun it:  {printer.command(['rft', 'run', path])}")
 
 
 def where(options: Where) -> None:
     """Print the path of a script."""
-    print(scripts.find(options.script))
+    print(printer.line(scripts.find(options.script)))
 
 
 def report(options: Report) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rft_fn.check import printable
+from rft_fn.tools import printer
 from rft_fn.tools.other_libraries import LIBRARIES, accepted
 from rft_fn.tools.other_libraries import rows as r
 from rft_fn.tools.other_libraries.foreign_files import Config, read
@@ -100,7 +100,7 @@ def _safe(argument: str) -> str:
     except ValueError:
         first, _, rest = argument.partition(" ")
         words = [rest]
-    return " ".join([first, *(x if x.startswith("--") else r.word(x) for x in words)])
+    return printer.command([first, *words])
 
 
 _OF_VLLM = ("mem-util", "tp-size", "max-model-len", "dtype")
@@ -318,15 +318,16 @@ def table(title: str, trainer: Trainer) -> str:
 
 def show(found: Translation) -> str:
     """Return the command, then notes and what has no counterpart as comments, so that a shell can run it."""
-    lines = [" \\\n  ".join(found.command), ""]
-    lines += [f"# {note}" for note in found.notes]
     reasons: dict[str, list[str]] = {}
     for name, why in found.without.items():
         reasons.setdefault(why, []).append(name)
-    lines += [f"# not translated: {', '.join(names)}: {why}" for why, names in reasons.items()]
-    if found.unknown:
-        lines.append(f"# not known: {', '.join(found.unknown)}")
-    return "\n".join(lines).rstrip()
+    first = [f"may change the objective, and is not translated: {x}" for x in found.unknown]
+    last = [*found.notes]
+    last += [f"not translated: {', '.join(names)}: {why}" for why, names in reasons.items()]
+    command = " \\\n  ".join(found.command)
+    return "\n\n".join(
+        part for part in ("\n".join(map(printer.comment, first)), command, "\n".join(map(printer.comment, last))) if part
+    )
 
 
 def unresolved(config: Config, command: Sequence[str]) -> list[str]:
@@ -421,7 +422,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         found = _all(read(args.words[0]), args.system or "", args.trainer)
     except ValueError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(f"error: {printer.line(error)}", file=sys.stderr)
         return 2
-    print("\n\n".join(printable(show(x)) for x in found))
+    print("\n\n".join(map(show, found)))
     return 0

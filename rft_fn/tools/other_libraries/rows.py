@@ -2,9 +2,10 @@
 
 import math
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
+
+from rft_fn.tools.printer import word
 
 __all__ = [
     "ALGORITHM",
@@ -56,6 +57,7 @@ __all__ = [
     "same",
     "several",
     "switch",
+    "word",
 ]  # fmt: skip
 
 
@@ -178,19 +180,6 @@ def integer(options: Mapping[str, Any], *names: str, default: int = 0) -> int:
     """Return the first option of these names that is a number, without a fraction."""
     found = number(options, *names, default=default)
     return int(found) if abs(found) < 1e15 else default
-
-
-# variables, and a date: nothing else of a value may mean something to a shell
-_KEPT = re.compile(
-    r"(?:[^$`\"\\!]|\$[A-Za-z_]\w*|\$\{\w+\}|\$\(date (?:[\w+%:./ -]|\"[\w+%:./ -]*\")*\))*", re.S
-)
-
-
-def word(text: str) -> str:
-    """Return a value as one word of a shell, in which variables stay variables."""
-    if "$" in text and _KEPT.fullmatch(text):
-        return f'"{text}"'
-    return shlex.quote(text)
 
 
 # ------------------------------------------------------------------------------ making rows
