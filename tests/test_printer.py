@@ -17,16 +17,18 @@ pytestmark = pytest.mark.skipif(BASH is None, reason="bash is not installed")
 
 # parts that end a word, a comment or a quote, run something, or steer a terminal
 PARTS = [
-    "\n", "\r", "\r\n", "\x0b", "\x0c", "\x1b[2J", "\x9b1A", "\u2028", "\u202e", "\0", "\t", " ", "'", '"', "`",
-    "\\", "#", ";", "&", "|", "!", "~", "*", "<", ">", "(", ")", "{", "}", "--", "x", "$HOME", "${X}", "$X", "${a[$(",
-    "$(touch PWNED)", "`touch PWNED`", "touch PWNED", ";touch PWNED;", "\ntouch PWNED\n", "--x;touch PWNED", ">PWNED",
-    "<(touch PWNED)", "$((1))", "$(date -f PWNED)", "$(date +%s)", "${X:=$(touch PWNED)}", "{touch,PWNED}", "é", "\ud800",
+    "\n", "\r", "\r\n", "\x0b", "\x0c", "\x1b[2J", "\x9b1A", "\u2028", "\u202e", "\0", "\t", " ", "'", '"',
+    "`", "\\", "#", ";", "&", "|", "!", "~", "*", "<", ">", "(", ")", "{", "}", "--", "x", "$HOME",
+    "${X}", "$X", "$(touch PWNED)", "`touch PWNED`", "touch PWNED", ";touch PWNED;", "\ntouch PWNED\n",
+    "--x;touch PWNED",
+    "<(touch PWNED)", "$((1))", "$(date -f PWNED)", "$(date +%s)", "${X:=$(touch PWNED)}", "{touch,PWNED}",
+    "é", ">PWNED", "${a[$(", "\ud800",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
 
 
 def ran(text, folder):
-    """Run a text in bash with a `python` that records its arguments; return them, and whether a canary fell."""
+    """The arguments of the last `python` that bash starts for a text, and the files that it makes."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "bin").mkdir(parents=True)
     for name in ("python", "rft"):
@@ -36,9 +38,19 @@ def ran(text, folder):
     inner = folder / "here"
     inner.mkdir()
     subprocess.run(
-        [BASH], input=text.encode(errors="surrogateescape"), cwd=inner, capture_output=True, timeout=60, check=False,
-        env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "STUB": str(folder / "args"), "HOME": "home", "X": "of x"},
-    )  # fmt: skip
+        [BASH],
+        input=text.encode(errors="surrogateescape"),
+        cwd=inner,
+        env={
+            "PATH": f"{folder / 'bin'}:/usr/bin:/bin",
+            "STUB": f"{folder / 'args'}",
+            "HOME": "home",
+            "X": "of x",
+        },
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     args = (folder / "args").read_bytes().decode().split("\0")[:-1] if (folder / "args").exists() else None
     return args, sorted(x.name for x in inner.iterdir())
 
@@ -56,7 +68,15 @@ def test_a_word_is_one_word_and_a_comment_is_one_line(texts, tmp_path_factory):
             assert arg == printer.printable(text)
 
 
-NAMES = ["learning_rate", "model_name_or_path", "beta", "run_name", "dataset_name", "loss_type", "lr_scheduler_type"]
+NAMES = [
+    "learning_rate",
+    "model_name_or_path",
+    "beta",
+    "run_name",
+    "dataset_name",
+    "loss_type",
+    "lr_scheduler_type",
+]
 NAMES += ["system_prompt", "reward_funcs", "reward_weights", "report_to", "max_steps", "wibble"]
 
 

@@ -14,12 +14,14 @@ from rft_fn.check import printable
 __all__ = ["command", "comment", "line", "word"]
 
 # variables, and a date of a format: nothing else of a value may mean something to a shell
-_KEPT = re.compile(r"(?:[^$`\"\\!]|\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\}|\$\(date (?:\+[\w%:./-]*|\"\+[\w%:./ -]*\")\))*")
+_KEPT = re.compile(
+    r"(?:[^$`\"\\!]|\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\}|\$\(date (?:\+[\w%:./-]*|\"\+[\w%:./ -]*\")\))*"
+)
 _ENDS = re.compile(r"[\n\v\f\r\x1c-\x1e\x85\u2028\u2029]")
 
 
 def line(text: Any) -> str:
-    """Return a text as one line, with `\\n` and the like in place of what ends a line or steers a terminal."""
+    """Return a text as one line: `\\n` and the like for what ends a line or steers a terminal."""
     return printable(_ENDS.sub(lambda found: ascii(found[0])[1:-1], str(text)))
 
 

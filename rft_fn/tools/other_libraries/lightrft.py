@@ -41,11 +41,7 @@ SHARED: r.Table = {
         ),
         "train.max_epochs max_epochs": r.same("--epochs", hint=(r.ROLLOUT_EPOCHS, r.Flag("epochs"))),
         "aux_loss_coef": r.same("--router-aux"),
-        "lr_warmup_ratio": r.by_kind(
-            rl=r.nothing("--warmup counts rollouts"),
-            examples=r.nothing("--warmup counts steps"),
-            hint=r.WARMUP,
-        ),
+        "lr_warmup_ratio": r.SHARE_OF_RUN,
         "l2": r.same("--weight-decay", "of matrices only"),
         "max_norm": r.same("--max-norm"),
         "train_batch_size": r.by_kind(
@@ -68,7 +64,7 @@ SHARED: r.Table = {
         "ckpt_path": _CHECKPOINTS,
         "ckpt.save_steps save_steps": r.SAVE_EVERY,
         "ckpt.max_num max_ckpt_num": r.same("--keep"),
-        "max_ckpt_mem": r.Row("--max-bytes {x}", "bytes; there GB", {"1e8": ""}, remark="counted in bytes"),
+        "max_ckpt_mem": r.Row("--max-bytes {x}", "bytes; there GB", remark="counted in bytes"),
         "ckpt.load_enable load_checkpoint": r.RESUMED,
         "eval.steps eval_steps": r.by_kind(rl=r.EVAL_EVERY, pairs=r.EVAL_EVERY, sft=r.UNEVALUATED),
         "logger.wandb.key use_wandb": r.choice(

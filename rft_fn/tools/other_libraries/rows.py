@@ -31,6 +31,7 @@ __all__ = [
     "REWARD_MODEL",
     "ROLLOUT_EPOCHS",
     "SAVE_EVERY",
+    "SHARE_OF_RUN",
     "SPLIT",
     "TOGETHER",
     "TRACKERS",
@@ -108,7 +109,6 @@ class Trainer(NamedTuple):
     defaults: Mapping[str, Any]  # of its options, where ours differ
     combine: Callable[[Mapping[str, Any]], Combined]
     script: Callable[[Mapping[str, Any]], str]  # the name of ours, without .py
-    sections: Mapping[str, str]  # the beginning of a name -> why nothing under it has a counterpart
     programs: tuple[str, ...]  # files and modules that start it, without .py
     tells: tuple[str, ...] = ()  # beginnings of NAME=VALUE that no other trainer has, besides its rows
     numbers: tuple[str, ...] = ()  # options that `combine` reads as numbers
@@ -121,7 +121,9 @@ class Library(NamedTuple):
     trainers: Mapping[str, Trainer]
     others: Mapping[str, str] = {}  # programs that train in a way that has no script -> what comes closest
     packages: tuple[str, ...] = ()  # whose modules are its programs
+    modules: tuple[str, ...] = ()  # patterns of the modules of its packages that are read; no other one is
     implied: Mapping[str, Mapping[str, Any]] = {}  # options that a program has by default, where it differs
+    told: Mapping[str, str] = {}  # an option that only one program has -> that program
 
 
 # ------------------------------------------------------------------------------ reading a table
@@ -277,7 +279,8 @@ KL_IN_LOSS = (
 )
 CLIP = Flag("clip_low", "one side of the clip; --clip-high is the other")
 ALGORITHM = Flag("algorithm", "a row of rft_fn.algorithm.TABLE: advantage, loss and weight together")
-WARMUP = Flag("warmup", "counted in steps, not as a share")
+WARMUP = Flag("warmup", "steps, or below 1 a share of the run")
+SHARE_OF_RUN = nothing("--warmup X, below 1 a share of the run", WARMUP)
 COLUMN = Flag("template", "a column is named in braces: {question}")
 SPLIT = Flag("data", "a split is named behind the source: NAME@train")
 REWARD_FILE = Flag("reward", "given as FILE.py:FUNCTION")

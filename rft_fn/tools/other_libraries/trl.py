@@ -112,11 +112,7 @@ TABLE: r.Table = {
         "ref_model_mixup_alpha": r.by_kind(
             rl=r.same("--ref-mix"), dpo=r.same("--ref-mix"), hint=r.Flag("ref_mix")
         ),
-        "warmup_ratio": r.by_kind(
-            rl=r.nothing("--warmup counts rollouts"),
-            examples=r.nothing("--warmup counts steps; a share of max_steps is translated"),
-            hint=r.WARMUP,
-        ),
+        "warmup_ratio": r.SHARE_OF_RUN,
         "num_train_epochs": r.by_kind(
             rl=r.same("--data-epochs"), examples=r.same("--epochs"), hint=r.DATA_EPOCHS
         ),
@@ -137,9 +133,17 @@ TABLE: r.Table = {
         "num_generations": r.same("--group"),
         "temperature": r.same("--temperature", "divides the logits in training too"),
         "top_p": r.same("--top-p", "cut in training too"),
-        "top_k": r.nothing("Sampling(top_k=...) has it, in a copy of the script", _CUT),
-        "min_p": r.nothing("sampling and training cut alike, and only by top_p and top_k", _CUT),
-        "repetition_penalty": r.nothing("the penalised distribution is not the one that is trained"),
+        "top_k": r.choice(
+            "Sampling(top_k=...) has it, in a copy of the script",
+            **{"0": "", "-1": "", "none": ""},
+            hint=_CUT,
+        ),
+        "min_p": r.choice(
+            "sampling and training cut alike, and only by top_p and top_k", **{"0": "", "0.0": ""}, hint=_CUT
+        ),
+        "repetition_penalty": r.choice(
+            "the penalised distribution is not the one that is trained", **{"1": "", "1.0": ""}
+        ),
         "cache_implementation use_transformers_paged use_transformers_continuous_batching": r.nothing(
             "the engine chooses how it samples"
         ),
@@ -299,6 +303,8 @@ TABLE: r.Table = {
         "undesirable_weight": r.same("--undesirable-weight", "of KTOConfig"),
         "cpo_alpha": r.same("--nll", "of CPOConfig"),
         "simpo_gamma": r.same("--margin", "of CPOConfig"),
+        "gamma_beta_ratio": r.nothing("--margin, beta times this, of SimPO's own script"),
+        "sft_weight": r.same("--nll", "of SimPO's own script"),
         "use_weighting discopop_tau": r.nothing("write the factor into the loss of a copy of dpo.py"),
         "generate_during_eval": r.nothing("evaluate.py samples from the saved model"),
     },

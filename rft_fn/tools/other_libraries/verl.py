@@ -7,7 +7,6 @@ __all__ = ["ACTOR", "MODEL", "ROLLOUT", "TABLE"]
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _UNPADDED = r.nothing("packs are always without padding")
 _MICRO = r.nothing(r.BUDGET)
-_SHARE = r.nothing("--warmup counts steps")
 _UNNEEDED = r.nothing("rows are read as they are drawn, there is no loader")
 _FIELD = r.nothing("part of --template or --response, as '{COLUMN[KEY]}'")
 
@@ -84,9 +83,11 @@ TABLE: r.Table = {
         ),
         "reward_model.overlong_buffer.len": r.same("--overlong", "where it is enabled"),
         "reward_model.reward_kwargs.overlong_buffer_cfg.len": r.same("--overlong", "where it is enabled"),
-        "reward_model.reward_manager": r.nothing(
-            "they differ in how rows are judged together; the reward is the same"
+        "reward_model.reward_manager reward.reward_manager.name reward_manager.name": r.choice(
+            "another manager computes another reward: write it as --reward",
+            **dict.fromkeys(("naive", "batch", "dapo", "prime"), ""),
         ),
+        "trainer.val_only": r.choice("evaluate.py answers and scores prompts of a data set", false=""),
         "trainer.max_actor_ckpt_to_keep": r.same("--keep"),
         "trainer.max_critic_ckpt_to_keep": r.nothing("--keep is of both models"),
         "trainer.log_val_generations trainer.validation_data_dir": r.nothing(r.COMPLETIONS),
@@ -155,11 +156,15 @@ TABLE: r.Table = {
     },
     f"rl {ACTOR}": {
         "strategy": r.choice(
-            fsdp="--strategy.fsdp", fsdp2="--strategy.fsdp", remark="on by itself with several processes"
+            "megatron's sizes have no counterpart: torchrun with several processes shards with FSDP2",
+            fsdp="--strategy.fsdp",
+            fsdp2="--strategy.fsdp",
+            megatron="--strategy.fsdp",
+            remark="on by itself with several processes",
         ),
         "optim.lr": r.same("--lr"),
         "optim.lr_warmup_steps": r.Row("--warmup {x}", "counts rollouts", {"-1": ""}),
-        "optim.lr_warmup_steps_ratio": r.nothing("--warmup counts rollouts", r.WARMUP),
+        "optim.lr_warmup_steps_ratio": r.SHARE_OF_RUN,
         "optim.weight_decay": r.same("--weight-decay", "of matrices only"),
         "optim.clip_grad": r.same("--max-norm"),
         "optim.min_lr_ratio": r.same("--lr-end"),
@@ -189,6 +194,7 @@ TABLE: r.Table = {
         "fsdp_config.param_offload": r.flag("--strategy.fsdp-cpu-offload"),
         "fsdp_config.optimizer_offload": r.flag("--strategy.adam-offload"),
         "fsdp_config.fsdp_size": r.Row("--strategy.shard-size {x}", values={"-1": ""}),
+        "kl_loss_coef": r.same("--kl", "where use_kl_loss is on", hint=r.KL_IN_LOSS),
         "use_torch_compile": r.nothing("no counterpart in verl's sense: the fused head compiles by itself"),
         "freeze_vision_tower": r.choice(true="--freeze visual", false=""),
         "optim.betas": r.Row("--beta1 {x} --beta2 {x}", "one number each"),
@@ -231,7 +237,7 @@ TABLE: r.Table = {
         "optim.weight_decay": r.same("--weight-decay", "of matrices only"),
         "optim.clip_grad": r.same("--max-norm"),
         "optim.lr_warmup_steps": r.same("--warmup"),
-        "optim.warmup_steps_ratio optim.lr_warmup_steps_ratio": _SHARE,
+        "optim.warmup_steps_ratio optim.lr_warmup_steps_ratio": r.SHARE_OF_RUN,
         "optim.min_lr_ratio": r.same("--lr-end"),
         "optim.lr_scheduler": r.choice(cosine="--schedule cosine", constant="--schedule constant"),
         "optim.lr_scheduler_type": r.choice(cosine="--schedule cosine", constant="--schedule constant"),
@@ -252,7 +258,6 @@ TABLE: r.Table = {
         "ppo_mini_batch_size": r.only(
             r.Flag("train_batch_size", "counted in responses: prompts times --group", needs="group")
         ),
-        "kl_loss_coef": r.only(r.KL_IN_LOSS),
         "loss_agg_mode policy_loss.loss_mode": r.only(r.ALGORITHM),
     },
 }
