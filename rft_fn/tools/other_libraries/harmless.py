@@ -56,28 +56,32 @@ HARMLESS: dict[str, dict[str, str]] = {
     },
     "verl": {
         _SPEED: (
-            "*.fsdp_config.* *.megatron.* *.veomni.* *.torchtitan.* *.profiler.* *.hybrid_engine "
-            "*.nccl_timeout *.log_prob_micro_batch_size* *.log_prob_use_dynamic_bsz "
-            "*.log_prob_max_token_len_per_gpu *.ref.strategy *.use_torch_compile "
-            "*ulysses_sequence_parallel_size *.entropy_from_logits_with_chunking "
-            "*.entropy_checkpointing *.use_remove_padding *.use_shm *.use_fused_kernels "
-            "*.fused_kernel_options.* *.tiled_mlp.* *.enable_activation_offload *.trust_remote_code "
-            "*.data_loader_seed *.use_liger *.ppo_micro_batch_size* *.forward_micro_batch_size* "
-            "*.forward_max_token_len_per_gpu *.use_dynamic_bsz critic.ppo_max_token_len_per_gpu "
-            "critic.strategy critic.shuffle *.enable_gradient_checkpointing global_profiler.* engine "
-            "engine.* model.external_lib model.tokenizer_path *.router_replay.mode=disabled "
-            "actor_rollout_ref.actor.fsdp_config trainer.balance_batch trainer.use_legacy_worker_impl "
-            "*.padding_free actor_rollout_ref.model.exclude_modules *.rollout_n *.grad_offload"
+            "*.fsdp_config.* *.fsdp.* *.param_offload *.optimizer_offload model_engine* optim model "
+            "data *.megatron.* *.veomni.* *.torchtitan.* *.profiler.* *.hybrid_engine "
+            "*.optimizer_offload_fraction *.overlap_cpu_optimizer_d2h_h2d "
+            "*.use_precision_aware_optimizer *.optimizer_cpu_offload *.nccl_timeout "
+            "*.log_prob_micro_batch_size* *.log_prob_use_dynamic_bsz *.log_prob_max_token_len_per_gpu "
+            "*.ref.strategy *.use_torch_compile *ulysses_sequence_parallel_size "
+            "*.entropy_from_logits_with_chunking *.entropy_checkpointing *.use_remove_padding *.use_shm "
+            "*.use_fused_kernels *.fused_kernel_options.* *.tiled_mlp.* *.enable_activation_offload "
+            "*.trust_remote_code *.data_loader_seed *.use_liger *.ppo_micro_batch_size* "
+            "*.forward_micro_batch_size* *.forward_max_token_len_per_gpu *.use_dynamic_bsz "
+            "critic.ppo_max_token_len_per_gpu critic.strategy critic.shuffle "
+            "*.enable_gradient_checkpointing global_profiler.* engine engine.* model.external_lib "
+            "model.tokenizer_path *.router_replay.mode=disabled actor_rollout_ref.actor.fsdp_config "
+            "trainer.balance_batch trainer.use_legacy_worker_impl *.padding_free "
+            "actor_rollout_ref.model.exclude_modules *.rollout_n *.grad_offload"
         ),
         _ENGINE: (
-            "*.rollout.enforce_eager *.cudagraph_capture_sizes *.rollout.data_parallel_size "
-            "*.expert_parallel_size *.pipeline_model_parallel_size *.max_num_batched_tokens "
-            "*.enable_chunked_prefill *.enable_prefix_caching *.load_format *.disable_log_stats "
-            "*.multi_stage_wake_up *.update_weights_bucket_megabytes *.skip_tokenizer_init "
-            "*.prometheus.* *.rollout.trace.* *.layered_summon *.agent.num_workers "
-            "*.checkpoint_engine.* *.swap_space *.disable_mm_preprocessor_cache *.attention_backend "
-            "*.rollout.micro_batch_size *.rollout.limit_images *.rollout.disable_tqdm "
-            "*.rollout.load_format *.engine_kwargs.*.tool_call_parser"
+            "*.rollout.enforce_eager *.cudagraph_mode *.compilation_config.* *.moe_tensor_parallel_size "
+            "*.cudagraph_capture_sizes *.rollout.data_parallel_size *.expert_parallel_size "
+            "*.pipeline_model_parallel_size *.max_num_batched_tokens *.enable_chunked_prefill "
+            "*.enable_prefix_caching *.load_format *.disable_log_stats *.multi_stage_wake_up "
+            "*.update_weights_bucket_megabytes *.skip_tokenizer_init *.prometheus.* *.rollout.trace.* "
+            "*.layered_summon *.agent.num_workers *.checkpoint_engine.* *.swap_space "
+            "*.disable_mm_preprocessor_cache *.attention_backend *.rollout.micro_batch_size "
+            "*.rollout.limit_images *.rollout.disable_tqdm *.rollout.load_format "
+            "*.engine_kwargs.*.tool_call_parser"
         ),
         _SAVED: (
             "*.checkpoint.* checkpoint.* trainer.default_hdfs_dir trainer.del_local_ckpt_after_load "
@@ -88,7 +92,10 @@ HARMLESS: dict[str, dict[str, str]] = {
             "trainer.val_generations_to_log_to_wandb trainer.log_* trainer.validation_data_dir "
             "trainer.ray_timeline trainer.verbose profiler.*"
         ),
-        _EVALUATED: ("*.val_kwargs* data.val_* data.validation_shuffle trainer.val_* *.val_override_config*"),
+        _EVALUATED: (
+            "*.val_kwargs* rollout.test_freq data.val_* data.validation_shuffle trainer.val_* "
+            "*.val_override_config*"
+        ),
         _LOADED: (
             "data.return_* data.filter_overlong_prompts_workers data.dataloader_* data.use_shm "
             "data.num_workers data.video_key data.image_patch_size data.tokenizer "
@@ -107,11 +114,11 @@ HARMLESS: dict[str, dict[str, str]] = {
             "reward_model.sandbox_fusion.max_concurrent reward_model.sandbox_fusion.memory_limit_mb"
         ),
         _OFF: (
-            "*.ignore_eos=false *.do_sample=true *.use_fire_sampling=false *.skip_rollout=false "
-            "*.skip_dump_dir *.over_sample_rate=0 *.enable_rollout_routing_replay=false "
-            "*.external_lib=null algorithm.use_pf_ppo=false critic.optim.weight_decay=0.01 "
-            "critic.grad_clip=1.0 critic.optim.clip_grad=1.0 *.optimizer=adamw "
-            "*.optimizer_impl=torch.optim critic.optim.lr_warmup_steps_ratio=0* "
+            "*.ignore_eos=false *_pdrop=0* *.attention_dropout=0* *.do_sample=true "
+            "*.use_fire_sampling=false *.skip_rollout=false *.skip_dump_dir *.over_sample_rate=0 "
+            "*.enable_rollout_routing_replay=false *.external_lib=null algorithm.use_pf_ppo=false "
+            "critic.optim.weight_decay=0.01 critic.grad_clip=1.0 critic.optim.clip_grad=1.0 "
+            "*.optimizer=adamw *.optimizer_impl=torch.optim critic.optim.lr_warmup_steps_ratio=0* "
             "critic.optim.lr_warmup_steps=-1 critic.optim.warmup_style=constant "
             "critic.optim.lr_scheduler_type=constant *.num_cycles=0.5 critic.ppo_epochs=1 "
             "critic.loss_agg_mode=token-mean *.default_agent_loop=single_turn_agent "

@@ -101,7 +101,7 @@ TABLE: r.Table = {
             "--response '{{{x}}}'", "a column of text", remark="a template: {answer} is the column answer"
         ),
         "data.multiturn multiturn": r.choice("with --messages all answers are learned", true=""),
-        "model.pretrain_mode_enable pretrain_mode": r.nothing("only answers are learned"),
+        "model.pretrain_mode_enable pretrain_mode": r.lacks("only answers are learned", "false"),
     },
     "pairs": {
         "data.prompt_key prompt_key": r.Row("--template '{{{x}}}'", "of messages: first of --messages"),

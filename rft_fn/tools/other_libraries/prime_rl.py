@@ -8,7 +8,7 @@ from rft_fn.tools.other_libraries import rows as r
 __all__ = ["LIBRARY", "TABLE"]
 
 _RENDERER = r.nothing("the model's own chat template is always applied")
-_CUT = r.nothing("sampling and training cut alike: --temperature and --top-p")
+_CUT = r.lacks("sampling and training cut alike: --temperature and --top-p", "-1", "0", "0.0")
 _SCHEDULE = r.choice(
     constant="--schedule constant",
     linear="--schedule linear --lr-end 0",

@@ -50,6 +50,7 @@ __all__ = [
     "flag",
     "hinted",
     "integer",
+    "lacks",
     "named",
     "nothing",
     "number",
@@ -222,6 +223,11 @@ def several(ours: str, note: str = "", /, *, hint: Hint | None = None, **values:
 def nothing(why: str, hint: Hint | None = None) -> Row:
     """Return a row without a counterpart in a trainer."""
     return Row("", why, hint=hint)
+
+
+def lacks(why: str, *off: str, hint: Hint | None = None) -> Row:
+    """Return a row without a counterpart for any value but those of `off`, which changes what is learned."""
+    return Row("", why, dict.fromkeys(off, ""), hint=hint)
 
 
 def only(hint: Hint) -> Row:

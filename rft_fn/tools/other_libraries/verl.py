@@ -44,12 +44,13 @@ TABLE: r.Table = {
         "trainer.resume_mode trainer.resume_from_path": r.RESUMED,
         "trainer.device": r.nothing("a GPU where there is one"),
         "data.val_batch_size": r.nothing(r.BUDGET),
-        "data.train_max_samples data.val_max_samples": r.nothing("--steps bounds what is drawn"),
+        "data.train_max_samples": r.lacks("a file of these rows; all of --data are drawn", "-1"),
+        "data.val_max_samples": r.nothing("an evaluation has a number of rows of its own"),
         "data.trust_remote_code": r.UNTRUSTED,
         "data.return_raw_chat data.return_raw_input_ids data.return_full_prompt": _UNNEEDED,
         "data.return_multi_modal_inputs data.filter_overlong_prompts_workers": _UNNEEDED,
         "data.dataloader_num_workers data.use_shm": _UNNEEDED,
-        "data.apply_chat_template_kwargs": r.nothing("--chat-template-kwargs NAME=VALUE"),
+        "data.apply_chat_template_kwargs": r.lacks("--chat-template-kwargs NAME=VALUE"),
     },
     "rl": {
         "data.max_prompt_length": r.same(
@@ -119,8 +120,8 @@ TABLE: r.Table = {
         "lora.rank": r.same("--lora-rank"),
         "lora.alpha": r.same("--lora-alpha"),
         "enable_activation_offload": r.nothing("--gradient-checkpointing saves that memory"),
-        "lora_adapter_path": r.nothing("--model FOLDER, of the adapters: they are trained further"),
-        "custom_chat_template": r.nothing("the model's own template; a folder with another one has it"),
+        "lora_adapter_path": r.lacks("--model FOLDER, of the adapters: they are trained further"),
+        "custom_chat_template": r.lacks("the model's own template; a folder with another one has it"),
     },
     f"rl {ROLLOUT}": {
         "name": r.choice(
@@ -159,7 +160,7 @@ TABLE: r.Table = {
             "megatron's sizes have no counterpart: torchrun with several processes shards with FSDP2",
             fsdp="--strategy.fsdp",
             fsdp2="--strategy.fsdp",
-            megatron="--strategy.fsdp",
+            **dict.fromkeys(("megatron", "veomni", "torchtitan"), "--strategy.fsdp"),
             remark="on by itself with several processes",
         ),
         "optim.lr": r.same("--lr"),

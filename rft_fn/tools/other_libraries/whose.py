@@ -84,9 +84,9 @@ def check_program(library: Library, config: Config) -> None:
         named = any("." in x for x in config.options) and library.modules  # by hydra: a program of their form
         understood = parts[-1] in programs or parts[-1] in ("", *library.packages) or not named
     if not understood:
-        own = ", ".join(dict.fromkeys(x.rpartition(".")[2] for x in library.modules)) or ", ".join(
-            sorted(programs)
-        )
+        own = ", ".join(
+            dict.fromkeys(x.rpartition(".")[2].lstrip("*") for x in library.modules)
+        ) or ", ".join(sorted(programs))
         raise ValueError(
             f"program: expected one of {own} of {library.title}, got {config.started}; --trainer "
             f"{'|'.join(library.trainers)} reads it as one"
