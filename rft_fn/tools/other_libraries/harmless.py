@@ -56,8 +56,8 @@ HARMLESS: dict[str, dict[str, str]] = {
     },
     "verl": {
         _SPEED: (
-            "*.fsdp_config.* *.fsdp.* *.param_offload *.optimizer_offload model_engine* optim model "
-            "data *.megatron.* *.veomni.* *.torchtitan.* *.profiler.* *.hybrid_engine "
+            "*._target_ *.fsdp_config.* *.fsdp.* *.param_offload *.optimizer_offload model_engine* "
+            "optim model data *.megatron.* *.veomni.* *.torchtitan.* *.profiler.* *.hybrid_engine "
             "*.optimizer_offload_fraction *.overlap_cpu_optimizer_d2h_h2d "
             "*.use_precision_aware_optimizer *.optimizer_cpu_offload *.nccl_timeout "
             "*.log_prob_micro_batch_size* *.log_prob_use_dynamic_bsz *.log_prob_max_token_len_per_gpu "

@@ -59,7 +59,7 @@ def translate(
     before, versions = {}, []
     if kind == "rl" and options.get("loss_type") != "rloo":
         before, versions = releases.older(system, options, version)
-    options, notes = _numbers(trainer, _switched_off(trainer, {**before, **options}))
+    options, notes = _numbers(trainer, _switched_off(trainer, {**options, **before}))
     (arguments, used, more), whole = _combined(trainer, options)
     notes, used = [*versions, *notes, *more], used | {"processes"}
     if "processes" in options:

@@ -81,9 +81,14 @@ def older(library: str, options: Mapping[str, Any], version: str = "") -> tuple[
 
     Raises ValueError for a `version` that is none.
     """
+    options = {name: x for name, x in options.items() if x is not None}
     told, release = _told(library, options), _number(version)
     if version and not release:
         raise ValueError(f"from-version: expected a release such as 0.15, got {version!r}")
+    if version and library not in CHANGED:
+        return {}, [
+            f"version: no defaults of older releases of {library} are known here; those of now are taken"
+        ]
     if not version and told:
         release = _number(told[1])
     found, limit = {}, release if version else _before(release)
