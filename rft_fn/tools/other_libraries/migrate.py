@@ -85,12 +85,7 @@ def translate(
             without[told] = row.note
         else:
             unknown.append(f"{told}: {row.note}" if row.note else told)
-    given = [name for name in options if name not in before]
-    if len(changes) > 2 and 2 * len(changes) > len(given):
-        raise ValueError(
-            f"options: expected names of {library.title}, of {len(given)} {len(changes)} are not known: "
-            f"{', '.join(x.partition('=')[0] for x in changes[:8])}; too much of the run would not be theirs"
-        )
+    _check_share(library, changes, len(options.keys() - before.keys()))
     unknown = [*([", ".join(changes)] if changes else []), *unknown]
 
     # the last of the arguments that set one option
@@ -102,24 +97,33 @@ def translate(
     arguments, engine = _of_engine([_safe(argument) for argument in arguments])
     arguments, refused = accepted.accepted(script, arguments)
     notes += [*engine, *(_refused(script, x, why, *theirs.get(x, ("", ""))) for x, why in refused.items())]
-    wanted = {"--model": ("MODEL", "a folder or a hub name"), "--data": ("DATA", "a file or a hub name")}
-    if script in ("grpo", "ppo"):
-        wanted["--reward"] = "REWARD", "FILE.py:FN, or one of docs/rewards.md"
-    missing = [name for name in wanted if not any(text.startswith(f"{name} ") for text in arguments)]
-    notes = [
-        *(f"{name}: the file has none; {wanted[name][0]} is {wanted[name][1]}" for name in missing),
-        *notes,
-    ]
-    first = [x for name in _FIRST for x in arguments if x.startswith(f"{name} ")]
-    placed = {x.split()[0]: x for x in [*first, *(f"{name} {wanted[name][0]}" for name in missing)]}
-    arguments = [
-        *(placed[name] for name in _FIRST if name in placed),
-        *(x for x in arguments if x not in first),
-    ]
+    arguments, missing = _with_places(script, arguments)
+    notes = [*missing, *notes]
     return Translation([f"python train_scripts/{script}.py", *arguments], notes, without, unknown)
 
 
 _FIRST = ("--model", "--data", "--reward")  # what every run names
+
+
+def _with_places(script: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return arguments with a place for each of _FIRST that they have not, these first, and notes."""
+    wanted = {"--model": ("MODEL", "a folder or a hub name"), "--data": ("DATA", "a file or a hub name")}
+    if script in ("grpo", "ppo"):
+        wanted["--reward"] = "REWARD", "FILE.py:FN, or one of docs/rewards.md"
+    first = {name: x for name in _FIRST for x in arguments if x.startswith(f"{name} ")}
+    missing = {name: found for name, found in wanted.items() if name not in first}
+    placed = [first.get(name) or f"{name} {missing[name][0]}" for name in _FIRST if name in first | missing]
+    notes = [f"{name}: the file has none; {place} is {what}" for name, (place, what) in missing.items()]
+    return [*placed, *(x for x in arguments if x not in first.values())], notes
+
+
+def _check_share(library: Library, unknown: Sequence[str], given: int) -> None:
+    """Raise ValueError if most of the `given` options are unknown."""
+    if len(unknown) > 2 and 2 * len(unknown) > given:
+        raise ValueError(
+            f"options: expected names of {library.title}, of {given} {len(unknown)} are not known: "
+            f"{', '.join(x.partition('=')[0] for x in unknown[:8])}; too much of the run would not be theirs"
+        )
 
 
 def _name(library: Library) -> str:
