@@ -33,6 +33,7 @@ REASONS = {
 # what is not translated, and printed first
 CHANGES = {
     "verl/tools.sh": "actor_rollout_ref.rollout.multi_turn.enable=True",
+    "lightrft/remote.sh": "high_entropy_token_ratio=0.2",
 }
 # what a reader must be told, as another run would come out without it
 TOLD = {

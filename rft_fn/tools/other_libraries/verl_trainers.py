@@ -63,7 +63,7 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
         elif str(options.get(on, False)).lower() == "true":
             notes.append(f"{on}: ppo.py has the KL in the reward of each token, --kl, not in the loss")
     adaptive = critic and str(options.get("algorithm.kl_ctrl.type")) == "adaptive"
-    used |= set() if adaptive else {f"algorithm.kl_ctrl.{x}" for x in ("type", "target_kl", "horizon")}
+    used |= {f"algorithm.kl_ctrl.{x}" for x in (("type",) if adaptive else ("type", "target_kl", "horizon"))}
     in_reward = str(options.get("algorithm.use_kl_in_reward")).lower() == "true"
     if in_reward and not critic and str(options.get("algorithm.kl_ctrl.type")) == "adaptive":
         notes.append("--kl-in-reward: its coefficient is fixed; theirs is steered (kl_ctrl.type=adaptive)")
