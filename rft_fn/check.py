@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 __all__ = [
     "AtLeast0", "Count", "Filled", "Finite", "Free", "Positive", "PositiveShare", "Range", "Seed", "Several",
-    "Share", "Whole",
+    "Share", "Warmup", "Whole",
 ]  # fmt: skip
 
 
@@ -297,6 +297,7 @@ Decay = Annotated[float, Range(0, 1, open_high=True)]
 Count = Annotated[int, Range(1)]
 Several = Annotated[int, Range(2)]
 Whole = Annotated[int, Range(0)]
+Warmup = Annotated[int, Range(0)] | Annotated[float, Range(0, 1, open_low=True, open_high=True)]
 Seed = Annotated[int, Range(-(2**63), 2**63 - 1)]  # the seeds of torch's generators
 
 _LARGEST = 3.4e38  # what float32 holds, in which models compute

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import Count, Filled, Free, Whole
+from rft_fn.check import Count, Filled, Free, Warmup
 from rft_fn.run import options
 
 
@@ -30,14 +30,15 @@ class Config(rft.run.Distillation, options.ReinforcementRun, options.Collect):
     # other defaults than those of the subjects
     group: Count = 4  # responses per prompt
     steps: Count | None = None  # rollouts, each with epochs x minibatches updates; None is 60
-    warmup: Whole = 5  # steps of linear warm-up
+    warmup: Warmup = 5  # steps of linear warm-up; below 1 a share of the run
     out: Free[Filled] = "runs/distill"  # folder of the run; the model goes to its subfolder model
 
 
 def optimizer(cfg: Config):
     """Return (the optimizer, its learning rate as a function of the updates done)."""
     each = rft.run.updates_per_step(cfg)
-    return rft.run.optimizer(cfg, cfg.lr, updates=cfg.steps * each, warmup=cfg.warmup * each, ema=cfg.ema)
+    warmup = rft.run.warmup_updates(cfg.warmup, cfg.steps * each, each)
+    return rft.run.optimizer(cfg, cfg.lr, updates=cfg.steps * each, warmup=warmup, ema=cfg.ema)
 
 
 def advantages(

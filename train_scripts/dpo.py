@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Filled, Free, Positive, Range, Share, Whole
+from rft_fn.check import AtLeast0, Count, Filled, Free, Positive, Range, Share, Warmup
 from rft_fn.run import options, preferences
 
 
@@ -64,7 +64,7 @@ class Config(
     epochs: Positive | None = None  # passes over the pairs of data, in place of steps; not for tasks
     batch: Count = 64  # pairs per step
     lr: Positive = 3e-4  # learning rate
-    warmup: Whole = 10  # steps of linear warm-up
+    warmup: Warmup = 10  # steps of linear warm-up; below 1 a share of the run
     eval_every: Free[Count] = 20  # steps between evaluations
     out: Free[Filled] = "runs/dpo"  # folder of the run; the model goes to its subfolder model
 

@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Filled, Free, Whole
+from rft_fn.check import AtLeast0, Count, Filled, Free, Warmup
 from rft_fn.run import options
 
 
@@ -27,14 +27,15 @@ class Config(options.ReinforcementRun, options.Collect, options.Entropy, options
 
     # other defaults than those of the subjects
     steps: Count | None = None  # rollouts, each with epochs x minibatches updates; None is 140
-    warmup: Whole = 15  # steps of linear warm-up
+    warmup: Warmup = 15  # steps of linear warm-up; below 1 a share of the run
     out: Free[Filled] = "runs/grpo"  # folder of the run; the model goes to its subfolder model
 
 
 def optimizer(cfg: Config):
     """Return (the optimizer, its learning rate as a function of the updates done)."""
     each = rft.run.updates_per_step(cfg)
-    return rft.run.optimizer(cfg, cfg.lr, updates=cfg.steps * each, warmup=cfg.warmup * each, ema=cfg.ema)
+    warmup = rft.run.warmup_updates(cfg.warmup, cfg.steps * each, each)
+    return rft.run.optimizer(cfg, cfg.lr, updates=cfg.steps * each, warmup=warmup, ema=cfg.ema)
 
 
 def weighted(algo: rft.algorithm.Algorithm, exp: rft.Experience) -> rft.Experience:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Filled, Free, Positive, Share, Whole
+from rft_fn.check import AtLeast0, Count, Filled, Free, Positive, Share, Warmup
 from rft_fn.run import options
 from rft_fn.strategy import StrategyConfig
 
@@ -47,7 +47,7 @@ class Config(
     # other defaults than those of the subjects
     steps: Count | None = None  # rollouts, each with one update; None is 100
     data_epochs: Positive | None = None  # passes over the rows of data, in place of steps
-    warmup: Whole = 10  # steps of linear warm-up
+    warmup: Warmup = 10  # steps of linear warm-up; below 1 a share of the run
     budget: Free[Count] = 4096  # most tokens in a pack, which goes through the model at once
     out: Free[Filled] = "runs/multi_turn"  # folder of the run; the model goes to its subfolder model
     strategy: StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))

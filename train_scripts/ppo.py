@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Filled, Finite, Free, Positive, Whole
+from rft_fn.check import AtLeast0, Count, Filled, Finite, Free, Positive, Warmup
 from rft_fn.run import options
 
 
@@ -30,7 +30,7 @@ class Config(options.ReinforcementRun, options.ActorCritic, options.Entropy, opt
     steps: Count | None = None  # rollouts, each with epochs x minibatches updates; None is 60
     minibatches: Count = 4  # updates per pass, unless strategy.train_batch_size sets their size
     lr: Positive = 1e-3  # learning rate of the actor
-    warmup: Whole = 0  # updates of linear warm-up
+    warmup: Warmup = 0  # updates of linear warm-up; below 1 a share of the run
     eval_every: Free[Count] = 20  # steps between evaluations
     save_every: Free[Count] = 20  # steps between checkpoints
     out: Free[Filled] = "runs/ppo"  # folder of the run; the model goes to its subfolder model
@@ -43,13 +43,15 @@ class Config(options.ReinforcementRun, options.ActorCritic, options.Entropy, opt
 def optimizer(cfg: Config):
     """Return (the optimizer of the actor, its learning rate as a function of the updates done)."""
     updates = max(cfg.steps - cfg.freeze_actor_steps, 0) * rft.run.updates_per_step(cfg)
-    return rft.run.optimizer(cfg, cfg.lr, updates=updates, warmup=cfg.warmup, ema=cfg.ema)
+    warmup = rft.run.warmup_updates(cfg.warmup, updates)
+    return rft.run.optimizer(cfg, cfg.lr, updates=updates, warmup=warmup, ema=cfg.ema)
 
 
 def load_critic(cfg: Config, st: rft.Strategy):
     """Return (the critic, its optimizer, its learning rate as a function of the updates done)."""
     updates = cfg.steps * rft.run.updates_per_step(cfg)
-    tx, schedule = rft.run.optimizer(cfg, cfg.critic_lr, updates=updates, warmup=cfg.warmup)
+    warmup = rft.run.warmup_updates(cfg.warmup, updates)
+    tx, schedule = rft.run.optimizer(cfg, cfg.critic_lr, updates=updates, warmup=warmup)
     return rft.run.load_critic(cfg, st), tx, schedule
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal
 
 import rft_fn as rft
-from rft_fn.check import Count, Filled, Free, Share, Whole
+from rft_fn.check import Count, Filled, Free, Share, Warmup
 from rft_fn.run import options
 
 
@@ -37,7 +37,7 @@ class Config(
     steps: Count | None = None  # updates; None is 30
     batch: Count = 64  # examples per step, unless strategy.train_batch_size sets the number
     lr_end: Share = 1.0  # final learning rate as a share of lr; 1 lets you add steps later
-    warmup: Whole = 5  # steps of linear warm-up
+    warmup: Warmup = 5  # steps of linear warm-up; below 1 a share of the run
     save_every: Free[Count] = 10  # steps between checkpoints
     out: Free[Filled] = "runs/sft"  # folder of the run; the model goes to its subfolder model
 

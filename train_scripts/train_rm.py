@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Decay, Filled, Free, Positive, Range, Whole
+from rft_fn.check import AtLeast0, Count, Decay, Filled, Free, Positive, Range, Warmup
 from rft_fn.run import options
 
 
@@ -47,7 +47,7 @@ class Config(
     epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
     batch: Count = 64  # rows per step: pairs, lists, points or responses of steps
     lr: Positive = 1e-3  # learning rate
-    warmup: Whole = 30  # steps of linear warm-up
+    warmup: Warmup = 30  # steps of linear warm-up; below 1 a share of the run
     beta2: Decay = 0.99  # decay of AdamW's second moment
     eval_every: Free[Count] = 50  # steps between evaluations
     out: Free[Filled] = "runs/rm"  # folder of the run; the model goes to its subfolder model

@@ -18,6 +18,7 @@ from rft_fn.run.opening import (
     optimizer,
     updates_per_pass,
     updates_per_step,
+    warmup_updates,
 )
 from rft_fn.run.report import check_results, response_row, table, track, write_results
 from rft_fn.run.reward_model import (
@@ -81,6 +82,7 @@ __all__ = [
     "track",
     "updates_per_pass",
     "updates_per_step",
+    "warmup_updates",
     "without",
     "write_results",
 ]  # fmt: skip

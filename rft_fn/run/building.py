@@ -18,7 +18,8 @@ __all__ = ["setup"]
 
 def one_update_a_step(cfg: Any) -> tuple[Transform, Schedule]:
     """Return the optimizer of the options, and its learning rate, for one update a step."""
-    return opening.optimizer(cfg, cfg.lr, updates=cfg.steps, warmup=cfg.warmup)
+    warmup = opening.warmup_updates(cfg.warmup, cfg.steps)
+    return opening.optimizer(cfg, cfg.lr, updates=cfg.steps, warmup=warmup)
 
 
 # The opening of every script is one function, read in the order in which it happens.

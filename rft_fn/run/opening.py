@@ -4,6 +4,7 @@ Plain functions, which a script calls in the order that it chooses. None of them
 loss or an advantage.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
@@ -28,7 +29,7 @@ __all__ = [
     "actor_critic", "check_reference", "data_options", "end_dry", "free_options", "initial_model",
     "load_critic", "load_data", "load_policy", "load_processing", "objective", "open_folder",
     "optimizer", "plan_steps",
-    "print_preflight", "start", "updates_per_pass", "updates_per_step", "with_processor",
+    "print_preflight", "start", "updates_per_pass", "updates_per_step", "warmup_updates", "with_processor",
 ]  # fmt: skip
 
 
@@ -305,6 +306,11 @@ def actor_critic(cfg: Any) -> algorithm.ActorCritic:
         weight=cfg.weight,
         limits=vars(cfg.loss),
     )
+
+
+def warmup_updates(warmup: float, updates: int, each: int = 1) -> int:
+    """Return the updates of a warm-up: of steps with `each` updates, or below 1 a share of all `updates`."""
+    return math.ceil(warmup * updates) if 0 < warmup < 1 else int(warmup) * each
 
 
 def optimizer(

@@ -34,6 +34,7 @@ from rft_fn.check import (
     Range,
     Seed,
     Share,
+    Warmup,
     Whole,
 )
 from rft_fn.collect.batches import check_ways
@@ -308,7 +309,7 @@ class Optimizer(Options, subject="Optimizer"):
     lr: Positive = 1e-3  # learning rate
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # decay; constant ignores lr_end
     lr_end: Share = 0.1  # final learning rate as a share of lr; 1 lets you add steps later
-    warmup: Whole = 0  # steps of linear warm-up
+    warmup: Warmup = 0  # steps of linear warm-up; below 1 a share of the run
     beta1: Decay = 0.9  # decay of AdamW's first moment
     beta2: Decay = 0.999  # decay of AdamW's second moment
     weight_decay: AtLeast0 = 0.0  # AdamW's weight decay, of matrices only

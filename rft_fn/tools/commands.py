@@ -16,7 +16,7 @@ import tyro
 
 import rft_fn
 from rft_fn import parsing
-from rft_fn.tools import scripts
+from rft_fn.tools import printer, scripts
 from rft_fn.tools.page.recorded import Name, read_all
 
 __all__ = ["COMMANDS", "Command", "Script", "main"]
@@ -87,6 +87,7 @@ class Migrate:
     file: tyro.conf.Positional[str] = ""  # a shell or Python script, .yaml, .toml or .json
     system: Literal["", "trl", "verl", "openrlhf", "lightrft", "prime-rl"] = ""  # if empty, as the file tells
     trainer: Literal["", "sft", "dpo", "rm", "rl"] = ""  # if empty, as the file tells
+    from_version: str = ""  # release of the library whose defaults count; if empty, as the file tells
     table: bool = False  # print all options that are known of the system
 
 
@@ -136,7 +137,9 @@ def new(options: New) -> None:
         print(_script_list())
         return
     path = scripts.copy(options.script, options.to)
-    print(f"{path}: a copy of {options.script}\nrun it:  rft run {path}")
+    print(
+        f"{printer.line(path)}: a copy of {options.script}\nrun it:  {printer.command(['rft', 'run', path])}"
+    )
 
 
 def where(options: Where) -> None:
@@ -196,9 +199,9 @@ def migrate(options: Migrate) -> None:
     if not options.file and not options.table:
         raise ValueError("file: expected a config or a script to translate, got none")
     words = [options.file] if options.file else []
-    for name in ("system", "trainer"):
+    for name in ("system", "trainer", "from_version"):
         if getattr(options, name):
-            words += [f"--{name}", getattr(options, name)]
+            words += [f"--{name.replace('_', '-')}", getattr(options, name)]
     words += ["--table"] if options.table else []
     if status := translation.main(words):
         sys.exit(status)

@@ -41,11 +41,7 @@ SHARED: r.Table = {
         ),
         "train.max_epochs max_epochs": r.same("--epochs", hint=(r.ROLLOUT_EPOCHS, r.Flag("epochs"))),
         "aux_loss_coef": r.same("--router-aux"),
-        "lr_warmup_ratio": r.by_kind(
-            rl=r.nothing("--warmup counts rollouts"),
-            examples=r.nothing("--warmup counts steps"),
-            hint=r.WARMUP,
-        ),
+        "lr_warmup_ratio": r.SHARE_OF_RUN,
         "l2": r.same("--weight-decay", "of matrices only"),
         "max_norm": r.same("--max-norm"),
         "train_batch_size": r.by_kind(
@@ -68,7 +64,7 @@ SHARED: r.Table = {
         "ckpt_path": _CHECKPOINTS,
         "ckpt.save_steps save_steps": r.SAVE_EVERY,
         "ckpt.max_num max_ckpt_num": r.same("--keep"),
-        "max_ckpt_mem": r.Row("--max-bytes {x}", "bytes; there GB", {"1e8": ""}, remark="counted in bytes"),
+        "max_ckpt_mem": r.Row("--max-bytes {x}", "bytes; there GB", remark="counted in bytes"),
         "ckpt.load_enable load_checkpoint": r.RESUMED,
         "eval.steps eval_steps": r.by_kind(rl=r.EVAL_EVERY, pairs=r.EVAL_EVERY, sft=r.UNEVALUATED),
         "logger.wandb.key use_wandb": r.choice(
@@ -194,7 +190,7 @@ TABLE: r.Table = {
         "enable_engine_sleep": r.switch("strategy.enable-engine-sleep"),
         "disable_engine_sleep": r.choice(true="--strategy.no-enable-engine-sleep", false="", hint=""),
         "dynamic_sampling": r.choice(true="--rounds 4", false="", remark="above 1"),
-        "use_fire": r.nothing("the loss would take the first token for one of the usual temperature"),
+        "use_fire": r.lacks("the loss would take the first token for one of the usual temperature", "false"),
         "first_token_temperature": _UNREAD,
         "use_gspo": r.choice(true="--algorithm gspo", false="", remark="gspo"),
         "use_cpg_loss": r.choice(true="--algorithm cpgd", false="", remark="cpgd"),
@@ -211,9 +207,9 @@ TABLE: r.Table = {
         "normalize_reward_for_critic": _UNREAD,
         "system_prompt_path": r.nothing("--system takes the text"),
         "max_pixels": r.same("--max-pixels", hint=""),
-        "high_entropy_token_ratio": r.nothing("rft_fn.weight has the function, for a copy of the script"),
+        "high_entropy_token_ratio": r.lacks("--entropy-share is its part, by rollouts", "0", "0.0"),
         "advantages_norm": r.flag("--whiten", "of ppo.py"),
-        "advantage_clip": r.nothing("one line in a copy of the script: adv.clamp"),
+        "advantage_clip": r.lacks("one line in a copy of the script: adv.clamp", "0", "0.0"),
         "normalize_advantages use_sequence_rewards": _UNREAD,
         "freeze_prefix": r.choice(
             "the towers of the model; a text model has none", true="--freeze visual", false=""

@@ -9,7 +9,7 @@ from rft_fn.tools.other_libraries import objectives, rewards
 from rft_fn.tools.other_libraries import rows as r
 from rft_fn.tools.other_libraries.lightrft import SHARED, TABLE
 
-__all__ = ["LIBRARY", "NUMBERS", "UNUSED", "combine", "pair", "script", "sources"]
+__all__ = ["LIBRARY", "NUMBERS", "capacity", "combine", "pair", "script", "sources"]
 
 # ------------------------------------------------------------------------------ options that count together
 
@@ -78,14 +78,10 @@ def combine(
                 "freeze_prefix: --freeze visual, for a model that sees; a text model has no such part"
             )
 
-    # a share of a run whose length is not told
+    # a share of the run
     names = ("lr_warmup_ratio", "actor.lr_warmup_ratio")
-    ratio = r.number(options, *names, default=0.03)
     used |= {*names}
-    arguments.append("--warmup 0")
-    if ratio:
-        counts = "updates" if critic else "rollouts"
-        notes.append(f"--warmup: theirs is {ratio:g} of the run; it counts {counts}")
+    arguments += [f"--warmup {r.number(options, *names, default=0.03):g}", *capacity(options, used)]
 
     # without a critic nothing of one is read
     if not critic:
@@ -124,11 +120,14 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
     length = r.integer(options, "prompt_max_len", default=1024)
     length += r.integer(options, "generate_max_len") if kind == "sft" else 0
     used = {"prompt_max_len", "generate_max_len", "adam_betas", "lr_warmup_ratio", "task_instruction", "fsdp"}
-    arguments = [f"--budget {2 * length if kind == 'rm' else length}", "--warmup 0"]
+    arguments = [f"--budget {2 * length if kind == 'rm' else length}"]
+    arguments += [
+        f"--warmup {r.number(options, 'lr_warmup_ratio', default=0.03):g}",
+        *capacity(options, used),
+    ]
     arguments.append(f"--max-length {length}" if kind == "rm" else f"--max-prompt {length}")
     arguments += [f"{name} {x}" for name, x in zip(("--beta1", "--beta2"), pair(options.get("adam_betas")))]
-    ratio = r.number(options, "lr_warmup_ratio", default=0.03)
-    notes = [f"--warmup: theirs is {ratio:g} of the run; it counts steps"] if ratio else []
+    notes = []
     if objectives.is_true(options.get("fsdp")):
         used |= {"zero_stage"}
         arguments.append("--strategy.fsdp")
@@ -177,6 +176,14 @@ def sources(options: Mapping[str, Any], used: set[str]) -> list[str]:
     return []
 
 
+def capacity(options: Mapping[str, Any], used: set[str]) -> list[str]:
+    """Return the bound of all checkpoints in bytes, of theirs in GB; add to `used`."""
+    names = ("max_ckpt_mem", "ckpt.max_mem")
+    used |= {*names}
+    found = r.number(options, *names, default=1e8)
+    return [f"--max-bytes {int(found * 1024**3)}"] if 0 < found < 1e8 else []  # 1e8 is none
+
+
 def pair(value: Any) -> list[Any]:
     """Return the two numbers of a list, or of a text; none of None."""
     if value is None:
@@ -200,17 +207,6 @@ NUMBERS = (
     "actor.eps_clip_low_high", "train.num_episodes", "train.max_epochs", "reward.clip_range", "ds.lora.rank",
     "learning_rate", "adam.lr", "actor.adam.betas", "adam.betas", "reward_clip_range",
 )  # fmt: skip
-UNUSED = {
-    "grad_accum_dtype": "gradients are summed in float32", "overlap_comm": "of DeepSpeed's own settings",
-    "zpg": "of DeepSpeed's own settings", "gradient_checkpointing_use": "without use_reentrant",
-    "disable_": "of that library's own files", "local_rank": "torchrun sets it",
-    "actor_init": "a sharded model is always made on the meta device",
-    "save_hf": "a run's folder `model` is one that transformers loads",
-    "use_ms": "sources are files, folders and names of the hub", "wandb_": "wandb's own variables have it",
-    "value_head_prefix": "the head has one name", "pretrain_split": "part of the source: NAME@SPLIT",
-    "eval_split": "part of the source: --eval-data NAME@SPLIT",
-    "fps": "the frames of a video are chosen before", "probing_layer": "scores are of the last layer",
-}  # fmt: skip
 _EXAMPLES: r.Table = {
     "examples": {
         "train_data": r.same("--data"),
@@ -234,7 +230,6 @@ def _of_examples(kind: str, ours: str, program: str) -> r.Trainer:
         },
         combine=partial(_examples, kind),
         script=lambda options: ours,
-        sections=UNUSED,
         programs=tuple(f"{program}_{x}" for x in ("vl", "al", "text")),
         tells=("heads_types", "pooling_method") if kind == "rm" else (),
         numbers=NUMBERS,
@@ -271,7 +266,6 @@ LIBRARY = r.Library(
             },
             combine=combine,
             script=script,
-            sections=UNUSED,
             programs=("train_colocate",),
             tells=("advantage_estimator", "n_samples_per_prompt", "rollout_batch_size"),
             numbers=NUMBERS,

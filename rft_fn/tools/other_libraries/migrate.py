@@ -11,13 +11,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rft_fn.check import printable
-from rft_fn.tools.other_libraries import LIBRARIES, accepted
+from rft_fn.tools import printer
+from rft_fn.tools.other_libraries import LIBRARIES, accepted, easyr1, harmless, releases
 from rft_fn.tools.other_libraries import rows as r
 from rft_fn.tools.other_libraries.foreign_files import Config, read
 from rft_fn.tools.other_libraries.rows import Combined, Library, Row, Trainer
+from rft_fn.tools.other_libraries.whose import check_program, kind_of, program_of_path, system
 
-__all__ = ["KINDS", "Translation", "main", "read", "table", "translate"]
+__all__ = ["KINDS", "Translation", "main", "read", "system", "table", "translate"]
 
 
 KINDS = {
@@ -34,63 +35,99 @@ class Translation(NamedTuple):
     command: list[str]  # "python train_scripts/grpo.py", and its arguments
     notes: list[str]  # what differs in a way that matters
     without: dict[str, str]  # the options without a counterpart, and why
-    unknown: list[str]  # names that are not in the table
+    unknown: list[str]  # what may change the objective: names in no table, values that no row has
 
 
 # ------------------------------------------------------------------------------ translating
 
 
 def translate(
-    library: Library, options: Mapping[str, Any], programs: Sequence[str] = (), kind: str | None = None
+    library: Library,
+    options: Mapping[str, Any],
+    programs: Sequence[str] = (),
+    kind: str | None = None,
+    version: str = "",
 ) -> Translation:
     """Return our command for the options of another library; an unset one has that library's default.
 
-    `kind` is the kind of the trainer, one of KINDS; with None, the programs or the options tell it. Raises
-    ValueError if they tell none.
+    `kind` is the kind of the trainer, one of KINDS; with None, the programs or the options tell it. Defaults
+    are those of the release `version`, or of the one that the options tell. Raises ValueError if they tell no
+    kind, and if most of the options are not known.
     """
-    trainer = library.trainers[_kind(library, options, programs, kind)]
-    options, notes = _numbers(trainer, _switched_off(trainer, options))
+    kind, system = kind_of(library, options, programs, kind), _name(library)
+    trainer = library.trainers[kind]
+    before, versions = {}, []
+    if kind == "rl" and options.get("loss_type") != "rloo":
+        before, versions = releases.older(system, options, version)
+    options, notes = _numbers(trainer, _switched_off(trainer, {**options, **before}))
     (arguments, used, more), whole = _combined(trainer, options)
-    notes, used = [*notes, *more], used | {"processes"}
+    notes, used = [*versions, *notes, *more], used | {"processes"}
     if "processes" in options:
         notes.append(f"processes: torchrun --nproc-per-node {options['processes']} starts as many as theirs")
     theirs: dict[str, tuple[str, str]] = {}  # what an argument is of, and the note of its row
     without: dict[str, str] = {}
+    changes: list[str] = []  # names in no table
     unknown: list[str] = []
     for name, value in whole.items():
         row = trainer.rows.get(name)
-        section = next((why for head, why in trainer.sections.items() if name.startswith(head)), None)
         if value in ("", [], {}) or name in used:
             continue
-        if row is not None:
-            found = _arguments(row, value)
-            if found is None:
-                without[f"{name}={value}"] = row.note or "ours have no such value"
-            else:
-                arguments = [*arguments, found]
-                theirs[_safe(found) if found else ""] = f"{name}={value}", row.note
-        elif section is not None:
-            without[name] = section
+        told, why = f"{name}={value}", harmless.reason(system, name, value)
+        found = _arguments(row, value) if row is not None else None
+        if row is not None and found is not None:
+            arguments = [*arguments, found]
+            theirs[_safe(found) if found else ""] = told, row.note
+        elif why is not None:
+            without[told] = why
+        elif row is None:
+            changes.append(told)
+        elif row.values is None or row.each:  # a row without a counterpart for any value
+            without[told] = row.note
         else:
-            unknown.append(name)
+            unknown.append(f"{told}: {row.note}" if row.note else told)
+    _check_share(library, changes, len(options.keys() - before.keys()))
+    unknown = [*([", ".join(changes)] if changes else []), *unknown]
 
-    # the last of the arguments that set one option; the usual three first
+    # the last of the arguments that set one option
     last = {text.split()[0]: text for text in arguments if text}
-    first = [last.pop(name) for name in ("--model", "--data", "--reward") if name in last]
-    arguments = [*first, *last.values()]
+    arguments = [*last.values()]
 
     # what the script refuses; then what nobody can do without, and what few configs name
     script = trainer.script(whole)
     arguments, engine = _of_engine([_safe(argument) for argument in arguments])
     arguments, refused = accepted.accepted(script, arguments)
     notes += [*engine, *(_refused(script, x, why, *theirs.get(x, ("", ""))) for x, why in refused.items())]
-    wanted = {"--data": "add a file or a hub name; without it the rows are those of a built-in task"}
-    if script in ("grpo", "ppo"):
-        wanted["--reward"] = "add FILE.py:FN, or one of docs/rewards.md"
-    for name, what in wanted.items():
-        if not any(text.startswith(f"{name} ") for text in arguments):
-            notes = [*notes, f"{name}: {what}"]
+    arguments, missing = _with_places(script, arguments)
+    notes = [*missing, *notes]
     return Translation([f"python train_scripts/{script}.py", *arguments], notes, without, unknown)
+
+
+_FIRST = ("--model", "--data", "--reward")  # what every run names
+
+
+def _with_places(script: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return arguments with a place for each of _FIRST that they have not, these first, and notes."""
+    wanted = {"--model": ("MODEL", "a folder or a hub name"), "--data": ("DATA", "a file or a hub name")}
+    if script in ("grpo", "ppo"):
+        wanted["--reward"] = "REWARD", "FILE.py:FN, or one of docs/rewards.md"
+    first = {name: x for name in _FIRST for x in arguments if x.startswith(f"{name} ")}
+    missing = {name: found for name, found in wanted.items() if name not in first}
+    placed = [first.get(name) or f"{name} {missing[name][0]}" for name in _FIRST if name in first | missing]
+    notes = [f"{name}: the file has none; {place} is {what}" for name, (place, what) in missing.items()]
+    return [*placed, *(x for x in arguments if x not in first.values())], notes
+
+
+def _check_share(library: Library, unknown: Sequence[str], given: int) -> None:
+    """Raise ValueError if most of the `given` options are unknown."""
+    if len(unknown) > 2 and 2 * len(unknown) > given:
+        raise ValueError(
+            f"options: expected names of {library.title}, of {given} {len(unknown)} are not known: "
+            f"{', '.join(x.partition('=')[0] for x in unknown[:8])}; too much of the run would not be theirs"
+        )
+
+
+def _name(library: Library) -> str:
+    return next(name for name, x in LIBRARIES.items() if x is library)
 
 
 def _safe(argument: str) -> str:
@@ -100,7 +137,7 @@ def _safe(argument: str) -> str:
     except ValueError:
         first, _, rest = argument.partition(" ")
         words = [rest]
-    return " ".join([first, *(x if x.startswith("--") else r.word(x) for x in words)])
+    return printer.command([first, *words])
 
 
 _OF_VLLM = ("mem-util", "tp-size", "max-model-len", "dtype")
@@ -228,79 +265,6 @@ def _arguments(row: Row, value: Any) -> str | None:
     return row.ours.format(x=row.separator.join(r.word(item) for item in items))
 
 
-def _kind(library: Library, options: Mapping[str, Any], programs: Sequence[str], named: str | None) -> str:
-    """Return the kind of a config's trainer: as named, by its programs, or by options that no other has.
-
-    Raises ValueError if the library has no such trainer, or if neither programs nor options tell one.
-    """
-    kinds = ", ".join(library.trainers)
-    if named is not None:
-        if named not in library.trainers:
-            raise ValueError(f"trainer: expected one of {kinds} for {library.title}, got {named}")
-        return named
-    for name in programs:
-        if name in library.others:
-            raise ValueError(f"trainer: expected one of {kinds}, got {name}; {library.others[name]}")
-    found = [kind for kind, x in library.trainers.items() if set(programs) & set(x.programs)]
-    if len(library.trainers) == 1:
-        return kinds
-    if not found:
-        found = [kind for kind in library.trainers if _is_told(library, kind, options)]
-    if len(found) != 1:
-        found = _most(library, found or list(library.trainers), options)
-    if len(found) != 1:
-        raise ValueError(
-            f"trainer: expected options of one of {kinds}, or --trainer to name it, got those of "
-            f"{', '.join(found) or 'none'}"
-        )
-    return found[0]
-
-
-def _most(library: Library, kinds: Sequence[str], options: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of trainer that know most of the telling options; [] for none."""
-    rows = {kind: set(library.trainers[kind].rows) for kind in kinds}
-    telling = set(options) - set.intersection(*rows.values())
-    known = {kind: len(telling & rows[kind]) for kind in kinds}
-    most = max(known.values())
-    return [kind for kind in kinds if known[kind] == most] if most else []
-
-
-def _is_told(library: Library, kind: str, options: Mapping[str, Any]) -> bool:
-    """Return whether there is an option that only this trainer has."""
-    others = {name for other, x in library.trainers.items() if other != kind for name in x.rows}
-    trainer = library.trainers[kind]
-    if set(options) & (set(trainer.rows) - others):
-        return True
-    return any(f"{name}={value}".startswith(trainer.tells) for name, value in options.items())
-
-
-def system(config: Config) -> str:
-    """Return the library of a config: by the package of its program, else by names of its options.
-
-    ValueError for a config that tells none.
-    """
-    package = config.started.partition(".")[0]
-    for name, library in LIBRARIES.items():
-        if package in library.packages:
-            return name
-
-    # a program of one library only, and the options that most are known of
-    known = {}
-    for name, library in LIBRARIES.items():
-        rows = {option for trainer in library.trainers.values() for option in trainer.rows}
-        heads = tuple(head for trainer in library.trainers.values() for head in trainer.sections)
-        count = sum(option in rows or option.startswith(heads or ("\0",)) for option in config.options)
-        programs = {x for trainer in library.trainers.values() for x in trainer.programs}
-        known[name] = count + 3 * len(programs & set(config.programs))
-    best = max(known, key=lambda name: known[name])
-    if not known[best]:
-        raise ValueError(
-            f"system: expected options of one of {', '.join(LIBRARIES)}, got none that they have: "
-            f"{', '.join(list(config.options)[:4])}"
-        )
-    return best
-
-
 # ------------------------------------------------------------------------------ the command
 
 
@@ -317,16 +281,16 @@ def table(title: str, trainer: Trainer) -> str:
 
 
 def show(found: Translation) -> str:
-    """Return the command, then notes and what has no counterpart as comments, so that a shell can run it."""
-    lines = [" \\\n  ".join(found.command), ""]
-    lines += [f"# {note}" for note in found.notes]
+    """Return what may be another objective, the command, then notes, as comments that a shell skips."""
     reasons: dict[str, list[str]] = {}
     for name, why in found.without.items():
         reasons.setdefault(why, []).append(name)
-    lines += [f"# not translated: {', '.join(names)}: {why}" for why, names in reasons.items()]
-    if found.unknown:
-        lines.append(f"# not known: {', '.join(found.unknown)}")
-    return "\n".join(lines).rstrip()
+    first = [f"may change the objective, and is not translated: {x}" for x in found.unknown]
+    first += [note for note in found.notes if note.startswith("objective:")]
+    last = [note for note in found.notes if not note.startswith("objective:")]
+    last += [f"not translated: {', '.join(names)}: {why}" for why, names in reasons.items()]
+    before, after = ("\n".join(map(printer.comment, lines)) for lines in (first, last))
+    return "\n\n".join(part for part in (before, " \\\n  ".join(found.command), after) if part)
 
 
 def unresolved(config: Config, command: Sequence[str]) -> list[str]:
@@ -339,26 +303,27 @@ def unresolved(config: Config, command: Sequence[str]) -> list[str]:
     ]
 
 
-def translated(config: Config, name: str = "", kind: str | None = None) -> Translation:
+def translated(config: Config, name: str = "", kind: str | None = None, version: str = "") -> Translation:
     """Return our command for what a file says of a run, with notes about what could not be read."""
+    first: list[str] = []
+    if name in ("", "verl") and easyr1.is_easyr1(config.options):
+        name = "verl"
+        missing = next((x.partition(",")[0] for x in config.notes if x.endswith("is not here")), "")
+        options, first = easyr1.as_verl(config.options, missing)
+        notes = [x for x in config.notes if not missing.endswith("examples/config.yaml") or missing not in x]
+        config = config._replace(options=options, notes=notes, programs=config.programs or ["main"])
     library = LIBRARIES[name or system(config)]
-    programs = _programs(library, config)
-    options = {**next((library.implied[x] for x in programs if x in library.implied), {})}
+    if kind is None:
+        check_program(library, config)
+    told = [program for option, program in library.told.items() if option in config.options]
+    programs = config.programs or told[:1] or program_of_path(library, config)
+    options = {**next((library.implied[x] for x in [*programs, *told] if x in library.implied), {})}
     if config.processes > 1:
         options["processes"] = config.processes
     open_, given = _open(config.options)
-    found = translate(library, {**options, **given}, programs, kind)
-    notes = [*config.notes, *open_, *unresolved(config, found.command)]
+    found = translate(library, {**options, **given}, programs, kind, version)
+    notes = [*first, *open_, *config.notes, *unresolved(config, found.command)]
     return found._replace(notes=[*notes, *found.notes])
-
-
-def _programs(library: Library, config: Config) -> Sequence[str]:
-    """Return the programs of a config; of a file that starts none, the one that its path names."""
-    if config.programs:
-        return config.programs
-    known = {x for trainer in library.trainers.values() for x in trainer.programs} | set(library.others)
-    named = [x for x in config.path if x in known]
-    return named if len(set(named)) == 1 else []
 
 
 # what a shell would not have, or would run: $1, $(cat x), ${LIST[@]}; a date is harmless
@@ -377,13 +342,13 @@ def _open(options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     return notes, given
 
 
-def _all(configs: Sequence[Config], name: str, kind: str | None) -> list[Translation]:
+def _all(configs: Sequence[Config], name: str, kind: str | None, version: str = "") -> list[Translation]:
     """Translate each config that trains; ValueError of the last one where none does."""
     found = []
     error: ValueError | None = None
     for config in configs:
         try:
-            found.append(translated(config, name, kind))
+            found.append(translated(config, name, kind, version))
         except ValueError as problem:  # such as a command that prepares data
             error = problem
     if not found and error is not None:
@@ -402,6 +367,9 @@ def parser() -> argparse.ArgumentParser:
     )
     kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
     made.add_argument("--trainer", choices=KINDS, help=f"{kinds}; if left out, as the file tells")
+    made.add_argument(
+        "--from-version", default="", metavar="0.15", help="its release; if left out, as the file tells"
+    )
     made.add_argument("--table", action="store_true", help="print all options that are known of the system")
     return made
 
@@ -419,9 +387,9 @@ def main(arguments: list[str] | None = None) -> int:
     if len(args.words) != 1:
         parser().error("expected one FILE, or --table with --system")
     try:
-        found = _all(read(args.words[0]), args.system or "", args.trainer)
+        found = _all(read(args.words[0]), args.system or "", args.trainer, args.from_version)
     except ValueError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(f"error: {printer.line(error)}", file=sys.stderr)
         return 2
-    print("\n\n".join(printable(show(x)) for x in found))
+    print("\n\n".join(map(show, found)))
     return 0

@@ -136,6 +136,7 @@ def trl_preferences(options: Mapping[str, Any]) -> r.Combined:
     """Return the loss of TRL's trainers of preferences that are not DPO: KTO, BCO, CPO and ORPO."""
     trainer, kind = options["preferences"], str(options.get("loss_type") or "")
     used = {"preferences", "loss_type", "label_smoothing", "cpo_alpha", "simpo_gamma"}
+    used |= {"gamma_beta_ratio", "sft_weight"}
     notes = []
     if trainer in ("kto", "bco"):
         if kind == "apo_zero_unpaired":
@@ -146,6 +147,18 @@ def trl_preferences(options: Mapping[str, Any]) -> r.Combined:
     if trainer == "orpo":
         notes.append("--loss orpo: its likelihood is a mean of each response, theirs over all prompts too")
         return r.Combined(["--loss orpo"], used, notes)
+
+    # of SimPO's own script: its margin is a share of beta
+    if trainer == "simpo":
+        margin = (number(options.get("beta")) or 0) * (number(options.get("gamma_beta_ratio")) or 0)
+        found, weight = ["--loss simpo", f"--margin {margin:g}"], options.get("sft_weight")
+        if number(weight):
+            found, notes = [*found, f"--nll {weight}"], [_BATCH]
+        if kind not in ("", "sigmoid"):
+            notes.append(f"objective: SimPO with loss_type={kind}: no loss of ours")
+        if number(options.get("label_smoothing")):
+            found.append(f"--label-smoothing {options['label_smoothing']}")
+        return r.Combined(found, used, notes)
 
     # CPO adds the likelihood to each of its losses; SimPO is one of them
     alpha = options.get("cpo_alpha", 1.0)
@@ -248,6 +261,9 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
     loss = _VERL_LOSSES.get(kind, "ppo_clip")
     limits: dict[str, Any] = {"low": low, "high": high}
     cap = options.get(_ACTOR + "clip_ratio_c", 3.0)
+    cap = cap if number(cap) != 0 else None
+    if kind not in ("clip_cov", "kl_cov"):  # nothing else reads them
+        used |= {x for x in options if x.startswith(_ACTOR + "policy_loss.")}
     if kind in ("sapo", "geo_mean"):
         weight = "seq_mean"  # whatever loss_agg_mode says
     if kind == "sapo":

@@ -11,7 +11,6 @@ from rft_fn.tools.other_libraries import rows as r
 __all__ = ["LIBRARY", "TABLE"]
 
 _COLOCATED = "models always share the devices of the processes; --strategy.offload-models moves them by phase"
-_DEEPSPEED = "--strategy.zero-stage, --strategy.adam-offload and --strategy.bf16 are what DeepSpeed is told"
 _SCHEDULE = r.choice(
     cosine_with_min_lr="--schedule cosine", linear="--schedule linear", constant="--schedule constant"
 )
@@ -44,7 +43,7 @@ TABLE: r.Table = {
         "actor.adam.weight_decay": r.same("--weight-decay"),
         "actor.lr_scheduler": _SCHEDULE,
         "actor.min_lr_ratio": r.same("--lr-end"),
-        "actor.lr_warmup_ratio": r.nothing("--warmup counts rollouts"),
+        "actor.lr_warmup_ratio": r.SHARE_OF_RUN,
         "actor.max_norm": r.same("--max-norm"),
         "actor.dual_clip": r.same("--dual"),
         "actor.entropy_coef": r.same("--entropy"),
@@ -102,7 +101,7 @@ TABLE: r.Table = {
             "--response '{{{x}}}'", "a column of text", remark="a template: {answer} is the column answer"
         ),
         "data.multiturn multiturn": r.choice("with --messages all answers are learned", true=""),
-        "model.pretrain_mode_enable pretrain_mode": r.nothing("only answers are learned"),
+        "model.pretrain_mode_enable pretrain_mode": r.lacks("only answers are learned", "false"),
     },
     "pairs": {
         "data.prompt_key prompt_key": r.Row("--template '{{{x}}}'", "of messages: first of --messages"),
@@ -263,10 +262,9 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
         arguments.append(f"--loss cdpo --label-smoothing {smoothing}")
     betas = lightrft_trainers.pair(given["adam_betas"])
     arguments += [f"{name} {x}" for name, x in zip(("--beta1", "--beta2"), betas)]
-    warmup = r.number(options, "lr_warmup_ratio", default=0.03)
-    arguments.append("--warmup 0")
-    notes = [f"--warmup: theirs is {warmup:g} of the run; it counts steps"] if warmup else []
-    return r.Combined(arguments, used | {"lr_warmup_ratio"}, notes)
+    arguments.append(f"--warmup {r.number(options, 'lr_warmup_ratio', default=0.03):g}")
+    arguments += lightrft_trainers.capacity(options, used)
+    return r.Combined(arguments, used | {"lr_warmup_ratio"}, [])
 
 
 def _of_examples(kind: str, ours: str, lr: float, epochs: int) -> r.Trainer:
@@ -284,17 +282,6 @@ def _of_examples(kind: str, ours: str, lr: float, epochs: int) -> r.Trainer:
         },
         combine=partial(_examples, kind),
         script=lambda options: ours,
-        sections={
-            "muon.": "docs/examples/muon.py has that optimizer",
-            "ds.": _DEEPSPEED,
-            "ckpt.": "--save-every, --keep and --max-bytes",
-            "logger.": "wandb's own variables have it",
-            "data.": "docs/data.md has the forms of rows",
-            "model.": "the scripts choose how a model computes",
-            "train.": "the scripts choose how they compute",
-            "ref.": _COLOCATED,
-            **lightrft_trainers.UNUSED,
-        },
         programs=(f"train_{kind}",),
         numbers=lightrft_trainers.NUMBERS,
     )
@@ -331,30 +318,6 @@ LIBRARY = r.Library(
             },
             combine=_rollouts,
             script=lambda options: lightrft_trainers.script(_older(options)),
-            sections={
-                "ref.": _COLOCATED,
-                "actor.num_": "torchrun --nnodes and --nproc-per-node",
-                "critic.": "the critic is trained as the actor is",
-                "vllm.": "vLLM is started with its own defaults",
-                "vllm_": "vLLM is started with its own defaults",
-                "ds.": _DEEPSPEED,
-                "deepspeed_": _DEEPSPEED,
-                "ref_": _COLOCATED,
-                "critic_num_": "torchrun --nnodes and --nproc-per-node",
-                "actor_num_": "torchrun --nnodes and --nproc-per-node",
-                "reward_num_": "torchrun --nnodes and --nproc-per-node",
-                "ckpt.": "a checkpoint always has everything that a run needs",
-                "logger.": "wandb's own variables have it",
-                "data.": "docs/data.md has the forms of rows",
-                "actor.": "the scripts choose how the actor computes",
-                "eval.": "an evaluation has one greedy answer a question",
-                "rollout.": "vLLM is started with its own defaults",
-                "train.": "rollouts are collected within the step",
-                "enforce_eager": "vLLM is started with its own defaults",
-                "enable_prefix": "vLLM is started with its own defaults",
-                **lightrft_trainers.UNUSED,
-                "reward.num_": "torchrun --nnodes and --nproc-per-node",
-            },
             programs=("train_ppo_ray", "train_ppo"),
             numbers=lightrft_trainers.NUMBERS,
             tells=(

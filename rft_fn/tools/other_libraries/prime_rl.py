@@ -7,9 +7,8 @@ from rft_fn.tools.other_libraries import rows as r
 
 __all__ = ["LIBRARY", "TABLE"]
 
-_SERVERS = "its inference runs on processes of its own; vLLM runs in the trainer's processes here"
 _RENDERER = r.nothing("the model's own chat template is always applied")
-_CUT = r.nothing("sampling and training cut alike: --temperature and --top-p")
+_CUT = r.lacks("sampling and training cut alike: --temperature and --top-p", "-1", "0", "0.0")
 _SCHEDULE = r.choice(
     constant="--schedule constant",
     linear="--schedule linear --lr-end 0",
@@ -159,15 +158,6 @@ def _examples(options: Mapping[str, Any]) -> r.Combined:
     return r.Combined(arguments, set(), notes)
 
 
-_SECTIONS = {
-    "log.": r.LOGGED.note,
-    "slurm.": "torchrun starts the processes, in any scheduler's script",
-    "deployment.": "torchrun --nnodes and --nproc-per-node; engines are in the same processes",
-    "ckpt.": "--save-every and --keep",
-    "weight_broadcast.": "an engine in the process gets the tensors directly",
-    "env_vars.": "set them before the command",
-}
-
 LIBRARY = r.Library(
     "prime-rl",
     {
@@ -179,15 +169,6 @@ LIBRARY = r.Library(
             },
             combine=_examples,
             script=lambda options: "sft",
-            sections={
-                **_SECTIONS,
-                "eval.": r.UNEVALUATED.note,
-                "val.": r.UNEVALUATED.note,
-                "inference.": r.UNEVALUATED.note,
-                "model.": "the scripts choose how a model computes",
-                "data.": "docs/data.md has the forms of rows",
-                "renderer.": _RENDERER.note,
-            },
             programs=("sft",),
             tells=("data.", "optim."),
         ),
@@ -199,12 +180,6 @@ LIBRARY = r.Library(
             },
             combine=_rollouts,
             script=lambda options: "grpo",
-            sections={
-                **_SECTIONS,
-                "inference.": _SERVERS,
-                "orchestrator.": "rollouts are collected within the step, by --prompts and --group",
-                "trainer.": "the scripts choose how a model computes",
-            },
             programs=("rl",),
             tells=("orchestrator.", "trainer.", "inference."),
         ),

@@ -16,7 +16,7 @@ _CONFIGS = {
     "GRPOConfig": "grpo", "SFTConfig": "sft", "DPOConfig": "dpo", "RewardConfig": "reward",
     "RLOOConfig": "rloo", "KTOConfig": "kto", "PPOConfig": "ppo", "ORPOConfig": "orpo", "CPOConfig": "cpo",
     "OnlineDPOConfig": "online_dpo", "GKDConfig": "gkd", "PRMConfig": "prm", "BCOConfig": "bco",
-    "AsyncGRPOConfig": "async_grpo",
+    "AsyncGRPOConfig": "async_grpo", "SimPOConfig": "run_simpo",
 }  # fmt: skip
 _TRAINERS = {name.replace("Config", "Trainer"): kind for name, kind in _CONFIGS.items()}
 _READERS = ("json", "csv", "parquet", "text", "arrow")

@@ -52,6 +52,7 @@ def trl(options: Mapping[str, Any]) -> r.Combined:
     weights = options.get("reward_weights") or []
     weights = [str(x) for x in ([weights] if isinstance(weights, str | int | float) else weights)]
     used, notes, found = {"reward_funcs", "reward_weights", "reward_model_name_or_path"}, [], []
+    used |= {theirs for parameters in _FACTORIES.values() for theirs, _ in parameters.values()}
     for k, name in enumerate(given):
         spec = name
         if name in _OPEN_R1:
@@ -60,7 +61,6 @@ def trl(options: Mapping[str, Any]) -> r.Combined:
                 f"{x}={options.get(theirs, usual)!r}" for x, (theirs, usual) in parameters.items()
             )
             spec = f"open_r1.rewards:{_OPEN_R1[name]}" + (f"({call})" if call else "")
-            used |= {theirs for theirs, _ in parameters.values()}
         elif name in _OF_TRL:
             call = "(max_completion_len=1280, soft_punish_cache=256)" if name.startswith("get_") else ""
             spec = f"trl.rewards:{name}{call}"
@@ -151,11 +151,13 @@ def _verl(options: Mapping[str, Any]) -> r.Combined:
         spec = f"verl:{path}:{options.get('custom_reward_function.name') or 'compute_score'}{call}"
         arguments = [f"--reward {' '.join([*(x.partition(' ')[2] for x in arguments), r.word(spec)])}"]
     if not arguments:
-        arguments.append("--reward math:reward_model.ground_truth")
-        notes.append(
-            "--reward: theirs is a rule that the column data_source names; math compares the answers. "
-            f"Where verl is installed, --reward verl:{_RULES} is theirs"
-        )
+        answer = options.get("easyr1.answer_key") or "reward_model.ground_truth"
+        arguments.append(f"--reward {r.word(f'math:{answer}')}")
+        if "easyr1.answer_key" not in options:
+            notes.append(
+                "--reward: theirs is a rule that the column data_source names; math compares the answers. "
+                f"Where verl is installed, --reward verl:{_RULES} is theirs"
+            )
 
     # the penalty of DAPO
     for head in ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.overlong_buffer_cfg."):

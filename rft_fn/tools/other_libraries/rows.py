@@ -2,9 +2,10 @@
 
 import math
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
+
+from rft_fn.tools.printer import word
 
 __all__ = [
     "ALGORITHM",
@@ -30,6 +31,7 @@ __all__ = [
     "REWARD_MODEL",
     "ROLLOUT_EPOCHS",
     "SAVE_EVERY",
+    "SHARE_OF_RUN",
     "SPLIT",
     "TOGETHER",
     "TRACKERS",
@@ -48,6 +50,7 @@ __all__ = [
     "flag",
     "hinted",
     "integer",
+    "lacks",
     "named",
     "nothing",
     "number",
@@ -56,6 +59,7 @@ __all__ = [
     "same",
     "several",
     "switch",
+    "word",
 ]  # fmt: skip
 
 
@@ -106,7 +110,6 @@ class Trainer(NamedTuple):
     defaults: Mapping[str, Any]  # of its options, where ours differ
     combine: Callable[[Mapping[str, Any]], Combined]
     script: Callable[[Mapping[str, Any]], str]  # the name of ours, without .py
-    sections: Mapping[str, str]  # the beginning of a name -> why nothing under it has a counterpart
     programs: tuple[str, ...]  # files and modules that start it, without .py
     tells: tuple[str, ...] = ()  # beginnings of NAME=VALUE that no other trainer has, besides its rows
     numbers: tuple[str, ...] = ()  # options that `combine` reads as numbers
@@ -119,7 +122,9 @@ class Library(NamedTuple):
     trainers: Mapping[str, Trainer]
     others: Mapping[str, str] = {}  # programs that train in a way that has no script -> what comes closest
     packages: tuple[str, ...] = ()  # whose modules are its programs
+    modules: tuple[str, ...] = ()  # patterns of the modules of its packages that are read; no other one is
     implied: Mapping[str, Mapping[str, Any]] = {}  # options that a program has by default, where it differs
+    told: Mapping[str, str] = {}  # an option that only one program has -> that program
 
 
 # ------------------------------------------------------------------------------ reading a table
@@ -180,19 +185,6 @@ def integer(options: Mapping[str, Any], *names: str, default: int = 0) -> int:
     return int(found) if abs(found) < 1e15 else default
 
 
-# variables, and a date: nothing else of a value may mean something to a shell
-_KEPT = re.compile(
-    r"(?:[^$`\"\\!]|\$[A-Za-z_]\w*|\$\{\w+\}|\$\(date (?:[\w+%:./ -]|\"[\w+%:./ -]*\")*\))*", re.S
-)
-
-
-def word(text: str) -> str:
-    """Return a value as one word of a shell, in which variables stay variables."""
-    if "$" in text and _KEPT.fullmatch(text):
-        return f'"{text}"'
-    return shlex.quote(text)
-
-
 # ------------------------------------------------------------------------------ making rows
 
 
@@ -231,6 +223,11 @@ def several(ours: str, note: str = "", /, *, hint: Hint | None = None, **values:
 def nothing(why: str, hint: Hint | None = None) -> Row:
     """Return a row without a counterpart in a trainer."""
     return Row("", why, hint=hint)
+
+
+def lacks(why: str, *off: str, hint: Hint | None = None) -> Row:
+    """Return a row without a counterpart for any value but those of `off`, which changes what is learned."""
+    return Row("", why, dict.fromkeys(off, ""), hint=hint)
 
 
 def only(hint: Hint) -> Row:
@@ -288,7 +285,8 @@ KL_IN_LOSS = (
 )
 CLIP = Flag("clip_low", "one side of the clip; --clip-high is the other")
 ALGORITHM = Flag("algorithm", "a row of rft_fn.algorithm.TABLE: advantage, loss and weight together")
-WARMUP = Flag("warmup", "counted in steps, not as a share")
+WARMUP = Flag("warmup", "steps, or below 1 a share of the run")
+SHARE_OF_RUN = nothing("--warmup X, below 1 a share of the run", WARMUP)
 COLUMN = Flag("template", "a column is named in braces: {question}")
 SPLIT = Flag("data", "a split is named behind the source: NAME@train")
 REWARD_FILE = Flag("reward", "given as FILE.py:FUNCTION")

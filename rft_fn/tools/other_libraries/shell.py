@@ -27,6 +27,8 @@ class Command(NamedTuple):
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
+_WHOLE = re.compile(r"\$'|\$\{\w+:?[-=+]['\"]")  # what is quoted within an expansion is not split
+_HOME = re.compile(r"((?:[A-Za-z_]\w*=)?)~(?=[/\s;&|()<>]|$)")
 _REDIRECTED = re.compile(r"(?:\d*|&)(?:>>|>&|>|<<<|<<-?|<)")
 _DECLARE = ("export", "readonly", "local", "declare", "typeset")
 _OF_THE_SHELL = {"HOME", "PWD", "USER", "HOSTNAME"}  # any shell has them
@@ -86,7 +88,7 @@ class _Reader:
             c = rest[0]
             if c in " \t":
                 self.i += 1
-            elif rest.startswith("\\\n"):
+            elif rest.startswith("\\\n") or rest == "\\":  # the end of a script ends the line too
                 self.i += 2
             elif c == "#":
                 end = rest.find("\n") if "\n" in rest else len(rest)
@@ -107,7 +109,7 @@ class _Reader:
             elif c in "&()":
                 self.i += 1
                 return words, assigned, c
-            elif not words and (match := _ASSIGNED.match(rest)):
+            elif (not words or words[0] in _DECLARE) and (match := _ASSIGNED.match(rest)):
                 self.i += match.end()
                 assigned.append((match[1], match[3], self.value()))
             else:
@@ -159,10 +161,9 @@ class _Reader:
             body = self.text[self.i : match.start() if match else len(self.text)]
             line = self.line()
             self.i = match.end() if match else len(self.text)
-            if expanded:
-                body = self.expanded(body, line)
+            body = self.expanded(body, line) if expanded else body
             if name:
-                self.variables[name] = body
+                self.variables[name] = body.strip(" \t\n")  # as `read` does
                 self.lines[name] = line
             elif words and words[0] in ("bash", "sh"):
                 self.inside(body, line)
@@ -204,11 +205,7 @@ class _Reader:
             self.i = end.end() if end else self.i
         elif first in ("[", "[[", "test"):
             self.status = self.test(words)
-        elif first in _DECLARE:
-            for word in words[1:]:
-                if match := _ASSIGNED.match(word):
-                    self.assign(match[1], match[3], word[match.end() :], line)
-        elif not words:
+        elif not words or first in _DECLARE:
             for name, more, value in assigned:
                 self.assign(name, more, value, line)
         else:
@@ -285,13 +282,16 @@ class _Reader:
     def word(self, *, split: bool = True) -> list[str]:
         """Return the next word, or the words that it expands to."""
         fields, some = [""], False  # some: even an empty word is one
+        if home := _HOME.match(self.text, self.i):  # a tilde, also behind NAME=
+            self.i = home.end()
+            fields = [f"{home[1]}${{HOME}}"]
         while self.at_word():
             c = self.text[self.i]
             if c == "\\":
-                fields[-1] += "" if self.text[self.i + 1 : self.i + 2] == "\n" else self.text[self.i + 1]
+                escaped = self.text[self.i + 1 : self.i + 2]
                 self.i += 2
-                if self.text[self.i - 1] == "\n":
-                    break
+                if escaped != "\n":  # a continued line goes on in the word
+                    fields[-1], some = fields[-1] + escaped, True
             elif c == "'":
                 end = self.text.find("'", self.i + 1)
                 if end < 0:
@@ -304,7 +304,7 @@ class _Reader:
                 some = some or bool(parts)
                 fields = [*fields[:-1], fields[-1] + "".join(parts[:1]), *parts[1:]]
             elif c == "$" or c == "`":
-                whole = not split or self.text.startswith("$'", self.i)
+                whole = not split or _WHOLE.match(self.text, self.i) is not None
                 for k, part in enumerate(self.expansion(quoted=False)):
                     pieces = [part] if whole or part.startswith("$") else part.split()
                     if k or (pieces and part[:1].isspace() and fields[-1]):
@@ -408,7 +408,8 @@ class _Reader:
         # a default, or another text in its place
         if found := re.match(r":?([-=+?])", rest):
             filled = known and (values != [""] or not rest.startswith(":"))
-            other = self.expanded_word(rest[found.end() :], line)
+            text = rest[found.end() :]
+            other = self.expanded(text, line) if quoted else self.expanded_word(text, line)
             if found[1] == "+":
                 return [other] if filled else []
             if filled or found[1] == "?":

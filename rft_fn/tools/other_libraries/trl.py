@@ -112,11 +112,7 @@ TABLE: r.Table = {
         "ref_model_mixup_alpha": r.by_kind(
             rl=r.same("--ref-mix"), dpo=r.same("--ref-mix"), hint=r.Flag("ref_mix")
         ),
-        "warmup_ratio": r.by_kind(
-            rl=r.nothing("--warmup counts rollouts"),
-            examples=r.nothing("--warmup counts steps; a share of max_steps is translated"),
-            hint=r.WARMUP,
-        ),
+        "warmup_ratio": r.SHARE_OF_RUN,
         "num_train_epochs": r.by_kind(
             rl=r.same("--data-epochs"), examples=r.same("--epochs"), hint=r.DATA_EPOCHS
         ),
@@ -137,13 +133,21 @@ TABLE: r.Table = {
         "num_generations": r.same("--group"),
         "temperature": r.same("--temperature", "divides the logits in training too"),
         "top_p": r.same("--top-p", "cut in training too"),
-        "top_k": r.nothing("Sampling(top_k=...) has it, in a copy of the script", _CUT),
-        "min_p": r.nothing("sampling and training cut alike, and only by top_p and top_k", _CUT),
-        "repetition_penalty": r.nothing("the penalised distribution is not the one that is trained"),
+        "top_k": r.choice(
+            "Sampling(top_k=...) has it, in a copy of the script",
+            **{"0": "", "-1": "", "none": ""},
+            hint=_CUT,
+        ),
+        "min_p": r.choice(
+            "sampling and training cut alike, and only by top_p and top_k", **{"0": "", "0.0": ""}, hint=_CUT
+        ),
+        "repetition_penalty": r.choice(
+            "the penalised distribution is not the one that is trained", **{"1": "", "1.0": ""}
+        ),
         "cache_implementation use_transformers_paged use_transformers_continuous_batching": r.nothing(
             "the engine chooses how it samples"
         ),
-        "generation_kwargs": r.nothing("Sampling has temperature, top_p, top_k, max_new and stop"),
+        "generation_kwargs": r.lacks("Sampling has temperature, top_p, top_k, max_new and stop"),
         "use_vllm": r.choice(true="--strategy.engine-type vllm", false="--strategy.engine-type hf"),
         "vllm_mode": r.choice(
             "of use_vllm",
@@ -190,7 +194,7 @@ TABLE: r.Table = {
         "entropy_coef_delta": r.nothing(
             "--entropy-delta, in a step, where use_adaptive_entropy is on", r.Flag("entropy_delta")
         ),
-        "entropy_coef_min entropy_coef_max": r.nothing("the coefficient has no bounds but 0"),
+        "entropy_coef_min entropy_coef_max": r.lacks("the coefficient has no bounds but 0"),
         "cast_lm_head_to_fp32": r.nothing("log-probs are always computed in float32"),
         "vllm_importance_sampling_correction": r.choice(
             "theirs, by default, drops a response whose whole ratio is above 3 (sequence_mask): --mismatch "
@@ -241,7 +245,8 @@ TABLE: r.Table = {
         ),
         "padding_free": r.choice(_PACKED, true="", false="", hint=r.Flag("packing_samples")),
         "pad_to_multiple_of": r.nothing(_PACKED),
-        "pad_token eos_token chat_template_path": r.nothing("the model's own tokenizer and template"),
+        "pad_token eos_token": r.nothing("the model's own tokenizer and template"),
+        "chat_template_path": r.lacks("the model's own template; a folder with another one has it"),
         "truncation_mode": r.nothing("nothing is cut"),
         "activation_offloading": r.nothing("--gradient-checkpointing saves that memory"),
         "max_length": r.by_kind(
@@ -279,7 +284,7 @@ TABLE: r.Table = {
         "completion_only_loss assistant_only_loss": r.choice(
             "only answers are learned", true="", hint="the loss is on responses alone"
         ),
-        "neftune_noise_alpha": r.nothing("embeddings get no noise"),
+        "neftune_noise_alpha": r.lacks("embeddings get no noise"),
     },
     "dpo": {
         "label_smoothing": r.Row(
@@ -293,13 +298,15 @@ TABLE: r.Table = {
             "under adapters the reference is the policy without them"
         ),
         "f_divergence_type": r.choice("the reverse KL alone", reverse_kl=""),
-        "f_alpha_divergence_coef": r.nothing("the reverse KL alone"),
+        "f_alpha_divergence_coef": r.lacks("the reverse KL alone", "1", "1.0"),
         "ld_alpha": r.same("--ld-alpha"),
         "desirable_weight": r.same("--desirable-weight", "of KTOConfig"),
         "undesirable_weight": r.same("--undesirable-weight", "of KTOConfig"),
         "cpo_alpha": r.same("--nll", "of CPOConfig"),
         "simpo_gamma": r.same("--margin", "of CPOConfig"),
-        "use_weighting discopop_tau": r.nothing("write the factor into the loss of a copy of dpo.py"),
+        "gamma_beta_ratio": r.nothing("--margin, beta times this, of SimPO's own script"),
+        "sft_weight": r.same("--nll", "of SimPO's own script"),
+        "use_weighting discopop_tau": r.lacks("write the factor into the loss of a copy of dpo.py"),
         "generate_during_eval": r.nothing("evaluate.py samples from the saved model"),
     },
     "rm": {

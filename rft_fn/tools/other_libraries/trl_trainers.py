@@ -113,8 +113,8 @@ def _warmup(options: Mapping[str, Any], steps: float, updates: int = 1) -> r.Com
         ratio = r.number(options, "warmup_steps") or ratio
     notes, used = [], {"warmup_ratio", "warmup_steps"}
     if 0 < ratio < 1 and steps <= 0:
-        notes.append(f"--warmup: theirs is {ratio:g} of the run; it counts steps, and is 0 here")
-        return r.Combined(["--warmup 0"], used, notes)
+        notes.append("--warmup: theirs begins with a rate of 0, ours with lr / warmup: one update ahead")
+        return r.Combined([f"--warmup {ratio:g}"], used, notes)
     count = math.ceil(ratio * steps) if 0 < ratio < 1 else int(ratio)
     if count:
         notes.append("--warmup: theirs begins with a rate of 0, ours with lr / warmup: one update ahead")
@@ -279,33 +279,6 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
 
 # ------------------------------------------------------------------------------ trainers
 
-_HUB = "upload the folder `model` of the run"
-_LOADED = "rows are read as they are drawn, there is no loader"
-_SECTIONS = {
-    "push_to_hub": _HUB, "hub_": _HUB, "overwrite_hub": _HUB,
-    "logging_": r.LOGGED.note, "log_": r.LOGGED.note, "trackio_": r.LOGGED.note,
-    "wandb_log": r.LOGGED.note, "disable_tqdm": r.LOGGED.note,
-    "dataloader_": _LOADED, "dataset_streaming": _LOADED,
-    "eval_": "evaluations come by a number of steps, where the script has any",
-    "do_": "a run trains, and evaluates where the script has evaluations",
-    "overwrite_output_dir": "a run goes on where its folder has checkpoints; --out names another",
-    "model_revision": "a folder with that revision, as --model FOLDER",
-    "fsdp": "torchrun with several processes shards with FSDP2",
-    "ddp_": "torchrun with several processes shards with FSDP2",
-    "deepspeed": "--strategy.zero-stage 1, 2 or 3",
-    "torch_compile": "--strategy.compile-blocks", "bnb_": "--quantize nf4 has its own types",
-    "fp16": "--strategy.bf16", "tf32": "set by torch",
-    "benchmarks": "evaluate.py scores answers", "callbacks": "a copy of the script has them",
-    "e2b_": "of the reward's own settings", "morph_": "of the reward's own settings",
-    "code_": "of the reward's own settings", "parallel_code": "of the reward's own settings",
-    "ioi_": "of the reward's own settings", "cosine_": "of the reward's own settings",
-    "lora_": "adapters are plain low-rank ones", "use_rslora": "adapters are plain low-rank ones",
-    "use_dora": "adapters are plain low-rank ones", "vllm_": "vLLM is started with its own defaults",
-    "dataset_test_split": "--eval-data NAME@SPLIT",
-    "save_": "a checkpoint always has everything that a run needs", "metric_for": "--best does",
-    "load_best": "--best keeps checkpoints by reward", "greater_is": "--best keeps checkpoints by reward",
-    "use_cpu": "a GPU where there is one", "chat_template": "the model's own template",
-}  # fmt: skip
 _DEFAULTS = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -330,7 +303,6 @@ LIBRARY = r.Library(
             combine=partial(_examples, "sft"),
             numbers=_NUMBERS,
             script=lambda options: "sft",
-            sections=_SECTIONS,
             programs=("sft", "sft_trainer", "sft_vlm", "sft_gpt_oss", "run_sft"),
             tells=("loss_type=nll", "loss_type=chunked_nll", "loss_type=dft"),
         ),
@@ -340,8 +312,18 @@ LIBRARY = r.Library(
             combine=partial(_examples, "dpo"),
             numbers=_NUMBERS,
             script=lambda options: "dpo",
-            sections=_SECTIONS,
-            programs=("dpo", "dpo_trainer", "dpo_vlm", "run_dpo", "kto", "bco", "cpo", "orpo", "run_orpo"),
+            programs=(
+                "dpo",
+                "dpo_trainer",
+                "dpo_vlm",
+                "run_dpo",
+                "kto",
+                "bco",
+                "cpo",
+                "orpo",
+                "run_orpo",
+                "run_simpo",
+            ),
             tells=tuple(f"loss_type={x}" for x in _PAIR_LOSSES),
         ),
         "rm": r.Trainer(
@@ -350,7 +332,6 @@ LIBRARY = r.Library(
             combine=partial(_examples, "rm"),
             numbers=_NUMBERS,
             script=lambda options: "train_rm",
-            sections=_SECTIONS,
             programs=("reward", "reward_modeling", "reward_trainer"),
         ),
         "rl": r.Trainer(
@@ -369,7 +350,6 @@ LIBRARY = r.Library(
             },
             combine=_rollouts,
             script=lambda options: "grpo",
-            sections=_SECTIONS,
             programs=("grpo", "rloo", "grpo_vlm", "gspo", "rloo_vlm"),
             numbers=(
                 *_NUMBERS,
@@ -389,6 +369,7 @@ LIBRARY = r.Library(
         ),
     },
     {
+        **dict.fromkeys(("ddpo", "alignprop"), "images are not trained here"),
         "ppo": "python train_scripts/ppo.py has a critic",
         "ppo_tldr": "python train_scripts/ppo.py has a critic",
         "tpo": "dpo.py learns from pairs, not from triples; the loss is `pair_loss` in it",
@@ -409,5 +390,20 @@ LIBRARY = r.Library(
         "rloo_vlm": {"loss_type": "rloo", "beta": 0.05, "num_generations": 2},
         **{name: {"preferences": name} for name in ("kto", "bco", "cpo", "orpo")},
         "run_orpo": {"preferences": "orpo"},
+        "run_simpo": {
+            "preferences": "simpo",
+            "beta": 2.0,
+            "gamma_beta_ratio": 0.25,
+            "learning_rate": 5e-5,
+            "max_length": 512,
+        },
+    },
+    told={
+        "gamma_beta_ratio": "run_simpo",
+        "sft_weight": "run_simpo",
+        "simpo_gamma": "cpo",
+        "cpo_alpha": "cpo",
+        "desirable_weight": "kto",
+        "undesirable_weight": "kto",
     },
 )

@@ -7,7 +7,6 @@ __all__ = ["ACTOR", "MODEL", "ROLLOUT", "TABLE"]
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _UNPADDED = r.nothing("packs are always without padding")
 _MICRO = r.nothing(r.BUDGET)
-_SHARE = r.nothing("--warmup counts steps")
 _UNNEEDED = r.nothing("rows are read as they are drawn, there is no loader")
 _FIELD = r.nothing("part of --template or --response, as '{COLUMN[KEY]}'")
 
@@ -45,12 +44,13 @@ TABLE: r.Table = {
         "trainer.resume_mode trainer.resume_from_path": r.RESUMED,
         "trainer.device": r.nothing("a GPU where there is one"),
         "data.val_batch_size": r.nothing(r.BUDGET),
-        "data.train_max_samples data.val_max_samples": r.nothing("--steps bounds what is drawn"),
+        "data.train_max_samples": r.lacks("a file of these rows; all of --data are drawn", "-1"),
+        "data.val_max_samples": r.nothing("an evaluation has a number of rows of its own"),
         "data.trust_remote_code": r.UNTRUSTED,
         "data.return_raw_chat data.return_raw_input_ids data.return_full_prompt": _UNNEEDED,
         "data.return_multi_modal_inputs data.filter_overlong_prompts_workers": _UNNEEDED,
         "data.dataloader_num_workers data.use_shm": _UNNEEDED,
-        "data.apply_chat_template_kwargs": r.nothing("--chat-template-kwargs NAME=VALUE"),
+        "data.apply_chat_template_kwargs": r.lacks("--chat-template-kwargs NAME=VALUE"),
     },
     "rl": {
         "data.max_prompt_length": r.same(
@@ -84,9 +84,11 @@ TABLE: r.Table = {
         ),
         "reward_model.overlong_buffer.len": r.same("--overlong", "where it is enabled"),
         "reward_model.reward_kwargs.overlong_buffer_cfg.len": r.same("--overlong", "where it is enabled"),
-        "reward_model.reward_manager": r.nothing(
-            "they differ in how rows are judged together; the reward is the same"
+        "reward_model.reward_manager reward.reward_manager.name reward_manager.name": r.choice(
+            "another manager computes another reward: write it as --reward",
+            **dict.fromkeys(("naive", "batch", "dapo", "prime"), ""),
         ),
+        "trainer.val_only": r.choice("evaluate.py answers and scores prompts of a data set", false=""),
         "trainer.max_actor_ckpt_to_keep": r.same("--keep"),
         "trainer.max_critic_ckpt_to_keep": r.nothing("--keep is of both models"),
         "trainer.log_val_generations trainer.validation_data_dir": r.nothing(r.COMPLETIONS),
@@ -118,8 +120,8 @@ TABLE: r.Table = {
         "lora.rank": r.same("--lora-rank"),
         "lora.alpha": r.same("--lora-alpha"),
         "enable_activation_offload": r.nothing("--gradient-checkpointing saves that memory"),
-        "lora_adapter_path": r.nothing("--model FOLDER, of the adapters: they are trained further"),
-        "custom_chat_template": r.nothing("the model's own template; a folder with another one has it"),
+        "lora_adapter_path": r.lacks("--model FOLDER, of the adapters: they are trained further"),
+        "custom_chat_template": r.lacks("the model's own template; a folder with another one has it"),
     },
     f"rl {ROLLOUT}": {
         "name": r.choice(
@@ -155,11 +157,15 @@ TABLE: r.Table = {
     },
     f"rl {ACTOR}": {
         "strategy": r.choice(
-            fsdp="--strategy.fsdp", fsdp2="--strategy.fsdp", remark="on by itself with several processes"
+            "megatron's sizes have no counterpart: torchrun with several processes shards with FSDP2",
+            fsdp="--strategy.fsdp",
+            fsdp2="--strategy.fsdp",
+            **dict.fromkeys(("megatron", "veomni", "torchtitan"), "--strategy.fsdp"),
+            remark="on by itself with several processes",
         ),
         "optim.lr": r.same("--lr"),
         "optim.lr_warmup_steps": r.Row("--warmup {x}", "counts rollouts", {"-1": ""}),
-        "optim.lr_warmup_steps_ratio": r.nothing("--warmup counts rollouts", r.WARMUP),
+        "optim.lr_warmup_steps_ratio": r.SHARE_OF_RUN,
         "optim.weight_decay": r.same("--weight-decay", "of matrices only"),
         "optim.clip_grad": r.same("--max-norm"),
         "optim.min_lr_ratio": r.same("--lr-end"),
@@ -189,6 +195,7 @@ TABLE: r.Table = {
         "fsdp_config.param_offload": r.flag("--strategy.fsdp-cpu-offload"),
         "fsdp_config.optimizer_offload": r.flag("--strategy.adam-offload"),
         "fsdp_config.fsdp_size": r.Row("--strategy.shard-size {x}", values={"-1": ""}),
+        "kl_loss_coef": r.same("--kl", "where use_kl_loss is on", hint=r.KL_IN_LOSS),
         "use_torch_compile": r.nothing("no counterpart in verl's sense: the fused head compiles by itself"),
         "freeze_vision_tower": r.choice(true="--freeze visual", false=""),
         "optim.betas": r.Row("--beta1 {x} --beta2 {x}", "one number each"),
@@ -231,7 +238,7 @@ TABLE: r.Table = {
         "optim.weight_decay": r.same("--weight-decay", "of matrices only"),
         "optim.clip_grad": r.same("--max-norm"),
         "optim.lr_warmup_steps": r.same("--warmup"),
-        "optim.warmup_steps_ratio optim.lr_warmup_steps_ratio": _SHARE,
+        "optim.warmup_steps_ratio optim.lr_warmup_steps_ratio": r.SHARE_OF_RUN,
         "optim.min_lr_ratio": r.same("--lr-end"),
         "optim.lr_scheduler": r.choice(cosine="--schedule cosine", constant="--schedule constant"),
         "optim.lr_scheduler_type": r.choice(cosine="--schedule cosine", constant="--schedule constant"),
@@ -252,7 +259,6 @@ TABLE: r.Table = {
         "ppo_mini_batch_size": r.only(
             r.Flag("train_batch_size", "counted in responses: prompts times --group", needs="group")
         ),
-        "kl_loss_coef": r.only(r.KL_IN_LOSS),
         "loss_agg_mode policy_loss.loss_mode": r.only(r.ALGORITHM),
     },
 }

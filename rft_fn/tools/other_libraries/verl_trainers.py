@@ -9,9 +9,6 @@ from rft_fn.tools.other_libraries.verl import ACTOR, MODEL, ROLLOUT, TABLE
 
 __all__ = ["LIBRARY"]
 
-_REFERENCE = "the reference is the initial model, scored with the packs of the policy"
-_PROFILED = "timing.jsonl has the seconds of each phase"
-_MEGATRON = "torchrun with several processes shards with FSDP2, by --strategy.fsdp and shard-size"
 # ------------------------------------------------------------------------------ options that count together
 
 
@@ -19,7 +16,7 @@ _MEGATRON = "torchrun with several processes shards with FSDP2, by --strategy.fs
 def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     """Return the objective, sizes, the length of a run, rewards, and what has a switch."""
     objective, corrected = objectives.verl(options), corrections.verl(options)
-    critic = str(options["algorithm.adv_estimator"]).lower() == "gae"
+    critic, taught = _script(options) == "ppo", _script(options) == "distill"
     arguments, notes = [*objective.arguments, *corrected.arguments], [*objective.notes, *corrected.notes]
     used = {*objective.used, *corrected.used, ACTOR + "ppo_mini_batch_size", "data.train_batch_size"}
 
@@ -50,10 +47,9 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     warmup = r.integer(options, ACTOR + "optim.lr_warmup_steps", default=-1)
     share_of_run = r.number(options, ACTOR + "optim.lr_warmup_steps_ratio")
     used |= {ACTOR + "optim.lr_warmup_steps", ACTOR + "optim.lr_warmup_steps_ratio"}
-    if warmup < 0 and share_of_run and not steps:
-        notes.append(f"--warmup: theirs is {share_of_run:g} of the run; --warmup counts rollouts")
     each = r.integer(options, "epochs", default=1) if not critic else max(-(-prompts // max(update, 1)), 1)
-    arguments.append(f"--warmup {(warmup if warmup >= 0 else int(share_of_run * steps)) * each}")
+    share = share_of_run if not steps else int(share_of_run * steps) * each
+    arguments.append(f"--warmup {warmup * each if warmup >= 0 else share:.10g}")
 
     # the KL: in the loss, or in the reward, of each token with a critic
     kinds = (
@@ -67,7 +63,7 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
         elif str(options.get(on, False)).lower() == "true":
             notes.append(f"{on}: ppo.py has the KL in the reward of each token, --kl, not in the loss")
     adaptive = critic and str(options.get("algorithm.kl_ctrl.type")) == "adaptive"
-    used |= set() if adaptive else {f"algorithm.kl_ctrl.{x}" for x in ("type", "target_kl", "horizon")}
+    used |= {f"algorithm.kl_ctrl.{x}" for x in (("type",) if adaptive else ("type", "target_kl", "horizon"))}
     in_reward = str(options.get("algorithm.use_kl_in_reward")).lower() == "true"
     if in_reward and not critic and str(options.get("algorithm.kl_ctrl.type")) == "adaptive":
         notes.append("--kl-in-reward: its coefficient is fixed; theirs is steered (kl_ctrl.type=adaptive)")
@@ -98,8 +94,100 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
             "multi_turn: theirs are conversations with tools, here each prompt has one answer; multi_turn.py "
             "--environment FILE.py:NAME is that, see docs/environments.md"
         )
+    used |= {x for x in options if x.startswith(ROLLOUT + "multi_turn.")} - {ROLLOUT + "multi_turn.enable"}
     more = rewards.verl(options)
+
+    # EasyR1's prompts are texts
+    if "easyr1.prompt_key" in options:
+        used |= {"data.prompt_key", "easyr1.prompt_key", "easyr1.answer_key"}
+        column = f"{{{options['easyr1.prompt_key']}}}"
+        arguments.append(f"--template {r.word(column)}")
+    if taught:
+        teaching = _distillation(options)
+        judged = [] if "--rl" not in " ".join(teaching.arguments) else more.arguments
+        kept = [x for x in arguments if not x.startswith(("--loss.", "--kl "))]
+        kept += ["--advantage reinforce"] if judged and group == 1 else []  # what theirs is of one response
+        return r.Combined(
+            [*kept, *judged, *teaching.arguments], used | more.used | teaching.used, [*teaching.notes, *notes]
+        )
     return r.Combined([*arguments, *more.arguments], used | more.used, [*notes, *more.notes])
+
+
+def _script(options: Mapping[str, Any]) -> str:
+    """Return distill with a teacher, ppo with a critic, else grpo."""
+    if objectives.is_true(options.get("distillation.enabled")):
+        return "distill"
+    return "ppo" if str(options["algorithm.adv_estimator"]).lower() == "gae" else "grpo"
+
+
+# by sampled tokens of the student; the gradient of k3 is in expectation that of the forward KL
+_TAUGHT = {
+    "forward_kl_topk": "forward_kl", "k3": "forward_kl", "low_var_kl": "forward_kl", "k2": "reverse_kl",
+    "mse": "reverse_kl", "k1": "sampled", "kl": "sampled",
+}  # fmt: skip
+_LOSS, _TEACHERS = "distillation.distillation_loss.", "distillation.teacher_models."
+
+
+def _distillation(options: Mapping[str, Any]) -> r.Combined:
+    """Return the teachers and the loss of verl's distillation."""
+    used = {x for x in options if x.startswith("distillation.")}
+    paths = {
+        x.split(".")[2]: path
+        for x, path in options.items()
+        if x.startswith(_TEACHERS) and x.endswith(".model_path")
+    }
+    if len(paths) > 1:
+        paths.pop("teacher_model", None)
+    arguments, notes = [], []
+    if len(paths) == 1:
+        arguments.append(f"--teacher {r.word(str(*paths.values()))}")
+    else:
+        named = [f"{options.get(f'{_TEACHERS}{name}.key') or name}={path}" for name, path in paths.items()]
+        arguments += [f"--teacher {' '.join(map(r.word, named or ['TEACHER']))}"]
+        arguments += (
+            [f"--teacher-column {r.word(str(options.get('distillation.teacher_key') or 'data_source'))}"]
+            if named
+            else []
+        )
+
+    # the divergence: a gradient of its own, or a part of the advantages
+    mode, sampled = (
+        str(options.get(_LOSS + "loss_mode") or "k3"),
+        objectives.is_true(options.get(_LOSS + "use_policy_gradient")),
+    )
+    loss = "sampled" if sampled else _TAUGHT.get(mode, "forward_kl")
+    arguments.append(f"--loss {loss}")
+    if mode == "forward_kl_topk":
+        arguments.append(f"--top-k {options.get(_LOSS + 'topk', 32)}")
+        notes.append("objective: --top-k takes all other words as one; theirs leaves them out")
+    elif mode not in _TAUGHT:
+        notes.append(f"objective: distillation loss_mode={mode} is no loss of ours; {loss} stands in")
+    elif not sampled and loss == "sampled":
+        notes.append(
+            f"objective: {mode} without use_policy_gradient has a gradient of expectation 0; ours has not"
+        )
+    elif loss != "sampled":
+        notes.append(f"objective: theirs is {mode} of the sampled token, ours its expectation over all words")
+    elif mode not in ("k1", "kl"):
+        notes.append(
+            f"objective: theirs is {mode} in the reward of a token, ours the log-ratio to the teacher"
+        )
+    limits = [
+        x
+        for x in (_LOSS + "loss_max_clamp", _LOSS + "log_prob_min_clamp")
+        if options.get(x) not in (None, "null")
+    ]
+    if limits:
+        notes.append(f"objective: theirs is bounded by {', '.join(limits)}, ours is not")
+    if str(options.get(_LOSS + "use_task_rewards", True)).lower() == "true":
+        share = r.number(options, _LOSS + "distillation_loss_coef", default=1.0)
+        arguments.append(f"--rl {1 / share if share else 1:g}")
+        notes += (
+            ["--rl: theirs weighs the divergence, ours the rewards, in the same proportion"]
+            if share != 1
+            else []
+        )
+    return r.Combined(arguments, used, notes)
 
 
 def _examples(options: Mapping[str, Any]) -> r.Combined:
@@ -141,9 +229,7 @@ def _examples(options: Mapping[str, Any]) -> r.Combined:
     ratio = r.number(options, *names, default=0.1)
     used |= {*names}
     if "optim.lr_warmup_steps" not in options:
-        arguments.append(f"--warmup {int(ratio * steps)}")
-        if ratio and not steps:
-            notes.append(f"--warmup: theirs is {ratio:g} of the run; --warmup counts steps")
+        arguments.append(f"--warmup {int(ratio * steps) if steps else ratio:.10g}")
     if not r.integer(options, "model.lora_rank"):
         used |= {"model.lora_rank", "model.lora_alpha", "model.target_modules"}
     return r.Combined(arguments, used, notes)
@@ -188,15 +274,6 @@ LIBRARY = r.Library(
             },
             combine=_examples,
             script=lambda options: "sft",
-            sections={
-                "checkpoint.": "a checkpoint always has everything that a run needs",
-                "trainer.": "the folder of a run has its files and checkpoints",
-                "engine": "torchrun with several processes shards with FSDP2",
-                "optim": "the optimizer is AdamW",
-                "model.": "the scripts choose how a model computes",
-                "data.": "docs/data.md has the forms of rows",
-                "profiler.": "timing.jsonl has the seconds of each phase",
-            },
             programs=("fsdp_sft_trainer", "sft_trainer", "sft_trainer_ray"),
             tells=("model.", "optim.", "engine."),
         ),
@@ -222,49 +299,37 @@ LIBRARY = r.Library(
                 "trainer.total_epochs": 30,
             },
             combine=_rollouts,
-            script=lambda o: "ppo" if str(o["algorithm.adv_estimator"]).lower() == "gae" else "grpo",
-            sections={
-                "actor_rollout_ref.ref.": _REFERENCE,
-                "ray_kwargs.": "there is no Ray: torchrun starts the processes",
-                "ray_init.": "there is no Ray: torchrun starts the processes",
-                "actor_rollout_ref.rollout.agent.": "multi_turn.py and rft_fn.environment",
-                "actor_rollout_ref.rollout.multi_turn.": "multi_turn.py and rft_fn.environment",
-                "actor_rollout_ref.rollout.val_kwargs": "an evaluation has one greedy answer a question",
-                "actor_rollout_ref.rollout.": "vLLM is started with its own defaults",
-                "actor_rollout_ref.actor.megatron.": _MEGATRON,
-                "critic.megatron.": _MEGATRON,
-                "actor_rollout_ref.actor.profiler.": _PROFILED,
-                "global_profiler.": _PROFILED,
-                "actor_rollout_ref.actor.checkpoint.": "a checkpoint always has everything that a run needs",
-                "actor_rollout_ref.actor.": "the scripts choose how the actor computes",
-                "actor_rollout_ref.model.": "the scripts choose how a model computes",
-                "actor_rollout_ref.": "trainer and engine share their processes",
-                "critic.": "the critic is trained as the actor is: its packs, precision and schedule",
-                "reward_model.": "a reward model runs in these processes, or behind a URL: docs/rewards.md",
-                "reward.": "a reward model runs in these processes, or behind a URL: docs/rewards.md",
-                "async_training.": "--ahead samples steps ahead, with an engine in a process of its own",
-                "rollout.": "--ahead samples steps ahead, with an engine in a process of its own",
-                "trainer.": "the folder of a run has its files and checkpoints",
-                "algorithm.": "write it into a copy of the script, docs/algorithms.md",
-                "data.": "docs/data.md has the forms of rows",
-                "retriever.": "multi_turn.py and rft_fn.environment",
-                "max_turns": "multi_turn.py --max-turns",
-                "env.": "multi_turn.py and rft_fn.environment",
-                "hydra.": "its parts are found by hydra",
-                "defaults": "its parts are found by hydra",
-                "transfer_queue.": "there is no Ray: torchrun starts the processes",
-            },
-            programs=("main_ppo", "main_dapo", "fully_async_main", "main_ppo_split"),
+            script=_script,
+            programs=("main_ppo", "main_dapo", "fully_async_main", "main_ppo_split", "main_ppo_v0", "main"),
             tells=("actor_rollout_ref.", "algorithm.", "critic.", "reward_model.", "custom_reward_function."),
             numbers=_NUMBERS,
         ),
     },
     {
-        "main_generation": "evaluate.py answers and scores prompts of a data set",
+        **dict.fromkeys(
+            ("main_generation", "main_generation_server"),
+            "evaluate.py answers and scores prompts of a data set",
+        ),
+        "main_gkd": "python train_scripts/distill.py learns from a teacher",
+        "main_spin": "train_scripts/dpo.py learns from pairs of a file",
+        "main_sppo": "train_scripts/dpo.py --loss sppo learns from pairs of a file",
+        "main_flowrl": "its loss is none of ours: write it into a copy of grpo.py",
+        "main_prime": "its reward model learns in the run, which no script of ours does",
         "main_eval": "evaluate.py answers and scores prompts of a data set",
         "model_merger": "a run's folder `model` is one that transformers loads",
     },
     packages=("verl", "recipe"),
+    modules=(
+        *(
+            "verl.trainer.main_ppo",
+            "verl.trainer.main_ppo_v0",
+            "recipe.dapo.*main_dapo",
+            "recipe.dapo.main_dapo",
+        ),
+        *("verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray"),
+        *("*.fully_async_policy.fully_async_main", "*.one_step_off_policy.main_ppo", "verl.*.main_ppo_split"),
+        *("recipe.transfer_queue.main_ppo", "recipe.r1_ascend.main_ppo", "verl.trainer.main"),
+    ),
     implied={
         "sft_trainer": {"data.messages_key": "messages"},
         "main_dapo": {"reward_model.reward_manager": "dapo"},
