@@ -281,7 +281,7 @@ def _assert_ragged(correct: Correction, seed: int) -> None:
     error = (found - w * correct(mask.double(), old_logp, logp, mask)).abs().max()
     if not error <= 1e-12:
         raise AssertionError(
-            f"correct: expected w times a factor, and with a random w it is off by {error:.2g}: w is left out, "
+            f"correct: expected w times a factor, and a random w is off by {error:.2g}: w is left out, "
             "or changes the factor"
         )
     for row, m in enumerate(mask):
