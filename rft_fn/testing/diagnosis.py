@@ -118,7 +118,7 @@ def raised(error: Exception) -> str:
     file = places[own[0]].filename
     at = [x for x in places[own[0] :] if x.filename == file][-1]
     return (
-        said if Path(file).is_relative_to(_PACKAGE) else f"{said} ({Path(file).name}:{at.lineno}, {at.line})"
+        said if Path(file).is_relative_to(_PACKAGE) else f"{Path(file).name}:{at.lineno}, {at.line}: {said}"
     )
 
 

@@ -251,11 +251,7 @@ WRONG = {
     },
     "a statistic of the pack": {
         "length of the pack": lambda o, b: (
-            -torch.zeros(b.num_seqs)
-            .double()
-            .index_add(0, b.seq, o.logp - b.old_logp)
-            .clamp(-5, 5)
-            .exp()[b.seq]
+            -o.logp.new_zeros(b.num_seqs).index_add(0, b.seq, o.logp - b.old_logp).clamp(-5, 5).exp()[b.seq]
             * b.adv
             / len(b.mask)
         ),
