@@ -372,7 +372,7 @@ def kl_of_updates(
     st: Strategy, apply: Apply, params: Any, rollout: Rollout, own: Corrected, *, budget: int
 ) -> dict[str, float]:
     """Return the KL that the updates on a rollout made, and its quadratic prediction; {} if not asked for."""
-    if own.before is None:
+    if own.before is None or not rollout.mask.any():
         return {}
     from rft_fn.analysis import update_kl  # above, and only for a run that asks
 
