@@ -69,7 +69,7 @@ def again(step, rollout, reward, folder, seen):
     adv = (shaped - shaped.mean(1, keepdims=True)) / (shaped.std(1, ddof=1, keepdims=True) + 1e-6)
     adv = np.repeat(adv.ravel()[:, None], m.shape[1], 1)
 
-    # weights of tokens: a mean over rows of means, times the ratio to the sampler, of the most uncertain alone
+    # weights of tokens: a mean over rows of means, times the ratio, of the most uncertain alone
     d = (p - sampler)[m]
     ratio = np.where(m, np.exp(p - sampler), 0)
     away_of_rows = ((p - sampler) * m).sum(-1)
