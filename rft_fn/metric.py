@@ -35,8 +35,10 @@ class Calibration:
         return tree.map(torch.add, self, other)
 
     def value(self) -> Tensor:
-        gap = (self.observed - self.predicted).abs().sum()
-        return gap / self.count.sum().clamp(min=1)
+        return (self.observed - self.predicted).abs().sum() / self.count.sum()
+
+    def measured(self) -> Tensor:
+        return self.count.sum() > 0
 
 
 def calibration(p: Tensor, label: Tensor, mask: Tensor, *, bins: int = 10) -> Calibration:
@@ -76,7 +78,10 @@ def reliability(of: Calibration) -> list[tuple[float, float, float]]:
 
 
 class Metric(Protocol):
-    """A quantity that merges: over packs, over ranks, in any order."""
+    """A quantity that merges: over packs, over ranks, in any order.
+
+    One that can be over nothing says so by a method `measured() -> Tensor`, [] bool; `results` leaves it out.
+    """
 
     def merge(self, other: Self) -> Self:
         """Return the metric of both parts together."""
@@ -98,7 +103,10 @@ class Mean:
         return Mean(total=self.total + other.total, count=self.count + other.count)
 
     def value(self) -> Tensor:
-        return self.total / self.count.clamp(min=1e-300)
+        return self.total / self.count
+
+    def measured(self) -> Tensor:
+        return self.count > 0
 
 
 @tree.struct
@@ -126,6 +134,9 @@ class Max:
     def value(self) -> Tensor:
         return self.top
 
+    def measured(self) -> Tensor:
+        return self.top != -torch.inf  # of nothing; NaN is measured
+
 
 @tree.struct
 class SampleSize:
@@ -139,9 +150,10 @@ class SampleSize:
         return tree.map(torch.add, self, other)
 
     def value(self) -> Tensor:
-        # 1 where nothing is in mask: no sample is lost
-        some = self.count * self.square
-        return torch.where(some > 0, self.total.square() / some.clamp(min=1e-300), (self.count == 0).double())
+        return self.total.square() / (self.count * self.square).clamp(min=1e-300)  # 0 where all weights are
+
+    def measured(self) -> Tensor:
+        return self.count > 0
 
 
 def _f64(x: Tensor) -> Tensor:
@@ -149,7 +161,7 @@ def _f64(x: Tensor) -> Tensor:
 
 
 def mean(x: Tensor, mask: Tensor) -> Mean:
-    """Average x over mask, both [*]; 0 if no position is in mask."""
+    """Average x over mask, both [*]; `results` has no average of nothing."""
     return Mean(total=_f64(torch.where(mask, x.detach(), 0)).sum(), count=_f64(mask).sum())
 
 
@@ -161,7 +173,7 @@ def sum(x: Tensor, mask: Tensor | None = None) -> Sum:
 
 
 def max(x: Tensor, mask: Tensor) -> Max:
-    """Return the maximum of x over mask, both [*]; -inf if no position is in mask."""
+    """Return the maximum of x over mask, both [*]; `results` has no maximum of nothing."""
     low = torch.where(mask, _f64(x), -torch.inf)
     least = low.new_full((1,), -torch.inf)  # amax of nothing raises
     return Max(top=torch.cat([low.flatten(), least]).amax())
@@ -214,15 +226,24 @@ def average(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Return the values of metrics as numbers, in one transfer per device.
 
-    ValueError for a value that is no metric.
+    A mean, a maximum or a share over nothing is absent: it was not measured, and is not 0. ValueError for a
+    value that is no metric.
     """
     _check(metrics)
-    values = {name: m.value() for name, m in metrics.items()}
+    values = {name: (m.value(), _measured(m)) for name, m in metrics.items()}
     numbers: dict[str, float] = {}
-    for device in dict.fromkeys(x.device for x in values.values()):
-        here = {name: x for name, x in values.items() if x.device == device}
-        numbers |= zip(here, torch.stack(list(here.values())).tolist())
-    return {name: numbers[name] for name in metrics}
+    for device in dict.fromkeys(x.device for x, _ in values.values()):
+        here = {name: pair for name, pair in values.items() if pair[0].device == device}
+        flat = torch.stack([x for column in zip(*here.values()) for x in column]).tolist()
+        found = zip(here, flat, flat[len(here) :])
+        numbers |= {name: x for name, x, measured in found if measured}
+    return {name: numbers[name] for name in metrics if name in numbers}
+
+
+def _measured(m: Metric) -> Tensor:
+    """Return whether a metric is over anything, []; it is unless it says otherwise."""
+    measured = getattr(m, "measured", None)
+    return torch.ones_like(m.value()) if measured is None else measured()
 
 
 def pass_at_k(correct: Tensor, k: int) -> Tensor:
@@ -403,25 +424,27 @@ def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:
     """Describe a rollout with rewards [N, G]: spread, lengths, and the share of groups without signal."""
     size = batch.mask.sum(-1).double()
     flat = ~varied(reward)
-    return {
+    values = {
         "reward/std": float(reward.double().std(correction=0)),
         "reward/flat_groups": float(flat.double().mean()),
         "rollout/length_mean": float(size.mean()),
         "rollout/length_max": float(size.max()),
         "rollout/truncated": float(batch.truncated.double().mean()),
         "rollout/empty": float((size <= 1).double().mean()),
-        "rollout/sampler_logp": float(batch.logp.double().sum() / size.sum().clamp(min=1)),
     }
+    if size.any():
+        values["rollout/sampler_logp"] = float(batch.logp.double().sum() / size.sum())
+    return values
 
 
 def spread(name: str, x: Tensor, mask: Tensor) -> dict[str, float]:
     """Return mean, deviation, minimum and maximum over mask.
 
-    The names are name/mean, name/std, name/min and name/max; all are 0 if mask is empty. x and mask are [*].
+    The names are name/mean, name/std, name/min and name/max; none if mask is empty. x and mask are [*].
     """
     inside = x[mask].double()
     if not inside.numel():
-        inside = torch.zeros(1, dtype=torch.float64)
+        return {}
     return {
         f"{name}/mean": float(inside.mean()),
         f"{name}/std": float(inside.std(correction=0)),

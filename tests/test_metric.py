@@ -1,6 +1,7 @@
 """Metrics merge over packs and ranks in any order: no mean of means."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -38,8 +39,9 @@ def test_any_cut_and_any_order_gives_the_same_numbers(data, cuts):
             },
         )
     kept = np.array([v for v, m in data if m])
-    want = {"mean": kept.mean() if kept.size else 0.0, "sum": kept.sum(), "max": kept.max(initial=-np.inf)}
-    want["ess"] = ref.effective_share(abs(kept) + 1) if kept.size else 1.0
+    want = {"sum": kept.sum()}
+    if kept.size:
+        want |= {"mean": kept.mean(), "max": kept.max(), "ess": ref.effective_share(abs(kept) + 1)}
     assert metric.results(found) == pytest.approx(want, rel=1e-10, abs=1e-10)
 
 
@@ -84,6 +86,28 @@ def test_names_of_one_side_survive_and_nothing_gives_nothing():
     merged = metric.merge({"a": metric.sum(torch.ones(2))}, {"b": metric.sum(torch.ones(3))})
     assert metric.results(merged) == {"a": 2.0, "b": 3.0}
     assert metric.results({}) == {}
+
+
+def test_a_mean_over_nothing_is_absent_and_not_0():
+    """What was not measured has no number; it counts when another pack or rank has some of it."""
+    none, some = torch.zeros(2) > 0, torch.ones(2) > 0
+    x = torch.tensor([2.0, torch.nan])
+    kinds = {
+        "mean": metric.mean,
+        "max": metric.max,
+        "share": metric.effective_share,
+        "ece": lambda x, mask: metric.calibration(x, x, mask),
+    }
+    of_nothing = {name: f(x, none) for name, f in kinds.items()}
+    assert metric.results(of_nothing | {"sum": metric.sum(x, none)}) == {"sum": 0.0}
+    half = {name: f(torch.full((2,), 0.5), some) for name, f in kinds.items()}
+    for found in (metric.merge(of_nothing, half), metric.merge(half, of_nothing)):
+        assert metric.results(found) == metric.results(half)
+    assert all(math.isnan(v) for v in metric.results({k: f(x, some) for k, f in kinds.items()}).values())
+    zero = metric.results({name: f(torch.zeros(2), some) for name, f in kinds.items()})
+    assert zero == dict.fromkeys(kinds, 0.0)
+    one_sided = metric.labelled("x", x[:1], x[:1], some[:1], some[:1], beta=0.1)
+    assert metric.results(one_sided).keys() == {"x/accuracy", "x/reward_chosen", "x/logp_chosen"}
 
 
 def test_values_of_two_devices_are_stacked_apart(monkeypatch):
@@ -211,14 +235,14 @@ def test_the_diagnostics_of_a_rollout_by_hand():
     whole = metric.rollout(rollout, torch.tensor([[1, 3], [2, 2]]))  # rewards may be whole numbers
     assert whole["reward/std"] == pytest.approx(0.5**0.5, rel=1e-12)
     nothing = tree.replace(rollout, mask=mask & False, logp=torch.zeros(4, 4))
-    assert metric.rollout(nothing, torch.zeros(2, 2))["rollout/sampler_logp"] == 0
+    assert "rollout/sampler_logp" not in metric.rollout(nothing, torch.zeros(2, 2))
 
 
 def test_the_spread_over_a_mask_by_hand():
     x, mask = torch.tensor([1.0, 3.0, 8.0, 99.0]), torch.tensor([True, True, True, False])
     want = {"x/mean": 4.0, "x/std": (26 / 3) ** 0.5, "x/min": 1.0, "x/max": 8.0}
     assert metric.spread("x", x, mask) == pytest.approx(want)
-    assert set(metric.spread("x", x, mask & False).values()) == {0.0}
+    assert metric.spread("x", x, mask & False) == {}
 
 
 def test_an_average_is_over_the_rows_that_have_the_name():
@@ -239,8 +263,8 @@ def test_calibration_is_its_definition_however_it_is_cut(data, cut, bins):
 
     both_ = metric.merge({"ece": part(data[cut:])}, {"ece": part(data[:cut])})
     p, label = [row[0] for row in data if row[2]], [row[1] for row in data if row[2]]
-    want = ref_rewards.calibration_error(p, label, bins)
-    assert metric.results(both_)["ece"] == pytest.approx(want, rel=1e-12, abs=1e-14)
+    want = {"ece": ref_rewards.calibration_error(p, label, bins)} if p else {}
+    assert metric.results(both_) == pytest.approx(want, rel=1e-12, abs=1e-14)
     got = metric.reliability(both_["ece"])
     for row, expected in zip(got, ref_rewards.bins_of(p, label, bins), strict=True):
         assert row == pytest.approx(expected, rel=1e-12, abs=1e-14)
@@ -287,6 +311,9 @@ def test_preferences_are_shown_in_both_orders(data):
     }
     found = metric.preference("x", chosen, rejected, real)
     got = metric.results(found)
+    if not kept:
+        assert got == {}
+        return
     ece = got.pop("x/ece")
     assert got == pytest.approx(want, rel=1e-6, abs=1e-6)
     both_ = [*p, *(1 - x for x in p)]
@@ -318,7 +345,10 @@ def test_metrics_of_lists_are_those_of_their_pairs(rows):
     score, rank, unit = (list(x) for x in zip(*rows))
     pairs = ref_rewards.ranked_pairs(score, rank, unit)
     got = metric.results(metric.ranking("x", *(torch.tensor(x) for x in (score, rank, unit))))
-    count = max(len(pairs), 1)
+    if not pairs:
+        assert got == {}
+        return
+    count = len(pairs)
     assert got["x/accuracy"] == pytest.approx(sum(a > b for a, b in pairs) / count)
     assert got["x/margin"] == pytest.approx(sum(a - b for a, b in pairs) / count)
     tops = []
@@ -327,4 +357,4 @@ def test_metrics_of_lists_are_those_of_their_pairs(rows):
         if len({rank[i] for i in own}) > 1:
             highest = max(own, key=lambda i: (score[i], -i))
             tops.append(rank[highest] == min(rank[i] for i in own))
-    assert got["x/top"] == pytest.approx(sum(tops) / max(len(tops), 1))
+    assert got["x/top"] == pytest.approx(sum(tops) / len(tops))

@@ -107,17 +107,23 @@ def with_reference(cfg: Any, env: Setup, state: TrainState, items: Sequence, shi
 
 
 def with_margin(values: dict[str, float]) -> dict[str, float]:
-    """Add the margin of single responses: the difference of the mean rewards of both kinds."""
+    """Add the margin of single responses: the difference of the mean rewards, where there are both kinds."""
     for name in ("responses", "eval"):
-        if f"{name}/reward_chosen" in values and f"{name}/margin" not in values:
-            values[f"{name}/margin"] = values[f"{name}/reward_chosen"] - values[f"{name}/reward_rejected"]
+        sides = [values.get(f"{name}/reward_{side}") for side in ("chosen", "rejected")]
+        if None not in sides and f"{name}/margin" not in values:
+            values[f"{name}/margin"] = sides[0] - sides[1]
     return values
 
 
 def rewards_mean(cfg: Any, shift: float, values: Mapping[str, float], step: int) -> float:
-    """Return BCO's running mean of rewards, over the steps: the middle of both kinds."""
+    """Return BCO's running mean of rewards, over the steps: the middle of both kinds.
+
+    A step whose batch has responses of one kind has no middle, and leaves it as it is.
+    """
     if cfg.loss != "bco":
         return shift
     name = "responses" if cfg.unpaired else "pairs"
-    middle = (values[f"{name}/reward_chosen"] + values[f"{name}/reward_rejected"]) / 2
-    return shift + (middle - shift) / (step + 1)
+    sides = [values[key] for key in (f"{name}/reward_chosen", f"{name}/reward_rejected") if key in values]
+    if len(sides) < 2:
+        return shift
+    return shift + (sum(sides) / 2 - shift) / (step + 1)

@@ -350,15 +350,18 @@ def correct_mismatch(
     inside = rollout.mask
     if each is not None and share < 1:
         top = each[weight.top_share(each, inside, share=share)]
-        least = float(top.min()) if len(top) else 0.0
+        least = float(top.min()) if len(top) else math.inf
         # what has the same tokens before it has the same entropy but for rounding, and is chosen together
         chosen = inside & (each >= least - _SAME)
         extra["correction"] = chosen * extra.get("correction", inside.to(old_logp.dtype))
-        metrics["entropy/threshold"] = least
+        if len(top):
+            metrics["entropy/threshold"] = least
     coef = later = how.entropy
     if each is not None and target:
-        mean = float((each * inside).double().sum() / inside.sum().clamp(min=1))
-        coef, later = loss.adaptive_entropy(bonus, mean, target=target, delta=how.entropy_delta)
+        coef = later = bonus
+        if inside.any():
+            mean = float((each * inside).double().sum() / inside.sum())
+            coef, later = loss.adaptive_entropy(bonus, mean, target=target, delta=how.entropy_delta)
         metrics["entropy/coef"] = coef
     if coef or target:
         extra["entropy"] = torch.full((len(inside),), coef)
@@ -369,7 +372,7 @@ def kl_of_updates(
     st: Strategy, apply: Apply, params: Any, rollout: Rollout, own: Corrected, *, budget: int
 ) -> dict[str, float]:
     """Return the KL that the updates on a rollout made, and its quadratic prediction; {} if not asked for."""
-    if own.before is None:
+    if own.before is None or not rollout.mask.any():
         return {}
     from rft_fn.analysis import update_kl  # above, and only for a run that asks
 
@@ -397,8 +400,8 @@ def check_gap(
     Stale rows differ by more than noise: where they are corrected or asked for they have no limit.
     ValueError, with an explanation, for a gap above the limit; an `engine` that is idle helps to find it.
     """
-    found = {name: values[name] for name in collect.MISMATCH}
-    if found["policy/logp_gap_max"] == -math.inf:  # no token is learned from, so nothing was measured
+    found = {name: values[name] for name in collect.MISMATCH if name in values}
+    if not found:  # no token is learned from, so nothing was measured
         return found, floor
     expected = correction_of(cfg) != "none" or cfg.ahead > 0 or cfg.partial > 0
     if expected and values["rollout/staleness_max"] > 0:

@@ -2,11 +2,14 @@
 
     testing.check_all(my_loss)                   # my_loss(out: TokenOut, b: Packed) -> [T], or ([T], metrics)
     testing.check_all(my_loss, low=0.2, high=0.28)     # and where its limits are claimed to be
+    testing.check_all(my_loss, kl=0.05, entropy=0.01)  # has a KL to the reference and an entropy bonus in it
+    testing.check_all(my_pairs, weight=rft.weight.pair_mean, unit=2)  # of chosen and rejected
     testing.check_all(my_regression, on_policy=False)  # no policy loss
     testing.check_kl_gradient(my_kl)             # my_kl(logp [*], ref_logp [*]) -> [*]
     testing.check_group_estimator(my_adv)        # my_adv(reward [N, G]) -> [N, G]
     testing.check_estimator_gradient(my_adv)     # as above: is its expected gradient that of E[R]?
     testing.check_deletion_invariance(my_gae)    # my_gae(reward, value, discount, mask=mask) -> (adv, ret)
+    testing.check_exact_values(my_gae)           # the same: advantages are 0 where the values are right
     testing.check_importance_bias(my_weight)     # my_weight(w, old_logp, logp, mask) -> w, all [B, S]
 
 Each raises AssertionError with what was varied and by how much the result moved. Losses run on `case`, a
@@ -15,6 +18,7 @@ function leaves rounding errors and nothing else.
 """
 
 from rft_fn.testing.cases import VOCAB, ExtraFn, Unit, case, log_probs, total_and_grad
+from rft_fn.testing.causes import likeliest_cause
 from rft_fn.testing.certificate import (
     Certificate,
     certify,
@@ -24,10 +28,12 @@ from rft_fn.testing.certificate import (
     of_verl,
     token_loss,
 )
-from rft_fn.testing.diagnosis import Verdict, likeliest_cause, table, verdicts
+from rft_fn.testing.diagnosis import Verdict, table, verdicts
+from rft_fn.testing.directions import check_pairs, check_terms
 from rft_fn.testing.estimator import (
     check_deletion_invariance,
     check_estimator_gradient,
+    check_exact_values,
     check_group_estimator,
     check_kl_gradient,
 )
@@ -49,11 +55,11 @@ from rft_fn.weight import token_mean
 
 __all__ = [
     "Certificate", "Verdict", "case", "certify", "check_all", "check_bounded", "check_deletion_invariance",
-    "check_estimator_gradient", "check_finite", "check_group_estimator", "check_importance_bias",
-    "check_kl_gradient", "check_masked", "check_on_policy_identity", "check_packing_invariance",
-    "check_padding_invariance", "check_partition_invariance", "check_permutation_invariance",
-    "check_sides", "importance_bias", "likeliest_cause", "loss_bias", "micro_batch_error", "of_trl",
-    "of_verl", "table", "token_loss", "verdicts",
+    "check_estimator_gradient", "check_exact_values", "check_finite", "check_group_estimator",
+    "check_importance_bias", "check_kl_gradient", "check_masked", "check_on_policy_identity",
+    "check_packing_invariance", "check_padding_invariance", "check_pairs", "check_partition_invariance",
+    "check_permutation_invariance", "check_sides", "check_terms", "importance_bias", "likeliest_cause",
+    "loss_bias", "micro_batch_error", "of_trl", "of_verl", "table", "token_loss", "verdicts",
 ]  # fmt: skip
 
 
@@ -67,30 +73,27 @@ def check_all(
     on_policy: bool = True,
     low: float | None = None,
     high: float | None = None,
+    kl: float | None = None,
+    entropy: float | None = None,
+    chosen_falls: bool = False,
 ) -> None:
-    """Run all checks of a loss; AssertionError with every verdict in a table and the likeliest cause.
+    """Certify a loss on one batch; AssertionError with every verdict in a table and the likeliest cause.
 
-    Finite values come first, then partition, padding, packing, permutation and deleted masked tokens. Policy
-    losses also have the on-policy identity, the sides of a clip and a bound; `on_policy=False` leaves these
-    out, for a loss that has a KL or an entropy in it, or learns no policy. `low` and `high` are claims about
-    its limits (see `check_sides`).
-
-    `weight(mask [B, S]) -> w [B, S]` is the normaliser that the loss is used with. `extra(exp) -> {name:
-    [B, S, ...]}` makes the data that it reads from `b.extra` (see `case`). `unit` consecutive rows belong
-    together: 2 for losses of pairs, where rows 2i and 2i + 1 are sequences 2i and 2i + 1 of a pack; of
-    listwise losses it is the number of rows of each list, such as (3, 1, 2, 2). Other units than 1 are no
-    policy losses.
+    The checks and the arguments are those of `certify`.
     """
-    found = verdicts(
+    found = certify(
         loss_fn,
         weight=weight,
         extra=extra,
-        seed=seed,
         unit=unit,
         on_policy=on_policy,
         low=low,
         high=high,
+        kl=kl,
+        entropy=entropy,
+        chosen_falls=chosen_falls,
+        seeds=(seed,),
+        gaps=(),
     )
-    if any(v.error for v in found):
-        cause = likeliest_cause(loss_fn, found, weight=weight, extra=extra, seed=seed, unit=unit)
-        raise AssertionError(table(found, cause))
+    if any(v.error for v in found.verdicts):
+        raise AssertionError(table(list(found.verdicts), found.cause))

@@ -13,8 +13,8 @@ from rft_fn.types import Apply, Experience, LossFn, Packed, TokenOut, WeightFn
 from rft_fn.weight import token_mean
 
 __all__ = [
-    "FIELDS", "LENGTH", "ROWS", "VOCAB", "Case", "ExtraFn", "Run", "Unit", "apart", "assert_same", "by_unit",
-    "case", "flat", "gap", "log_probs", "normal", "packed", "ragged", "reweigh", "rows_of", "run",
+    "FIELDS", "LENGTH", "ROWS", "VOCAB", "Case", "ExtraFn", "Failure", "Run", "Unit", "apart", "assert_same",
+    "by_unit", "case", "flat", "gap", "log_probs", "normal", "packed", "ragged", "reweigh", "rows_of", "run",
     "tabular", "token_losses", "total_and_grad", "uniform", "whole",
 ]  # fmt: skip
 
@@ -195,6 +195,14 @@ def apart(c: Case, logp: Tensor, shift: Tensor) -> tuple[Apply, Experience]:
 # ---------- runs of a loss as in a train step, and their comparison
 
 
+class Failure(AssertionError):
+    """A failed check, with a code that says how it failed for those that look for the cause."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class Run(NamedTuple):
     """The results of a loss on a batch."""
 
@@ -204,13 +212,31 @@ class Run(NamedTuple):
     metrics: dict[str, float]
 
 
+def _fields(x: TokenOut | Packed) -> dict[str, Tensor]:
+    """Return name -> tensor of a record, those of `extra` by their own names."""
+    named = {**vars(x), **(getattr(x, "extra", None) or {})}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
 def token_losses(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict]:
-    """Return (loss [T], metrics) of a pack; AssertionError unless it is one number per token."""
+    """Return (loss [T], metrics) of a pack; Failure unless it is one number per token.
+
+    Failure too for a loss that changes its arguments in place.
+    """
+    before = {name: x._version for name, x in (_fields(out) | _fields(b)).items()}
     x, metrics = evaluate(loss_fn, out, b)
+    metric.merge({}, metrics)  # raises for a value that is no metric
+    written = [name for name, y in (_fields(out) | _fields(b)).items() if y._version != before.get(name)]
+    if written:
+        raise Failure(
+            "written", f"loss: it changes {', '.join(written)} in place; write x * y, not x.mul_(y)"
+        )
     if x.shape != b.target.shape:
-        raise AssertionError(
+        few = x.numel() < b.target.numel()
+        raise Failure(
+            "scalar" if few else "shape",
             f"loss: expected one number per token, [T] = {list(b.target.shape)}, got {list(x.shape)}; "
-            + ("averages belong in w" if x.numel() < b.target.numel() else "bring it to [T]")
+            + ("averages belong in w" if few else "bring it to [T]"),
         )
     return x, metrics
 
@@ -226,7 +252,7 @@ def run(loss_fn: LossFn, apply: Apply, params: Any, packs: Sequence[Packed]) -> 
         metrics = metric.merge(metrics, m)
     all_terms = torch.cat(terms)
     if not all_terms.requires_grad:
-        raise AssertionError("loss: it has no gradient; is it detached, or built by torch.tensor(...)?")
+        raise Failure("cut", "loss: it has no gradient; is it detached, or built by torch.tensor(...)?")
     grads = torch.autograd.grad(all_terms.sum(), tree.leaves(leaf), materialize_grads=True)
     values = all_terms.detach()
     like_params = tree.unflatten_like(params, list(grads))

@@ -9,7 +9,8 @@ from torch import Tensor
 from rft_fn import packing, tree
 from rft_fn.loss.evaluate import evaluate
 from rft_fn.testing.cases import ROWS, ExtraFn, Unit, case, log_probs, normal
-from rft_fn.testing.diagnosis import Verdict, likeliest_cause, verdicts
+from rft_fn.testing.causes import likeliest_cause
+from rft_fn.testing.diagnosis import Verdict, verdicts
 from rft_fn.testing.policy_losses import enumerated
 from rft_fn.types import Experience, LossFn, Packed, TokenOut, WeightFn
 from rft_fn.weight import token_mean
@@ -67,8 +68,8 @@ def loss_bias(
     )
     out = TokenOut(logp=flat(world.old_logp), entropy=flat(world.entropy))
     loss, _ = evaluate(loss_fn, out, b)
-    (got,) = torch.autograd.grad((b.w * loss).sum(), world.theta, materialize_grads=True)
-    got = -got.flatten()
+    total = (b.w * loss).sum() + 0 * world.theta.sum()  # a gradient that is cut is 0
+    got = -torch.autograd.grad(total, world.theta)[0].flatten()
     want = want.flatten()
     return LossBias(
         gap=gap,
@@ -220,11 +221,31 @@ def certify(
     on_policy: bool = True,
     low: float | None = None,
     high: float | None = None,
+    kl: float | None = None,
+    entropy: float | None = None,
+    chosen_falls: bool = False,
     seeds: Sequence[int] = (0, 1, 2),
     gaps: Sequence[float] = (0.0, 0.1, 0.5),
 ) -> Certificate:
-    """Run all checks of a loss with several seeds, and compute its bias; arguments as of `check_all`."""
-    errors: dict[str, str] = {}
+    """Run all checks of a loss with several seeds, and compute its bias for samples off by each of `gaps`.
+
+    Finite values come first, then partition, padding, packing, permutation and deleted masked tokens. Policy
+    losses also have the on-policy identity, the sides of a clip and a bound. `kl` and `entropy` declare that
+    the loss has +kl KL(pi, ref) and -entropy H in it: their signs and sizes are checked, and what is left is
+    the policy loss. `on_policy=False` leaves the three checks of policy losses out, for a loss that learns no
+    policy or has other terms; a KL or an entropy of the wrong sign is found there too. `low` and `high` are
+    claims about the limits (see `check_sides`).
+
+    `weight(mask [B, S]) -> w [B, S]` is the normaliser that the loss is used with. `extra(exp) -> {name:
+    [B, S, ...]}` makes the data that it reads from `b.extra` (see `case`). `unit` consecutive rows belong
+    together: 2 for losses of pairs, where rows 2i and 2i + 1 are sequences 2i and 2i + 1 of a pack; of
+    listwise losses it is the number of rows of each list, such as (3, 1, 2, 2). Other units than 1 are no
+    policy losses; pairs that read no advantage are chosen and rejected (see `check_pairs`), and
+    `chosen_falls` declares that both may become less probable.
+
+    A loss that raises fails, and the cause says where. ValueError for arguments that make no sense.
+    """
+    every: dict[str, Verdict] = {}
     cause = ""
     for seed in seeds:
         found = verdicts(
@@ -236,12 +257,16 @@ def certify(
             on_policy=on_policy,
             low=low,
             high=high,
+            kl=kl,
+            entropy=entropy,
+            chosen_falls=chosen_falls,
         )
-        for name, error in found:
-            errors[name] = errors.get(name) or error
+        for v in found:
+            if v.check not in every or (v.error and not every[v.check].error):
+                every[v.check] = v
         cause = cause or likeliest_cause(loss_fn, found, weight=weight, extra=extra, seed=seed, unit=unit)
     bias = []
-    if on_policy and unit == 1 and extra is None and "one number per token" not in "".join(errors.values()):
+    unfit = {"raises", "scalar", "shape"} & {v.code for v in every.values()}
+    if on_policy and unit == 1 and extra is None and not unfit:
         bias = [loss_bias(loss_fn, gap=gap) for gap in gaps]
-    every = tuple(Verdict(name, error) for name, error in errors.items())
-    return Certificate(every, cause, tuple(bias), tuple(seeds))
+    return Certificate(tuple(every.values()), cause, tuple(bias), tuple(seeds))

@@ -9,7 +9,8 @@ from rft_fn.reward_shaping import last_token
 from rft_fn.testing.cases import LENGTH, ROWS, gap, normal, ragged, uniform
 
 __all__ = [
-    "check_deletion_invariance", "check_estimator_gradient", "check_group_estimator", "check_kl_gradient",
+    "check_deletion_invariance", "check_estimator_gradient", "check_exact_values", "check_group_estimator",
+    "check_kl_gradient",
 ]  # fmt: skip
 
 
@@ -56,7 +57,8 @@ def check_deletion_invariance(gae_fn: TimeEstimator, *, seed: int = 0, atol: flo
     [B, S]: deleting such tokens first gives the same numbers on the others, and they get 0. A function of
     fewer arguments or results fits in by a lambda, e.g. `lambda reward, value, discount, *, mask:
     reinforce_pp(reward, mask)`: one tensor [B, S] is read as adv. `discount` is 0 on the last token in mask
-    of each row and 0.9 elsewhere; there are rewards outside mask too.
+    of each row and 0.9 elsewhere; there are rewards outside mask too. An estimator that reads values must
+    read those of the next token: see `check_exact_values`.
     """
     mask, _ = ragged(seed)
     reward = normal(seed, "reward", ROWS, LENGTH)
@@ -73,6 +75,41 @@ def check_deletion_invariance(gae_fn: TimeEstimator, *, seed: int = 0, atol: flo
         short = estimate(*(x[row, m][None] for x in (reward, value, discount, mask)))
         for name, whole, part in zip(("adv", "ret"), results, short):
             _assert_deleted(name, row, whole[row], m, part[0], atol)
+    check_exact_values(gae_fn, seed=seed, atol=atol)
+
+
+def check_exact_values(gae_fn: TimeEstimator, *, seed: int = 0, atol: float = 1e-12) -> None:
+    """Check that advantages are 0 and returns the values where the values are right.
+
+    They are the discounted rewards that follow, V_t = r_t + discount_t V_next, so nothing is better than
+    expected, for any lambda; an estimator without a lag, which takes the value of the token itself for that
+    of the next one, has other advantages. One that reads no values has none to be right, and passes.
+    """
+    mask, _ = ragged(seed)
+    reward = normal(seed, "reward", ROWS, LENGTH) * mask
+    discount = torch.where(last_token(mask), 0.0, 0.9).double()
+    value = torch.zeros_like(reward)
+    for row, m in enumerate(mask):
+        after = 0.0
+        for t in m.nonzero().flatten().flip(0).tolist():
+            after = value[row, t] = reward[row, t] + discount[row, t] * after
+
+    def estimate(value: Tensor) -> tuple[Tensor, ...]:
+        result = gae_fn(reward, value, discount, mask=mask)
+        return (result,) if isinstance(result, Tensor) else result
+
+    found = estimate(value)
+    if all(torch.equal(x, y) for x, y in zip(found, estimate(value + mask.double()))):
+        return
+    for name, x, want in zip(("adv", "ret"), found, (torch.zeros_like(value), value)):
+        error = ((x - want) * mask).abs()
+        if not error.max() <= atol:
+            row, t = divmod(int(error.argmax()), LENGTH)
+            raise AssertionError(
+                f"{name} of row {row}, token {t}: expected {want[row, t]:.4g} where every value is the "
+                f"discounted sum of the rewards that follow, got {x[row, t]:.4g}: the value of another token "
+                "than the next"
+            )
 
 
 # ---------- estimators over a group

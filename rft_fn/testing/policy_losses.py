@@ -1,6 +1,6 @@
 """Checks of policy losses: gradient on-policy, importance ratios, finite values at any log-ratio."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from rft_fn import tree
 from rft_fn.testing.cases import (
     ROWS,
+    Case,
     ExtraFn,
     Run,
     Unit,
@@ -19,17 +20,18 @@ from rft_fn.testing.cases import (
     log_probs,
     normal,
     packed,
+    ragged,
     reweigh,
     rows_of,
     run,
     whole,
 )
-from rft_fn.types import Experience, LossFn, Packed, WeightFn
+from rft_fn.types import Apply, Experience, LossFn, Packed, WeightFn
 from rft_fn.weight import token_mean
 
 __all__ = [
     "ImportanceBias", "World", "check_finite", "check_importance_bias", "check_on_policy_identity",
-    "enumerated", "importance_bias",
+    "enumerated", "finite_cases", "importance_bias",
 ]  # fmt: skip
 
 
@@ -98,6 +100,23 @@ def _masked(exp: Experience, weight: WeightFn, unit: Unit) -> dict[str, list[Pac
     }
 
 
+def _far(c: Case, unit: Unit) -> Iterator[tuple[str, Apply, Any, list[Packed]]]:
+    """Yield (what was varied, apply, params, packs) of log-ratios far from 0, in both types."""
+    logp = log_probs(c.apply, c.params, c.exp)
+    for name, shift in _shifts(c.exp.mask).items():
+        apply, exp = apart(c, logp, shift)
+        for dtype in (torch.float64, torch.float32):
+            yield f"{name} in {dtype}", apply, _as_type(c.params, dtype), whole(_as_type(exp, dtype), unit)
+
+
+def finite_cases(c: Case, weight: WeightFn, unit: Unit) -> Iterator[tuple[Apply, Any, list[Packed]]]:
+    """Yield (apply, params, packs) of everything on which `check_finite` evaluates a loss."""
+    for _, apply, params, packs in _far(c, unit):
+        yield apply, params, packs
+    for packs in _masked(c.exp, weight, unit).values():
+        yield c.apply, c.params, packs
+
+
 def check_finite(
     loss_fn: LossFn,
     *,
@@ -112,12 +131,8 @@ def check_finite(
     token among others at 0. Masked rows and empty packs give exactly 0.
     """
     c = case(seed, weight=weight, extra=extra)
-    logp = log_probs(c.apply, c.params, c.exp)
-    for name, shift in _shifts(c.exp.mask).items():
-        apply, exp = apart(c, logp, shift)
-        for dtype in (torch.float64, torch.float32):
-            got = run(loss_fn, apply, _as_type(c.params, dtype), whole(_as_type(exp, dtype), unit))
-            _assert_finite(f"{name} in {dtype}", got)
+    for name, apply, params, packs in _far(c, unit):
+        _assert_finite(name, run(loss_fn, apply, params, packs))
     for name, packs in _masked(c.exp, weight, unit).items():
         got = run(loss_fn, c.apply, c.params, packs)
         _assert_finite(name, got)
@@ -252,6 +267,33 @@ def importance_bias(
     )
 
 
+def _assert_ragged(correct: Correction, seed: int) -> None:
+    """Check that weights are w times a factor of the tokens in mask alone, on a ragged mask and random w."""
+    mask, _ = ragged(seed)
+    mask = mask[mask.any(-1)]
+    w, old_logp, logp = (normal(seed, name, *mask.shape) * mask for name in ("w", "trainer's", "sampler's"))
+    w = w.abs()
+    found = correct(w, old_logp, logp, mask)
+    if not (found[~mask] == 0).all():
+        raise AssertionError(
+            f"correct: expected weights of 0 outside mask, got {found[~mask].abs().max():.2g}"
+        )
+    error = (found - w * correct(mask.double(), old_logp, logp, mask)).abs().max()
+    if not error <= 1e-12:
+        raise AssertionError(
+            f"correct: expected w times a factor, and a random w is off by {error:.2g}: w is left out, "
+            "or changes the factor"
+        )
+    for row, m in enumerate(mask):
+        short = correct(*(x[row, m][None] for x in (w, old_logp, logp, mask)))[0]
+        error = (found[row, m] - short).abs().max()
+        if not error <= 1e-12:
+            raise AssertionError(
+                f"correct: the weights of row {row} changed by {error:.2g} when its {int((~m).sum())} "
+                "tokens outside mask were deleted"
+            )
+
+
 def check_importance_bias(
     correct: Correction,
     *,
@@ -268,6 +310,8 @@ def check_importance_bias(
     = 1: it leaves out the prefix that q chose and the rest that the reward depends on. Truncating or
     masking a ratio fails if a ratio exceeds the limit: with `gap` = 1 the ratios of sequences of 3 span about
     0.3 to 48.
+
+    Then, on a ragged mask and a random w, the weights must be w times a factor of the tokens in mask alone.
     """
     b = importance_bias(correct, length=length, vocab=vocab, seed=seed, gap=gap)
     if not b.bias <= atol:
@@ -277,3 +321,4 @@ def check_importance_bias(
             f"norm ratio {b.norm_ratio:.4f}; allowed {atol:g}); its variance is {b.variance:.2g} times that "
             "of on-policy samples"
         )
+    _assert_ragged(correct, seed)

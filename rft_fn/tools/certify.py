@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import json
 import platform
-import traceback
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -28,26 +27,30 @@ def certificate(
     on_policy: bool = True,
     low: float | None = None,
     high: float | None = None,
+    kl: float | None = None,
+    entropy: float | None = None,
+    chosen_falls: bool = False,
 ) -> Certificate:
-    """Certify FILE.py:NAME, or a row of algorithm.TABLE; functions are named in the same way."""
+    """Certify FILE.py:NAME, or a row of algorithm.TABLE; functions are named in the same way.
+
+    ValueError for a loss that runs on no batch.
+    """
     loss, usual = _loss(name)
-    try:
-        return rft.testing.certify(
-            loss,
-            weight=_weight(weight) if weight else usual,
-            extra=_function(extra, "extra") if extra else None,
-            unit=unit,
-            on_policy=on_policy,
-            low=low,
-            high=high,
-        )
-    except (AttributeError, NameError, TypeError, KeyError) as error:
-        places = traceback.extract_tb(error.__traceback__)
-        own = [x for x in places if x.filename == inspect.getsourcefile(loss)]
-        if not own:
-            raise
-        where = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
-        raise ValueError(f"loss: {where}, {own[-1].line}: {type(error).__name__}: {error}") from error
+    found = rft.testing.certify(
+        loss,
+        weight=_weight(weight) if weight else usual,
+        extra=_function(extra, "extra") if extra else None,
+        unit=unit,
+        on_policy=on_policy,
+        low=low,
+        high=high,
+        kl=kl,
+        entropy=entropy,
+        chosen_falls=chosen_falls,
+    )
+    if all(v.code == "raises" for v in found.verdicts):
+        raise ValueError(f"loss: {found.cause}")
+    return found
 
 
 def _loss(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:

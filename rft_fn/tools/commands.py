@@ -99,7 +99,10 @@ class Certify:
     weight: str = ""  # its normaliser: a name of rft.weight, constant:LENGTH, or FILE.py:NAME
     extra: str = ""  # FILE.py:NAME of a function of the batch that makes what the loss reads of b.extra
     unit: int = 1  # rows that belong together: 2 for losses of pairs
-    no_policy: bool = False  # no policy loss, but a KL, a value, a supervised one: three checks are left out
+    no_policy: bool = False  # no policy loss, but a value, a supervised one: three checks are left out
+    kl: float | None = None  # claim: the loss has this times a KL to the reference added
+    entropy: float | None = None  # claim: the loss has this times the entropy subtracted
+    chosen_falls: bool = False  # claim of pairs: chosen responses may become less probable, as of APO-down
     low: float | None = None  # claim: tokens with A < 0 stop below a ratio of 1 - low
     high: float | None = None  # claim: tokens with A > 0 stop above a ratio of 1 + high
     json: str = ""  # a file for the certificate
@@ -219,6 +222,9 @@ def certify(options: Certify) -> None:
         on_policy=not options.no_policy,
         low=options.low,
         high=options.high,
+        kl=options.kl,
+        entropy=options.entropy,
+        chosen_falls=options.chosen_falls,
     )
     certify.show(options.loss, found)
     if options.json:

@@ -222,6 +222,8 @@ def test_the_baselines_of_single_responses(tmp_path):
     assert preferences.rewards_mean(cfg, 0.0, values, 0) == pytest.approx(0.2)
     assert preferences.rewards_mean(cfg, 0.5, values, 2) == pytest.approx(0.4)
     assert preferences.rewards_mean(dpo.Config(), 0.5, values, 2) == 0.5
+    one = {"pairs/reward_chosen": 0.5}  # a batch of one kind has no middle, and no margin
+    assert preferences.rewards_mean(cfg, 0.3, one, 2) == 0.3 and preferences.with_margin(dict(one)) == one
 
 
 def test_a_mismatched_response_has_another_prompt():

@@ -60,6 +60,26 @@ def return_over_holes(reward, value, discount, *, mask):
     return advantage.discounted_return(reward * mask, discount) * mask
 
 
+def without_a_lag(reward, value, discount, *, mask):
+    """The value of the token itself, for that of the next one."""
+    adv = advantage.discounted_return(
+        torch.where(mask, reward + (discount - 1) * value, 0), torch.where(mask, discount * 0.95, 1)
+    )
+    return adv * mask, (adv + value) * mask
+
+
+def test_values_of_the_next_token_are_read():
+    """What deleting tokens does not show."""
+    for seed in range(3):
+        testing.check_exact_values(advantage.gae, seed=seed)
+        testing.check_exact_values(return_to_go, seed=seed)
+    for check in (testing.check_exact_values, testing.check_deletion_invariance):
+        with pytest.raises(
+            AssertionError, match=r"adv of row \d, token \d+: expected 0 where every value is"
+        ):
+            check(without_a_lag)
+
+
 @pytest.mark.parametrize("f", [advantage.gae, return_to_go])
 @pytest.mark.parametrize("seed", range(3))
 def test_deletion_invariance_passes(f, seed):

@@ -97,6 +97,26 @@ def test_every_other_correction_is_biased_and_is_told_by_how_much(name, seed):
     testing.check_importance_bias(BIASED[name], seed=seed, atol=b.bias + 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (lambda w, old, new, mask: (old - new).sum(-1, keepdim=True).exp() * mask, "w is left out"),
+        (lambda w, old, new, mask: w.square() * (old - new).sum(-1, keepdim=True).exp(), "w is left out"),
+        (lambda w, old, new, mask: w * (old - new).sum(-1, keepdim=True).exp() + ~mask, "0 outside mask"),
+        (
+            lambda w, old, new, mask: (
+                w * ((old - new).sum(-1, keepdim=True) * mask.double().mean(-1, keepdim=True)).exp()
+            ),
+            "tokens outside mask were deleted",
+        ),
+    ],
+)
+def test_a_ragged_mask_and_a_random_w_show_what_an_enumeration_does_not(f, message):
+    assert testing.importance_bias(f).bias < 1e-12
+    with pytest.raises(AssertionError, match=message):
+        testing.check_importance_bias(f)
+
+
 @pytest.mark.parametrize("name", ["token", "prefix", "mean_ratio"])
 def test_for_one_token_the_token_is_the_sequence(name):
     testing.check_importance_bias(BIASED[name], length=1, vocab=5)
