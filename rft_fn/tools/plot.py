@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 __all__ = [
-    "curve", "figure", "length_histogram", "phases", "read_metrics", "reliability", "save",
+    "curve", "figure", "length_histogram", "phase_color", "phase_names", "phases", "read_metrics", "reliability", "save",
     "terminal_curve", "unit",
 ]  # fmt: skip
 
@@ -46,6 +47,21 @@ _PANELS = (
 _LOSS = _Panel("loss", "mean loss", ("eval/loss", "loss"))  # of runs without a reward
 _SHARES = ("accuracy of pairs", "correct labels", "same likeliest word as the teacher")  # panels from 0 to 1
 _PHASE = "phase/"  # before the name of a phase in timing.jsonl
+
+# a phase has the same colour in every picture of every run; from the bottom of a bar to its top
+_PHASE_COLORS = {
+    "generate": "#2b8a57",
+    "judge": "#b8860b",
+    "score": "#8e44ad",
+    "teach": "#0b7285",
+    "train": "#1f6fb2",
+    "sync": "#66a80f",
+    "evaluate": "#d65a14",
+    "record": "#d6a2c2",
+    "save": "#c2255c",
+    "other": "#adb5bd",  # of a step, outside of all phases
+}
+_OWN_COLORS = ("#5c4b3a", "#3b3b98", "#00a8a8", "#e17a9c", "#7a8b00", "#444444")  # of names that scripts give
 _COLUMNS = 3  # panels side by side
 _BARS = 40  # at most, of a histogram
 _SHORT = 20  # steps: shorter curves have markers, longer ones of rewards a running mean
@@ -340,6 +356,18 @@ def reliability(
     return save(fig, out)
 
 
+def phase_color(name: str) -> str:
+    """Return the colour of a phase, which depends on its name alone."""
+    own = _OWN_COLORS[zlib.crc32(name.encode("utf-8", "replace")) % len(_OWN_COLORS)]
+    return _PHASE_COLORS.get(name, own)
+
+
+def phase_names(timing: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the phases of some rows of timing.jsonl, in the order in which they are drawn."""
+    found = dict.fromkeys(k.removeprefix(_PHASE) for row in timing for k in row if k.startswith(_PHASE))
+    return [name for name in _PHASE_COLORS if name in found] + [x for x in found if x not in _PHASE_COLORS]
+
+
 def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | None:
     """Draw where the seconds of a run went: bars over its steps, stacked by phase.
 
@@ -347,7 +375,7 @@ def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | Non
     phases.
     """
     rows = read_metrics(timing)
-    names = list(dict.fromkeys(k for row in rows for k in row if k.startswith(_PHASE)))
+    names = phase_names(rows)
     if not names:
         return None
     plt = _pyplot()
@@ -358,10 +386,9 @@ def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | Non
     middle = [(part[0]["step"] + part[-1]["step"]) / 2 + 1 for part in parts]
     fig, ax = plt.subplots(figsize=(8, 3.2))
     floor = [0.0] * len(parts)
-    for i, name in enumerate(names):
-        seconds = [sum(row.get(name, 0.0) for row in part) / len(part) for part in parts]
-        label = name.removeprefix(_PHASE)
-        ax.bar(middle, seconds, width=0.9 * size, bottom=floor, color=f"C{i}", label=label)
+    for name in names:
+        seconds = [sum(row.get(_PHASE + name, 0.0) for row in part) / len(part) for part in parts]
+        ax.bar(middle, seconds, width=0.9 * size, bottom=floor, color=phase_color(name), label=name)
         floor = [a + b for a, b in zip(floor, seconds)]
     ax.set(xlabel="step", ylabel="seconds per step")
     ax.set_xlim(left=max(ax.get_xlim()[0], 0.5))  # there is no step 0

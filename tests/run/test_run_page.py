@@ -132,6 +132,26 @@ def test_what_matters_most_is_on_top():
     assert build.top_metrics([rows]) == ["loss", "eval/loss", "pairs/accuracy"]
 
 
+def test_a_divergence_of_rounding_is_not_on_top():
+    """The KL to the policy before the updates of an on-policy run is 1e-13, and says nothing."""
+    rows = [{"step": i, "reward/mean": 0.5, "policy/kl_old": i * 1e-13} for i in range(9)]
+    assert build.top_metrics([rows]) == ["reward/mean"]
+    assert build.metric_names([rows]) == ["reward/mean", "policy/kl_old"]
+    moved = [*rows, {"step": 9, "policy/kl_old": 2e-6}]
+    assert build.top_metrics([moved]) == ["reward/mean", "policy/kl_old"]
+    assert build.top_metrics([rows, moved]) == ["reward/mean", "policy/kl_old"]
+
+
+def test_a_phase_has_its_color_whatever_other_phases_a_run_has():
+    few = build.phases([{"step": 0, "seconds": 3.0, "phase/train": 1.0, "phase/mine": 1.0}])
+    more = ("mine", "record", "train", "generate", "judge", "sync")
+    many = build.phases([{"step": 0, "seconds": 9.0, **{f"phase/{name}": 1.0 for name in more}}])
+    colors = [dict(zip(found["names"], found["fills"], strict=True)) for found in (few, many)]
+    assert all(colors[1][name] == color for name, color in colors[0].items())
+    assert many["names"] == ["generate", "judge", "train", "sync", "record", "mine", "other"]
+    assert len(set(colors[1].values())) == 7
+
+
 def test_phases_are_means_of_bars_with_the_rest():
     rows = [{"step": i, "seconds": 3.0, "phase/a": float(i % 2), "phase/b": 1.0} for i in range(120)]
     found = build.phases(rows)
@@ -151,7 +171,8 @@ def test_symptoms_of_a_run_are_those_that_it_noted():
     rows = noted([{"step": i, "lr": float(not 5003 <= i < 5020)} for i in range(10_000)])
     (found,) = build.found_symptoms(rows)
     assert (found["name"], found["first"], found["last"]) == ("learning_rate", 5008, 5020)
-    assert found["sentence"] == "the learning rate of the last 5 steps is 0" and "--lr" in found["remedy"]
+    assert found["sentence"] == "the learning rate of the last 5 steps is 0, so nothing is learned"
+    assert "--lr" in found["remedy"]
 
 
 def test_a_symptom_of_an_older_rule_is_said_by_its_condition():
