@@ -186,7 +186,7 @@ def _overfitted(rows: Sequence[Row]) -> str:
         return ""
     return (
         f"the evaluation fell twice, from {scores[0]:.3g} to {scores[2]:.3g}, while the reward rose from "
-        f"{before:.3g} to {after:.3g}, so what is learned holds for the training prompts alone"
+        f"{before:.3g} to {after:.3g}, so what is learned no longer helps elsewhere"
     )
 
 

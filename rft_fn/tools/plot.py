@@ -65,6 +65,8 @@ _OWN_COLORS = ("#5c4b3a", "#3b3b98", "#00a8a8", "#e17a9c", "#7a8b00", "#444444")
 _COLUMNS = 3  # panels side by side
 _BARS = 40  # at most, of a histogram
 _SHORT = 20  # steps: shorter curves have markers, longer ones of rewards a running mean
+# points of the text of curves: three panels of 4 inches are shown 750 pixels wide, where these are 9 and 10 pixels
+_SMALL, _LARGE = 11, 12.5
 _TICKS = (1, 2, 2.5, 5, 10)  # steps between the numbers of an axis, at any power of ten
 _BLUE = "#2a5db0"
 _GREY = "#9aa4b2"
@@ -129,7 +131,7 @@ def curve(
     panels = _panels(rows)
     height = max(math.ceil(len(panels) / _COLUMNS), 1)  # an empty picture of a run without a number
     width = max(min(len(panels), _COLUMNS), 1)
-    fig, axes = plt.subplots(height, width, figsize=(4 * width, 2.7 * height), squeeze=False)
+    fig, axes = plt.subplots(height, width, figsize=(4 * width, 2.9 * height), squeeze=False)
     _space(fig, height, width)
     for ax, panel in zip(axes.flat, panels):
         _panel(ax, rows, panel.title, panel.keys, unit=panel.unit)
@@ -137,7 +139,7 @@ def curve(
             _draw_limit(ax, rows, config or {})
     for ax in list(axes.flat)[len(panels) :]:
         ax.set_visible(False)
-    fig.suptitle(title, fontsize=11, x=0.01, ha="left")
+    fig.suptitle(title, fontsize=_LARGE, x=0.01, ha="left")
     return _write(fig, out)
 
 
@@ -147,8 +149,8 @@ def _space(fig: Any, rows: int, columns: int) -> None:
     Their sizes are known. To measure them would take as long as to draw the figure.
     """
     wide, high = fig.get_size_inches()
-    left, right, top, bottom = 0.95, 0.12, 0.62, 0.5  # [inches]
-    across, down = left + right, 0.8  # between two panels
+    left, right, top, bottom = 1.05, 0.14, 0.68, 0.62  # [inches]
+    across, down = left + right, 0.98  # between two panels
     panel_width = (wide - columns * across) / columns
     panel_height = (high - top - bottom - (rows - 1) * down) / rows
     fig.subplots_adjust(
@@ -203,21 +205,21 @@ def _panel(
         ax.plot(x, y, color=color, lw=1.6, marker=marker, ms=3, label=_label(key))
 
     if len(keys) > 1:
-        ax.legend(frameon=False, fontsize=8)
+        ax.legend(frameon=False, fontsize=_SMALL)
     if title in _SHARES:
         low, high = ax.get_ylim()
         ax.set_ylim(min(-0.03, low), max(1.05, high))
-    ax.set_title(title, fontsize=10, loc="left", y=1.0)  # without y matplotlib looks for one
+    ax.set_title(title, fontsize=_LARGE, loc="left", y=1.0)  # without y matplotlib looks for one
     ax.grid(alpha=0.25, lw=0.5)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.set_xlabel("step", fontsize=8)
-    ax.set_ylabel(unit, fontsize=8)
+    ax.set_xlabel("step", fontsize=_SMALL)
+    ax.set_ylabel(unit, fontsize=_SMALL)
     first, last = rows[0]["step"] + 1, rows[-1]["step"] + 1  # the same for all panels of a run
     margin = 0.05 * max(last - first, 1)
     ax.set_xlim(max(first - margin, 0.5), last + margin)  # there is no step 0
     _whole_numbers(ax.xaxis)
     ax.yaxis.set_major_formatter("{x:.4g}")  # no power of ten above the panel, where the title is
-    ax.tick_params(labelsize=8)
+    ax.tick_params(labelsize=_SMALL)
 
 
 def _whole_numbers(axis: Any) -> None:
@@ -236,7 +238,7 @@ def _draw_limit(ax: Any, rows: Sequence[Mapping[str, Any]], config: Mapping[str,
         y = [limit if row["step"] + 1 in steps else math.nan for row in rows]
         x = [row["step"] + 1 for row in rows]
         ax.plot(x, y, color=_RED, lw=1, ls="--", marker=marker, label=f"limit {limit:.2g}")
-        ax.legend(frameon=False, fontsize=8)
+        ax.legend(frameon=False, fontsize=_SMALL)
         gaps.append(limit)
     if gaps:  # whole powers of ten, so that there are numbers at the axis
         low, high = math.log10(min(gaps)), math.log10(max(gaps))

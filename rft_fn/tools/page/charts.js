@@ -87,7 +87,7 @@ function axes(title, [x0, x1], [y0, y1], { unit = "", logarithmic = false } = {}
   const to = logarithmic ? Math.log10 : (v) => v;
   const x = (v) => SIZE.left + ((v - x0) / (x1 - x0 || 1)) * (right - SIZE.left);
   const y = (v) => bottom - ((to(v) - to(y0)) / (to(y1) - to(y0) || 1)) * (bottom - SIZE.top);
-  const marks = (logarithmic ? logarithmicTicks : ticks)(y0, y1, 6);
+  const marks = (logarithmic ? logarithmicTicks : ticks)(y0, y1, 8);
   for (const v of marks) {
     svg.append(shape("line", { class: "axis", x1: SIZE.left, x2: right, y1: y(v), y2: y(v) }));
     svg.append(shape("text", { x: SIZE.left - 5, y: y(v) + 3, "text-anchor": "end" }, String(v).length < 8 ? String(v) : number(v)));
@@ -136,10 +136,11 @@ function hover({ root, svg }, [x0, x1], x, textAt) {
   return root;
 }
 
-// A running mean of each value and those before it, `span` in all.
+// The mean around each value, over `span` values where there are as many: it lags behind nothing.
 function smoothed(y, span) {
+  const half = Math.round(span / 2);
   return y.map((_, i) => {
-    const part = y.slice(Math.max(i + 1 - span, 0), i + 1);
+    const part = y.slice(Math.max(i - half, 0), i + half + 1);
     return part.reduce((a, b) => a + b, 0) / part.length;
   });
 }
