@@ -158,7 +158,8 @@ def test_every_page_fits_its_window_and_loads_whole(site, browser):
 CUT = """
 (() => {
   const end = document.querySelector(".md-content__inner").getBoundingClientRect().right;
-  return [...document.querySelectorAll("td, th")].filter((x) => x.getBoundingClientRect().right > end + 1).length;
+  const cells = [...document.querySelectorAll("td, th")];
+  return cells.filter((x) => x.getBoundingClientRect().right > end + 1).length;
 })()
 """
 

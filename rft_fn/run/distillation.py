@@ -55,7 +55,9 @@ class Distillation(options.Data, subject="Teacher"):
         if self.loss not in LOSSES:
             raise ValueError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
         if not self.teacher and self.loss != "nll":
-            raise ValueError(f"teacher: expected a model, a run folder, self, ema or a server, got none; {TRY}")
+            raise ValueError(
+                f"teacher: expected a model, a run folder, self, ema or a server, got none; {TRY}"
+            )
         if not self.teacher and self.off_policy == "teacher":
             raise ValueError("teacher: expected one for --off-policy teacher, got none")
         if len(self.teacher) > 1 and not self.teacher_column:

@@ -163,8 +163,8 @@ def _length(rows: Sequence[Row]) -> str:
     if rewarded or not after > LENGTH_GROWTH * before:
         return ""
     return (
-        f"responses grew from {before:.0f} to {after:.0f} tokens in {3 * WINDOW} steps and the reward did not, "
-        "so the policy learns length"
+        f"responses grew from {before:.0f} to {after:.0f} tokens in {3 * WINDOW} steps and the reward did "
+        "not, so the policy learns length"
     )
 
 
@@ -236,8 +236,8 @@ def _large_batch(rows: Sequence[Row]) -> str:
     if not ratio > FAR:
         return ""
     return (
-        f"a step has {prompts:.0f} prompts and the noise scale is about {prompts / ratio:.0f}, so half of them "
-        "would give nearly the same step"
+        f"a step has {prompts:.0f} prompts and the noise scale is about {prompts / ratio:.0f}, so half of "
+        "them would give nearly the same step"
     )
 
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 __all__ = [
-    "curve", "figure", "length_histogram", "phase_color", "phase_names", "phases", "read_metrics", "reliability", "save",
-    "terminal_curve", "unit",
+    "curve", "figure", "length_histogram", "phase_color", "phase_names", "phases", "read_metrics",
+    "reliability", "running_mean", "save", "terminal_curve", "unit",
 ]  # fmt: skip
 
 
@@ -65,7 +65,7 @@ _OWN_COLORS = ("#5c4b3a", "#3b3b98", "#00a8a8", "#e17a9c", "#7a8b00", "#444444")
 _COLUMNS = 3  # panels side by side
 _BARS = 40  # at most, of a histogram
 _SHORT = 20  # steps: shorter curves have markers, longer ones of rewards a running mean
-# points of the text of curves: three panels of 4 inches are shown 750 pixels wide, where these are 9 and 10 pixels
+# points of the text of curves: three panels of 4 inches are shown 750 pixels wide, as 9 and 10 pixels
 _SMALL, _LARGE = 11, 12.5
 _TICKS = (1, 2, 2.5, 5, 10)  # steps between the numbers of an axis, at any power of ten
 _BLUE = "#2a5db0"
@@ -200,7 +200,7 @@ def _panel(
         # rewards are noisy: the line is a running mean over the raw values
         if key == "reward/mean" and len(y) > _SHORT:
             ax.plot(x, y, color=_GREY, lw=0.8, alpha=0.7)
-            y = _running_mean(y, max(len(y) // 25, 2))
+            y = running_mean(y, max(len(y) // 25, 2))
         marker = "o" if len(x) <= _SHORT else None
         ax.plot(x, y, color=color, lw=1.6, marker=marker, ms=3, label=_label(key))
 
@@ -280,7 +280,7 @@ def _series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], lis
     return [row["step"] + 1 for row in having], values
 
 
-def _running_mean(y: Sequence[float], span: int) -> list[float]:
+def running_mean(y: Sequence[float], span: int) -> list[float]:
     """Return the mean of each value and the values before it, `span` in all, without NaN."""
     values = np.asarray(y, np.float64)
     known = np.isfinite(values)
