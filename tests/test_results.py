@@ -171,21 +171,22 @@ def test_the_picture_of_the_readme_has_the_intervals_of_its_counts(tmp_path, mon
         {"question": "a", "answer": "4 <<2+2=4>>4, <<4*3=12>>12\n#### 12"},
         {"question": "b", "answer": "<<2+2=4>>4\n#### 5"},
         {"question": "c", "answer": "no equation\n#### 5"},
-        {"question": "d", "answer": "<<500*2=1000>>\n#### 1,000"},
+        {"question": "d", "answer": "<<500*2=1000>>, <<x+1=3>>\n#### 3"},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = short.short_rows(tmp_path / "rows.jsonl")
+    found = short.questions(tmp_path / "rows.jsonl")
     assert [row["question"] for row in found] == ["a", "d"] and found[0]["solution"] == "2+2=4\n4*3=12"
-    prompts = [
-        {"prompt": f"<|{q}|>", "response": r} for q, r in zip("aadd", ("12", "2", "1,000", "1000"))
-    ]
-    assert short.scored(prompts, {row["question"]: row["answer"] for row in found}, 2) == [1, 2]
+    found = {row["question"]: row["answer"] for row in short.calculations(tmp_path / "rows.jsonl")}
+    assert found == {"2+2=": "4", "4*3=": "12", "500*2=": "1000"}
+    asked = [f"<|im_start|>user\n{q}<|im_end|>" for q in ("2+2=", "500*2=") for _ in range(2)]
+    said = [{"prompt": q, "response": r} for q, r in zip(asked, ("4", "2", "1,000", "1000"), strict=True)]
+    assert short.scored(said, found, 2) == [1, 2]
     right = {"after_sft_greedy": [0, 1], "after_sft_sampled": [1, 2]}
     right |= {
         f"after_grpo_{k}_{way}": n for k in (0, 1) for way, n in (("greedy", [1, 1]), ("sampled", [3, 4]))
     }
     run = {"eval/mean": {"0": 0.5, "9": 1.0}, "reward/mean": {"0": 0.1, "9": 0.7}}
-    record = {"right": right, "samples": 4, "seeds": [0, 1], "runs": [run, run]}
+    record = {"task": "questions", "right": right, "samples": 4, "seeds": [0, 1], "runs": [run, run]}
     made = short.rise(record)
     assert made.held_out == {0: (2, 4), 10: (4, 4)} and made.stages["sampled"] == ((3, 8), (14, 16))
     assert short.paired(record, 1, "sampled") == "50.0 % ± 0.0"

@@ -308,6 +308,21 @@ def page(tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_a_mean_lags_behind_nothing_and_axes_have_numbers(browser, page):
+    browser.open(page)
+    line = "Array.from({length: 200}, (_, i) => 3 * i)"
+    assert browser.value(
+        f"smoothed({line}, 20).slice(10, 190).every((v, i) => Math.abs(v - 3 * (i + 10)) < 1e-9)"
+    )
+    assert browser.value("smoothed([1, 2, 4], 2)") == [1.5, 7 / 3, 3]
+    assert browser.value("ticks(0.1, 0.72, 8)") == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+    assert browser.value("logarithmicTicks(0.03, 4, 8)") == [0.05, 0.1, 0.2, 0.5, 1, 2]
+    assert browser.value("logarithmicTicks(1e-13, 1, 8)") == [1e-13, 1e-11, 1e-9, 1e-7, 1e-5, 1e-3, 1e-1]
+    for low, high in ((0, 1), (1, 1700), (-3, 0.2), (0.5, 0.5001), (30, 82)):
+        assert 4 <= len(browser.value(f"ticks({low}, {high}, 8)")) <= 9, (low, high)
+
+
+@pytest.mark.slow
 def test_a_browser_shows_curves_with_bands_and_numbers(browser, page):
     assert page.stat().st_size < 10_000_000
     browser.open(page)
@@ -331,6 +346,13 @@ def test_a_browser_shows_curves_with_bands_and_numbers(browser, page):
     assert second.startswith("0.1  other (step 12)")
     labels = "[...document.querySelectorAll('#curves .chart:nth-child(1) text')].map((x) => x.textContent)"
     assert browser.value(labels)[-6:] == ["step", "2000", "4000", "6000", "8000", "10000"]
+
+    # over the thin lines of 10,000 steps there is their mean over 5 % of them, and a line of 12 is as it was
+    strokes = (
+        "[...document.querySelectorAll('#curves .chart:nth-child(1) path.line')].map((x) => +x.getAttribute('"
+    )
+    assert browser.value(strokes + "stroke-width'))") == [0.7, 1.8, 1.5]
+    assert browser.value("document.getElementById('smooth').value") == "0.05"
 
     # a group can be hidden, and metrics filtered
     browser.value("document.querySelector('#legend input').click()")
@@ -440,8 +462,9 @@ def test_the_page_of_one_run_has_its_name_once_and_folds_what_matters_less(brows
 def test_a_browser_shows_the_rest(browser, page):
     browser.open(page)
     symptoms = browser.value("[...document.querySelectorAll('#symptoms .symptom')].map((x) => x.textContent)")
-    said = "learning_rate (steps 5008 to 5020): the learning rate of the last 5 steps is 0. raise --lr or"
-    assert [line.startswith(f"seed{k} {said}") for k, line in enumerate(symptoms)] == [True, True]
+    said = "learning rate, steps 5008 to 5020. The learning rate of the last 5 steps is 0, so nothing is "
+    said += "learned. What to do: raise --lr or"
+    assert [line.startswith(f"seed{k}, {said}") for k, line in enumerate(symptoms)] == [True, True]
     for selector in ("#spread .chart path.band", "#phases .chart rect.bar"):
         section = selector.split()[0]
         browser.value(f"document.querySelector('{section}').scrollIntoView()")
