@@ -178,9 +178,9 @@ def test_the_picture_of_the_readme_has_the_intervals_of_its_counts(tmp_path, mon
     assert [row["question"] for row in found] == ["a", "d"] and found[0]["solution"] == "2+2=4\n4*3=12"
     found = {row["question"]: row["answer"] for row in short.calculations(tmp_path / "rows.jsonl")}
     assert found == {"2+2=": "4", "4*3=": "12", "500*2=": "1000"}
-    asked = [f"<|im_start|>user\n{q}<|im_end|>" for q in ("2+2=", "500*2=") for _ in range(2)]
-    said = [{"prompt": q, "response": r} for q, r in zip(asked, ("4", "2", "1,000", "1000"), strict=True)]
-    assert short.scored(said, found, 2) == [1, 2]
+    said = [("500*2=", "1,000"), ("2+2=", "4"), ("500*2=", "x = 1000"), ("2+2=", "2")]
+    said = [{"prompt": question, "response": text} for question, text in said]
+    assert short.scored(said, {q: found[q] for q in ("2+2=", "4*3=", "500*2=")}) == [1, 0, 2]
     right = {"after_sft_greedy": [0, 1], "after_sft_sampled": [1, 2]}
     right |= {
         f"after_grpo_{k}_{way}": n for k in (0, 1) for way, n in (("greedy", [1, 1]), ("sampled", [3, 4]))

@@ -129,19 +129,21 @@ def evaluate(model: Path, data: Path, out: Path, *, group: int, seed: int, max_n
         options += ["--count", str(count), "--group", str(group), "--seed", str(seed)]
         options += ["--temperature", "1" if group > 1 else "0", "--out", str(out)]
         script("evaluate.py", "--model", str(model), "--data", str(data), *options)
-    responses = read_rows(out.with_suffix(".jsonl"))
     answers = {row["question"]: row["answer"] for row in read_rows(data)}
-    return scored(responses, answers, group)
+    return scored(read_rows(out.with_suffix(".jsonl")), answers)
 
 
-def scored(responses: Sequence[dict], answers: dict[str, str], group: int) -> list[int]:
-    """Return how many of each `group` responses give the answer of the question in their prompt."""
+def scored(responses: Sequence[dict], answers: dict[str, str]) -> list[int]:
+    """Return how many responses give the answer of each question, in the order of `answers`."""
     from rft_fn.reward import numeric
 
     prompts, texts = ([row[name] for row in responses] for name in ("prompt", "response"))
-    asked = [re.search(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", prompt, re.S) for prompt in prompts]
-    right = numeric()(prompts, texts, answer=[answers[m[1]] for m in asked if m])
-    return [int(sum(right[i : i + group])) for i in range(0, len(right), group)]
+    right = dict.fromkeys(answers, 0)
+    for prompt, reward in zip(
+        prompts, numeric()(prompts, texts, answer=[answers[q] for q in prompts]), strict=True
+    ):
+        right[prompt] += int(reward)
+    return list(right.values())
 
 
 def prepare(cfg: argparse.Namespace) -> Path:
