@@ -7,6 +7,7 @@ import sys
 import conformance
 import pytest
 from each_case import each
+from pages import as_module
 from test_readme import BLOCKS, README, ROOT
 
 import rft_fn as rft
@@ -57,6 +58,12 @@ def tiny_time():
     return [found["steps"], found["seconds"]]
 
 
+def sums():
+    """Percent of sampled answers before GRPO and after it."""
+    pair = as_module(ROOT / "tests" / "bench" / "rise.py").sums().stages["sampled"]
+    return [100 * x.right / x.count for x in pair]
+
+
 def warm_up():
     recipe = (ROOT / "Makefile").read_text().partition("\ntrain-smollm2:")[2].partition("define evaluate")[0]
     return [int(re.search(r"train_scripts/sft\.py.*?--steps (\d+)", recipe, re.S)[1])]
@@ -71,7 +78,8 @@ SAID = {
     "reward of samples rises from # to # (# for greedy answers; guessing scores #)": ("README.md", tiny),
     "Its # steps take # seconds": ("README.md", tiny_time),
     "a test checks # cases": ("README.md", lambda: [len(conformance.CASES)]),
-    "**Every published algorithm is a row**: # rows": ("README.md", lambda: [len(rft.algorithm.TABLE)]),
+    "**An algorithm is three plain functions**: # rows": ("README.md", lambda: [len(rft.algorithm.TABLE)]),
+    "held-out sums its samples get # % right before and # % after": ("README.md", sums),
     "[# examples](docs/examples": ("README.md", lambda: [len(read("../examples/results.json"))]),
     "CISPO in # lines": ("README.md", loss_lines),
     "TRL takes # times as long": ("docs/performance.md", lambda: [times("equal")]),

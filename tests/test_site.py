@@ -154,6 +154,26 @@ def test_every_page_fits_its_window_and_loads_whole(site, browser):
     assert not found, json.dumps(found, indent=1)[:3000]
 
 
+# how many cells end right of the page's own text
+CUT = """
+(() => {
+  const end = document.querySelector(".md-content__inner").getBoundingClientRect().right;
+  const cells = [...document.querySelectorAll("td, th")];
+  return cells.filter((x) => x.getBoundingClientRect().right > end + 1).length;
+})()
+"""
+
+
+def test_no_table_of_options_is_cut_off(site, browser):
+    """Those of pages for newcomers have long names, and notes in the last column, which is to be seen."""
+    pages_of_options = sorted((site / "coming_from").glob("*.html"))
+    assert len(pages_of_options) > 4
+    browser.window(1280)
+    for page in pages_of_options:
+        browser.open(page)
+        assert browser.value(CUT) == 0, page.name
+
+
 def test_the_search_finds_a_function_without_a_server(site, browser):
     browser.window(1280)
     browser.open(site / "index.html")

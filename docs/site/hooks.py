@@ -26,6 +26,8 @@ DARK = "(prefers-color-scheme: dark)"
 FENCE = re.compile(r"^( *)(`{3,})[^\n]*\n.*?^\1\2 *$", re.S | re.M)
 LINK = re.compile(r"(?<!`)(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 PICTURE = re.compile(r"<picture>.*?</picture>", re.S)
+TABLE = re.compile(r"<table>.*?</table>", re.S)
+CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
 SPAN = re.compile(r"`(?:rft(?:_fn)?\.)?([a-z_]+)\.([A-Za-z_]\w*)(?:\(\))?`")
 
 
@@ -254,3 +256,15 @@ def on_page_markdown(markdown, page, config, files):
         return markdown
     origin = {made: target for target, made in TOP.items()}.get(here, f"docs/{here}")
     return named(rewritten(by_theme(markdown, origin, here), origin, here))
+
+
+def on_post_page(output, page, config):
+    """Long names in tables may break behind their marks, so that no column is cut off.
+
+    This comes after the search has read the page: it finds whole names.
+    """
+
+    def broken(code):
+        return re.sub(r"(?<=[._/=,:])(?=\w)", "<wbr>", code[0])
+
+    return TABLE.sub(lambda table: CODE.sub(broken, table[0]), output)

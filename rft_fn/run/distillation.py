@@ -24,6 +24,8 @@ __all__ = [
 SERVED = ("openai", "sglang")
 FROM_REWARDS = ("success", "feedback")  # places of a hint that are no columns
 
+TRY = "to try it, run grpo.py first and give --teacher runs/grpo, which is the folder of its run"
+
 LOSSES = (*loss.DIVERGENCES, "sampled", "to_go", "nll")
 
 
@@ -54,7 +56,9 @@ class Distillation(options.Data, subject="Teacher"):
         if self.loss not in LOSSES:
             raise ValueError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
         if not self.teacher and self.loss != "nll":
-            raise ValueError("teacher: expected a model, a run folder, self, ema or a server, got none")
+            raise ValueError(
+                f"teacher: expected a model, a run folder, self, ema or a server, got none; {TRY}"
+            )
         if not self.teacher and self.off_policy == "teacher":
             raise ValueError("teacher: expected one for --off-policy teacher, got none")
         if len(self.teacher) > 1 and not self.teacher_column:

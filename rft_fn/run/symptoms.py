@@ -36,8 +36,8 @@ class Symptom(NamedTuple):
     """A sign that a run does not learn."""
 
     name: str
-    sentence: str  # the numbers that show it
-    remedy: str
+    sentence: str  # the numbers that show it, and what they mean
+    remedy: str  # what to do
 
     @property
     def line(self) -> str:
@@ -49,7 +49,7 @@ class Find(Protocol):
     """The condition of a rule."""
 
     def __call__(self, rows: Sequence[Row], /) -> str:
-        """Return a sentence with the numbers if the metrics meet the condition, or an empty text."""
+        """Return "NUMBERS, so WHAT THEY MEAN" if the metrics meet the condition, or an empty text."""
         ...
 
 
@@ -113,10 +113,9 @@ def _flat(rows: Sequence[Row]) -> str:
     while still < len(rows) and _is_still(rows[-1 - still]):
         still += 1
     if share >= SHARE:
-        equal = f"{share:.0%} of the groups have equal rewards (mean {reward:.3g})"
-        return f"{equal}, so there is nothing to compare"
+        return f"{share:.0%} of the groups have equal rewards (mean {reward:.3g}), so they teach nothing"
     if still >= STILL:
-        return f"every group of the last {still} steps has equal rewards, and the gradient is 0"
+        return f"every group of the last {still} steps has equal rewards, so the gradient is 0"
     return ""
 
 
@@ -129,21 +128,21 @@ def _truncated(rows: Sequence[Row]) -> str:
     share = _last(rows, "rollout/truncated")
     if not share >= SHARE:
         return ""
-    return f"{share:.0%} of the responses are cut off before they end"
+    return f"{share:.0%} of the responses are cut off, so their rewards are for what came before the end"
 
 
 def _entropy(rows: Sequence[Row]) -> str:
     entropy = _last(rows, "policy/entropy")
     if not entropy < ENTROPY_FLOOR:
         return ""
-    return f"the entropy is {entropy:.2g} nats per token, so that samples of a prompt are nearly all alike"
+    return f"the entropy is {entropy:.2g} nats per token, so samples of a prompt are nearly all alike"
 
 
 def _clipped(rows: Sequence[Row]) -> str:
     share = _last(rows, "policy/clip_frac")
     if not share > CLIPPED:
         return ""
-    return f"{share:.0%} of the tokens are clipped and have no gradient"
+    return f"{share:.0%} of the tokens are clipped, so most of a rollout has no gradient left"
 
 
 def _mismatch(rows: Sequence[Row]) -> str:
@@ -151,7 +150,10 @@ def _mismatch(rows: Sequence[Row]) -> str:
     last = _last(rows, "policy/logp_gap")
     if not last > max(GAP_GROWTH * first, GAP_FLOOR):
         return ""
-    return f"trainer and sampler differ by {last:.2g} nats per token, {first:.2g} in the first steps"
+    return (
+        f"trainer and sampler differ by {last:.2g} nats per token, {first:.2g} in the first steps, so the "
+        "gradient is not that of the policy that sampled"
+    )
 
 
 def _length(rows: Sequence[Row]) -> str:
@@ -160,8 +162,10 @@ def _length(rows: Sequence[Row]) -> str:
     rewarded = _rises(_last(rows, "reward/mean", back=2), _last(rows, "reward/mean"))
     if rewarded or not after > LENGTH_GROWTH * before:
         return ""
-    steps = 3 * WINDOW
-    return f"responses grew from {before:.0f} to {after:.0f} tokens in {steps} steps, the reward did not"
+    return (
+        f"responses grew from {before:.0f} to {after:.0f} tokens in {3 * WINDOW} steps and the reward did "
+        "not, so the policy learns length"
+    )
 
 
 def _overfitted(rows: Sequence[Row]) -> str:
@@ -180,15 +184,17 @@ def _overfitted(rows: Sequence[Row]) -> str:
     after = _last(rows, "reward/mean")
     if not _rises(before, after):
         return ""
-    numbers = f"from {scores[0]:.3g} to {scores[2]:.3g}"
-    return f"the evaluation fell twice, {numbers}, while the reward rose from {before:.3g} to {after:.3g}"
+    return (
+        f"the evaluation fell twice, from {scores[0]:.3g} to {scores[2]:.3g}, while the reward rose from "
+        f"{before:.3g} to {after:.3g}, so what is learned no longer helps elsewhere"
+    )
 
 
 def _rate(rows: Sequence[Row]) -> str:
     rates = [row.get("lr") for row in rows[-FEW:]]
     if len(rates) < FEW or any(x != 0 for x in rates):
         return ""
-    return f"the learning rate of the last {FEW} steps is 0"
+    return f"the learning rate of the last {FEW} steps is 0, so nothing is learned"
 
 
 def _gradient(rows: Sequence[Row]) -> str:
@@ -196,7 +202,7 @@ def _gradient(rows: Sequence[Row]) -> str:
     last = _last(rows, "grad/norm")
     if not last < GRADIENT_SHARE * first:
         return ""
-    return f"the norm of the gradients is {last:.2g}, {first:.2g} in the first steps"
+    return f"the gradients' norm is {last:.2g}, {first:.2g} in the first steps, so the policy hardly moves"
 
 
 def _snr(rows: Sequence[Row]) -> tuple[float, float]:
@@ -218,10 +224,10 @@ def _small_batch(rows: Sequence[Row]) -> str:
     if not ratio < 1 / FAR:
         return ""
     if ratio <= 0 or math.isnan(prompts):
-        return f"the last {FEW} gradients that were measured have no signal above their noise"
+        return f"the last {FEW} measured gradients have no signal above their noise, so steps go nowhere"
     return (
-        f"a step is mostly noise: the noise scale is about {prompts / ratio:.0f} prompts, and a step has "
-        f"{prompts:.0f}"
+        f"a step has {prompts:.0f} prompts and the noise scale is about {prompts / ratio:.0f}, so a step is "
+        "mostly noise"
     )
 
 
@@ -230,8 +236,8 @@ def _large_batch(rows: Sequence[Row]) -> str:
     if not ratio > FAR:
         return ""
     return (
-        f"a step has {prompts:.0f} prompts, and the noise scale is about {prompts / ratio:.0f}: half of them "
-        "would give nearly the same step"
+        f"a step has {prompts:.0f} prompts and the noise scale is about {prompts / ratio:.0f}, so half of "
+        "them would give nearly the same step"
     )
 
 

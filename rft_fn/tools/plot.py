@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 __all__ = [
-    "curve", "figure", "length_histogram", "phases", "read_metrics", "reliability", "save",
-    "terminal_curve", "unit",
+    "curve", "figure", "length_histogram", "phase_color", "phase_names", "phases", "read_metrics",
+    "reliability", "running_mean", "save", "terminal_curve", "unit",
 ]  # fmt: skip
 
 
@@ -45,9 +46,26 @@ _PANELS = (
 _LOSS = _Panel("loss", "mean loss", ("eval/loss", "loss"))  # of runs without a reward
 _SHARES = ("accuracy of pairs", "correct labels", "same likeliest word as the teacher")  # panels from 0 to 1
 _PHASE = "phase/"  # before the name of a phase in timing.jsonl
+
+# a phase has the same colour in every picture of every run; from the bottom of a bar to its top
+_PHASE_COLORS = {
+    "generate": "#2b8a57",
+    "judge": "#b8860b",
+    "score": "#8e44ad",
+    "teach": "#0b7285",
+    "train": "#1f6fb2",
+    "sync": "#66a80f",
+    "evaluate": "#d65a14",
+    "record": "#d6a2c2",
+    "save": "#c2255c",
+    "other": "#adb5bd",  # of a step, outside of all phases
+}
+_OWN_COLORS = ("#5c4b3a", "#3b3b98", "#00a8a8", "#e17a9c", "#7a8b00", "#444444")  # of names that scripts give
 _COLUMNS = 3  # panels side by side
 _BARS = 40  # at most, of a histogram
 _SHORT = 20  # steps: shorter curves have markers, longer ones of rewards a running mean
+# points of the text of curves: three panels of 4 inches are shown 750 pixels wide, as 9 and 10 pixels
+_SMALL, _LARGE = 11, 12.5
 _TICKS = (1, 2, 2.5, 5, 10)  # steps between the numbers of an axis, at any power of ten
 _BLUE = "#2a5db0"
 _GREY = "#9aa4b2"
@@ -114,7 +132,7 @@ def curve(
     panels = _panels(rows)
     height = max(math.ceil(len(panels) / _COLUMNS), 1)  # an empty picture of a run without a number
     width = max(min(len(panels), _COLUMNS), 1)
-    fig, axes = plt.subplots(height, width, figsize=(4 * width, 2.7 * height), squeeze=False)
+    fig, axes = plt.subplots(height, width, figsize=(4 * width, 2.9 * height), squeeze=False)
     _space(fig, height, width)
     for ax, panel in zip(axes.flat, panels):
         _panel(ax, rows, panel.title, panel.keys, unit=panel.unit)
@@ -122,7 +140,7 @@ def curve(
             _draw_limit(ax, rows, config or {})
     for ax in list(axes.flat)[len(panels) :]:
         ax.set_visible(False)
-    fig.suptitle(title, fontsize=11, x=0.01, ha="left")
+    fig.suptitle(title, fontsize=_LARGE, x=0.01, ha="left")
     return _write(fig, out)
 
 
@@ -132,8 +150,8 @@ def _space(fig: Any, rows: int, columns: int) -> None:
     Their sizes are known. To measure them would take as long as to draw the figure.
     """
     wide, high = fig.get_size_inches()
-    left, right, top, bottom = 0.95, 0.12, 0.62, 0.5  # [inches]
-    across, down = left + right, 0.8  # between two panels
+    left, right, top, bottom = 1.05, 0.14, 0.68, 0.62  # [inches]
+    across, down = left + right, 0.98  # between two panels
     panel_width = (wide - columns * across) / columns
     panel_height = (high - top - bottom - (rows - 1) * down) / rows
     fig.subplots_adjust(
@@ -183,26 +201,26 @@ def _panel(
         # rewards are noisy: the line is a running mean over the raw values
         if key == "reward/mean" and len(y) > _SHORT:
             ax.plot(x, y, color=_GREY, lw=0.8, alpha=0.7)
-            y = _running_mean(y, max(len(y) // 25, 2))
+            y = running_mean(y, max(len(y) // 25, 2))
         marker = "o" if len(x) <= _SHORT else None
         ax.plot(x, y, color=color, lw=1.6, marker=marker, ms=3, label=_label(key))
 
     if len(keys) > 1:
-        ax.legend(frameon=False, fontsize=8)
+        ax.legend(frameon=False, fontsize=_SMALL)
     if title in _SHARES:
         low, high = ax.get_ylim()
         ax.set_ylim(min(-0.03, low), max(1.05, high))
-    ax.set_title(title, fontsize=10, loc="left", y=1.0)  # without y matplotlib looks for one
+    ax.set_title(title, fontsize=_LARGE, loc="left", y=1.0)  # without y matplotlib looks for one
     ax.grid(alpha=0.25, lw=0.5)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.set_xlabel("step", fontsize=8)
-    ax.set_ylabel(unit, fontsize=8)
+    ax.set_xlabel("step", fontsize=_SMALL)
+    ax.set_ylabel(unit, fontsize=_SMALL)
     first, last = rows[0]["step"] + 1, rows[-1]["step"] + 1  # the same for all panels of a run
     margin = 0.05 * max(last - first, 1)
     ax.set_xlim(max(first - margin, 0.5), last + margin)  # there is no step 0
     _whole_numbers(ax.xaxis)
     ax.yaxis.set_major_formatter("{x:.4g}")  # no power of ten above the panel, where the title is
-    ax.tick_params(labelsize=8)
+    ax.tick_params(labelsize=_SMALL)
 
 
 def _whole_numbers(axis: Any) -> None:
@@ -221,7 +239,7 @@ def _draw_limit(ax: Any, rows: Sequence[Mapping[str, Any]], config: Mapping[str,
         y = [limit if row["step"] + 1 in steps else math.nan for row in rows]
         x = [row["step"] + 1 for row in rows]
         ax.plot(x, y, color=_RED, lw=1, ls="--", marker=marker, label=f"limit {limit:.2g}")
-        ax.legend(frameon=False, fontsize=8)
+        ax.legend(frameon=False, fontsize=_SMALL)
         gaps.append(limit)
     if gaps:  # whole powers of ten, so that there are numbers at the axis
         low, high = math.log10(min(gaps)), math.log10(max(gaps))
@@ -263,7 +281,7 @@ def _series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], lis
     return [row["step"] + 1 for row in having], values
 
 
-def _running_mean(y: Sequence[float], span: int) -> list[float]:
+def running_mean(y: Sequence[float], span: int) -> list[float]:
     """Return the mean of each value and the values before it, `span` in all, without NaN."""
     values = np.asarray(y, np.float64)
     known = np.isfinite(values)
@@ -341,6 +359,18 @@ def reliability(
     return save(fig, out)
 
 
+def phase_color(name: str) -> str:
+    """Return the colour of a phase, which depends on its name alone."""
+    own = _OWN_COLORS[zlib.crc32(name.encode("utf-8", "replace")) % len(_OWN_COLORS)]
+    return _PHASE_COLORS.get(name, own)
+
+
+def phase_names(timing: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the phases of some rows of timing.jsonl, in the order in which they are drawn."""
+    found = dict.fromkeys(k.removeprefix(_PHASE) for row in timing for k in row if k.startswith(_PHASE))
+    return [name for name in _PHASE_COLORS if name in found] + [x for x in found if x not in _PHASE_COLORS]
+
+
 def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | None:
     """Draw where the seconds of a run went: bars over its steps, stacked by phase.
 
@@ -348,7 +378,7 @@ def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | Non
     phases.
     """
     rows = read_metrics(timing)
-    names = list(dict.fromkeys(k for row in rows for k in row if k.startswith(_PHASE)))
+    names = phase_names(rows)
     if not names:
         return None
     plt = _pyplot()
@@ -359,10 +389,9 @@ def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | Non
     middle = [(part[0]["step"] + part[-1]["step"]) / 2 + 1 for part in parts]
     fig, ax = plt.subplots(figsize=(8, 3.2))
     floor = [0.0] * len(parts)
-    for i, name in enumerate(names):
-        seconds = [sum(row.get(name, 0.0) for row in part) / len(part) for part in parts]
-        label = name.removeprefix(_PHASE)
-        ax.bar(middle, seconds, width=0.9 * size, bottom=floor, color=f"C{i}", label=label)
+    for name in names:
+        seconds = [sum(row.get(_PHASE + name, 0.0) for row in part) / len(part) for part in parts]
+        ax.bar(middle, seconds, width=0.9 * size, bottom=floor, color=phase_color(name), label=name)
         floor = [a + b for a, b in zip(floor, seconds)]
     ax.set(xlabel="step", ylabel="seconds per step")
     ax.set_xlim(left=max(ax.get_xlim()[0], 0.5))  # there is no step 0

@@ -1,11 +1,9 @@
-"""The pictures at the front of the README: the way of data, wide and narrow, light and dark, and the badges.
+"""The pictures of a step in the README: the way of data, wide and narrow, light and dark.
 
 python tests/bench/front.py
 """
 
 import argparse
-import re
-import tomllib
 from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
@@ -115,35 +113,13 @@ def narrow(theme):
     return drawing(2 * left + 2 * box + gap, 2 * top + 3 * step + high, parts, theme)
 
 
-def badge(label, value, colour):
-    """A label and a value side by side."""
-    sizes = [7 * len(words) + 14 for words in (label, value)]
-    family = "DejaVu Sans, Verdana, sans-serif"
-    whole = sum(sizes)
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="20" role="img">'
-    parts = [f"<title>{escape(label)}: {escape(value)}</title>"]
-    parts.append(f'<rect width="{whole}" height="20" rx="3" fill="#434b57"/>')
-    parts.append(f'<rect x="{sizes[0]}" width="{sizes[1]}" height="20" rx="3" fill="{colour}"/>')
-    parts.append(f'<rect x="{sizes[0]}" width="4" height="20" fill="{colour}"/>')
-    parts.append(text(sizes[0] / 2, 14, label, size=11, fill="#ffffff", family=family))
-    parts.append(text(sizes[0] + sizes[1] / 2, 14, value, size=11, fill="#ffffff", family=family))
-    return "\n".join((start, *parts, "</svg>\n"))
-
-
 def pictures():
     """{name of a file: its text}."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    flow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    tried = re.findall(r'"([\d.]+)"', re.search(r"python: \[(.*?)\]", flow)[1])
     return {
         "way.svg": wide(LIGHT),
         "way_dark.svg": wide(DARK),
         "way_narrow.svg": narrow(LIGHT),
         "way_narrow_dark.svg": narrow(DARK),
-        "badge_ci.svg": badge("ci", "Python " + ", ".join(tried), "#2f6f44"),
-        "badge_docs.svg": badge("docs", "make docs", "#2456a6"),
-        "badge_python.svg": badge("python", project["requires-python"].removeprefix(">=") + "+", "#2456a6"),
-        "badge_licence.svg": badge("licence", project["license"], "#5b4a99"),
     }
 
 

@@ -595,7 +595,7 @@ def test_stale_steps_have_no_limit_where_the_run_checks_none(options, steps):
 def test_the_running_mean_is_of_the_numbers_in_its_window(y, span):
     windows = [np.array(y[max(0, i - span + 1) : i + 1]) for i in range(len(y))]
     wanted = [window[~np.isnan(window)].mean() if (window == window).any() else np.nan for window in windows]
-    np.testing.assert_allclose(plot._running_mean(y, span), wanted, atol=1e-12)
+    np.testing.assert_allclose(plot.running_mean(y, span), wanted, atol=1e-12)
 
 
 def test_a_curve_in_the_terminal_is_plain_text_that_fits_it(monkeypatch):

@@ -134,6 +134,26 @@ def test_what_matters_most_is_on_top():
     assert build.top_metrics([rows]) == ["loss", "eval/loss", "pairs/accuracy"]
 
 
+def test_a_divergence_of_rounding_is_not_on_top():
+    """The KL to the policy before the updates of an on-policy run is 1e-13, and says nothing."""
+    rows = [{"step": i, "reward/mean": 0.5, "policy/kl_old": i * 1e-13} for i in range(9)]
+    assert build.top_metrics([rows]) == ["reward/mean"]
+    assert build.metric_names([rows]) == ["reward/mean", "policy/kl_old"]
+    moved = [*rows, {"step": 9, "policy/kl_old": 2e-6}]
+    assert build.top_metrics([moved]) == ["reward/mean", "policy/kl_old"]
+    assert build.top_metrics([rows, moved]) == ["reward/mean", "policy/kl_old"]
+
+
+def test_a_phase_has_its_color_whatever_other_phases_a_run_has():
+    few = build.phases([{"step": 0, "seconds": 3.0, "phase/train": 1.0, "phase/mine": 1.0}])
+    more = ("mine", "record", "train", "generate", "judge", "sync")
+    many = build.phases([{"step": 0, "seconds": 9.0, **{f"phase/{name}": 1.0 for name in more}}])
+    colors = [dict(zip(found["names"], found["fills"], strict=True)) for found in (few, many)]
+    assert all(colors[1][name] == color for name, color in colors[0].items())
+    assert many["names"] == ["generate", "judge", "train", "sync", "record", "mine", "other"]
+    assert len(set(colors[1].values())) == 7
+
+
 def test_phases_are_means_of_bars_with_the_rest():
     rows = [{"step": i, "seconds": 3.0, "phase/a": float(i % 2), "phase/b": 1.0} for i in range(120)]
     found = build.phases(rows)
@@ -153,7 +173,8 @@ def test_symptoms_of_a_run_are_those_that_it_noted():
     rows = noted([{"step": i, "lr": float(not 5003 <= i < 5020)} for i in range(10_000)])
     (found,) = build.found_symptoms(rows)
     assert (found["name"], found["first"], found["last"]) == ("learning_rate", 5008, 5020)
-    assert found["sentence"] == "the learning rate of the last 5 steps is 0" and "--lr" in found["remedy"]
+    assert found["sentence"] == "the learning rate of the last 5 steps is 0, so nothing is learned"
+    assert "--lr" in found["remedy"]
 
 
 def test_a_symptom_of_an_older_rule_is_said_by_its_condition():
@@ -294,6 +315,21 @@ def page(tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_a_mean_lags_behind_nothing_and_axes_have_numbers(browser, page):
+    browser.open(page)
+    line = "Array.from({length: 200}, (_, i) => 3 * i)"
+    assert browser.value(
+        f"smoothed({line}, 20).slice(10, 190).every((v, i) => Math.abs(v - 3 * (i + 10)) < 1e-9)"
+    )
+    assert browser.value("smoothed([1, 2, 4], 2)") == [1.5, 7 / 3, 3]
+    assert browser.value("ticks(0.1, 0.72, 8)") == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+    assert browser.value("logarithmicTicks(0.03, 4, 8)") == [0.05, 0.1, 0.2, 0.5, 1, 2]
+    assert browser.value("logarithmicTicks(1e-13, 1, 8)") == [1e-13, 1e-11, 1e-9, 1e-7, 1e-5, 1e-3, 1e-1]
+    for low, high in ((0, 1), (1, 1700), (-3, 0.2), (0.5, 0.5001), (30, 82)):
+        assert 4 <= len(browser.value(f"ticks({low}, {high}, 8)")) <= 9, (low, high)
+
+
+@pytest.mark.slow
 def test_a_browser_shows_curves_with_bands_and_numbers(browser, page):
     assert page.stat().st_size < 10_000_000
     browser.open(page)
@@ -317,6 +353,13 @@ def test_a_browser_shows_curves_with_bands_and_numbers(browser, page):
     assert second.startswith("0.1  other (step 12)")
     labels = "[...document.querySelectorAll('#curves .chart:nth-child(1) text')].map((x) => x.textContent)"
     assert browser.value(labels)[-6:] == ["step", "2000", "4000", "6000", "8000", "10000"]
+
+    # over the thin lines of 10,000 steps there is their mean over 5 % of them, and a line of 12 is as it was
+    strokes = (
+        "[...document.querySelectorAll('#curves .chart:nth-child(1) path.line')].map((x) => +x.getAttribute('"
+    )
+    assert browser.value(strokes + "stroke-width'))") == [0.7, 1.8, 1.5]
+    assert browser.value("document.getElementById('smooth').value") == "0.05"
 
     # a group can be hidden, and metrics filtered
     browser.value("document.querySelector('#legend input').click()")
@@ -426,8 +469,9 @@ def test_the_page_of_one_run_has_its_name_once_and_folds_what_matters_less(brows
 def test_a_browser_shows_the_rest(browser, page):
     browser.open(page)
     symptoms = browser.value("[...document.querySelectorAll('#symptoms .symptom')].map((x) => x.textContent)")
-    said = "learning_rate (steps 5008 to 5020): the learning rate of the last 5 steps is 0. raise --lr or"
-    assert [line.startswith(f"seed{k} {said}") for k, line in enumerate(symptoms)] == [True, True]
+    said = "learning rate, steps 5008 to 5020. The learning rate of the last 5 steps is 0, so nothing is "
+    said += "learned. What to do: raise --lr or"
+    assert [line.startswith(f"seed{k}, {said}") for k, line in enumerate(symptoms)] == [True, True]
     for selector in ("#spread .chart path.band", "#phases .chart rect.bar"):
         section = selector.split()[0]
         browser.value(f"document.querySelector('{section}').scrollIntoView()")

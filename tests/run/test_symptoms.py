@@ -129,6 +129,16 @@ def test_each_rule_is_provoked_alone_and_not_just_below_its_limit(name):
     assert names(short) == []
 
 
+@each("name", [rule.name for rule in RULES])
+def test_a_line_says_what_is_seen_what_it_means_and_what_to_do(name):
+    (found,) = symptoms(CASES[name][0])
+    seen, meaning = found.sentence.rsplit(", so ", 1)
+    assert re.search(r"\d", seen) and len(meaning.split()) > 2
+    assert found.line == f"warning: {name}: {found.sentence}; {found.remedy}"
+    assert not re.search(r"[.;\n]\s", found.sentence)  # one sentence
+    assert found.sentence[0] not in ".;" and not found.sentence.endswith(".")
+
+
 def test_a_window_has_to_be_whole():
     every = {"reward__flat_groups": late(1.0, 1.0, 0), "policy__entropy": late(0.0, 0.0, 0)}
     assert names(history(19, **every)) == []
@@ -140,7 +150,7 @@ def test_a_run_that_learns_nothing_at_all_is_told_after_three_steps():
     assert names(history(4, **still)) == []
     (found,) = symptoms(history(5, **still))
     assert found.name == "flat_groups"
-    assert found.sentence == "every group of the last 3 steps has equal rewards, and the gradient is 0"
+    assert found.sentence == "every group of the last 3 steps has equal rewards, so the gradient is 0"
 
     # a KL to the initial model, or one group that differs, has a gradient
     assert names(history(5, **(still | {"grad__norm": late(1e-6, 0.7, 2)}))) == []
@@ -159,14 +169,14 @@ def test_the_noise_of_a_batch_is_a_mean_of_the_last_measured_steps_with_advice_i
     assert names(history(70, **rare)) == []
     (found,) = symptoms(history(71, **rare))
     assert found.sentence == (
-        "a step is mostly noise: the noise scale is about 640 prompts, and a step has 32"
+        "a step has 32 prompts and the noise scale is about 640, so a step is mostly noise"
     )
     large = {"grad__snr": late(20.0, 2.0), "grad__noise_scale": late(1.6, 16.0)}
     (found,) = symptoms(history(60, **large))
-    assert found.sentence.startswith("a step has 32 prompts, and the noise scale is about 2: half of them")
+    assert found.sentence.startswith("a step has 32 prompts and the noise scale is about 2, so half of them")
     none = {"grad__snr": late(-0.2, 2.0), "grad__noise_scale": late(None, 16.0)}
     (found,) = symptoms(history(60, **none))
-    assert found.sentence == "the last 5 gradients that were measured have no signal above their noise"
+    assert found.sentence.startswith("the last 5 measured gradients have no signal above their noise, so ")
 
 
 def test_mismatch_of_rounding_is_none():

@@ -249,7 +249,11 @@ def test_another_tokenizer_is_refused_by_name(tmp_path, folders):
 
 
 BAD = [
-    ({}, "teacher: expected a model, a run folder, self, ema or a server, got none"),
+    (
+        {},
+        "teacher: expected a model, a run folder, self, ema or a server, got none; to try it, run grpo.py "
+        "first and give --teacher runs/grpo",
+    ),
     ({"teacher": ("a", "b")}, "teacher_column: expected one, as there are 2 teachers"),
     (
         {"teacher": ("a",), "teacher_column": "c"},

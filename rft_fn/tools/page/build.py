@@ -31,6 +31,9 @@ _BARS = 60
 _BANDS = 300  # steps of a band of quantiles
 _UNITS = ("nats", "nats per token", "tokens", "share", "probability")  # that no name of a metric says
 
+_DIVERGENCES = ("policy/kl_ref", "kl/ref", "policy/kl_old")
+_ROUNDING = 1e-6  # nats per token, below which a divergence is that of two equal policies
+
 # what a reader wants to see first; of several in a line, one that changes
 _TOP = (
     ("reward/mean",),
@@ -40,7 +43,7 @@ _TOP = (
     ("eval/accuracy", "pairs/accuracy", "lists/accuracy"),
     ("eval/correct", "points/correct", "steps/correct"),
     ("eval/mse", "points/mse", "steps/mse"),
-    ("policy/kl_ref", "kl/ref", "policy/kl_old"),
+    _DIVERGENCES,
     ("rollout/length_mean",),
     ("policy/entropy",),
 )
@@ -55,7 +58,8 @@ def short(x: float) -> float:
 def top_metrics(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
     """Return the names of the metrics of some runs that matter most.
 
-    They are reward, evaluation, KL, length and entropy; loss and accuracy in place of a reward.
+    They are reward, evaluation, KL, length and entropy; loss and accuracy in place of a reward. A KL that
+    is nothing but rounding is not among them.
     """
     values: dict[str, set[float]] = {name: set() for names in _TOP for name in names}
     for rows in runs:
@@ -63,6 +67,9 @@ def top_metrics(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
             for name, different in values.items():
                 if row.get(name) is not None:
                     different.add(row[name])
+    for name in _DIVERGENCES:
+        if all(abs(x) < _ROUNDING for x in values[name]):
+            values[name].clear()
     found = []
     for names in _TOP:
         having = sorted((name for name in names if values[name]), key=lambda name: len(values[name]) < 2)
@@ -118,20 +125,26 @@ def curve(runs: Sequence[Sequence[Mapping[str, Any]]], name: str) -> dict[str, l
 
 
 def phases(timing: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return {x, size, names, seconds [bar][phase]}: means of each phase over the steps of a bar.
+    """Return {x, size, names, fills, seconds [bar][phase]}: means of each phase over the steps of a bar.
 
-    The rest of a step, outside of all phases, is the phase "other".
+    The rest of a step, outside of all phases, is the phase "other". `fills` are the colours.
     """
-    names = list(dict.fromkeys(k for row in timing for k in row if k.startswith("phase/")))
+    names = plot.phase_names(timing)
     size = max(-(-len(timing) // _BARS), 1)
     bars = [timing[i : i + size] for i in range(0, len(timing), size)]
     seconds = []
     for bar in bars:
-        parts = [sum(row.get(name) or 0 for row in bar) / len(bar) for name in names]
+        parts = [sum(row.get(f"phase/{name}") or 0 for row in bar) / len(bar) for name in names]
         rest = sum(row.get("seconds") or 0 for row in bar) / len(bar) - sum(parts)
         seconds.append([short(x) for x in (*parts, max(rest, 0))])
-    labels = [name.removeprefix("phase/") for name in names] + ["other"]
-    return {"x": [bar[0]["step"] + 1 for bar in bars], "size": size, "names": labels, "seconds": seconds}
+    labels = [*names, "other"]
+    return {
+        "x": [bar[0]["step"] + 1 for bar in bars],
+        "size": size,
+        "names": labels,
+        "fills": [plot.phase_color(name) for name in labels],
+        "seconds": seconds,
+    }
 
 
 def fan(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any] | None:

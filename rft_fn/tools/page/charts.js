@@ -42,14 +42,26 @@ function hideTip() {
   document.getElementById("tip").style.display = "none";
 }
 
-// Round numbers between two limits.
+// Round numbers between two limits: at most count + 1, and seldom under half as many.
 function ticks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((k) => k * power >= rough);
+  const step = power * [1, 2, 2.5, 5, 10].find((k) => k * power >= rough);
   const found = [];
   for (let x = Math.ceil(low / step) * step; x <= high + step * 1e-9; x += step) found.push(Number(x.toPrecision(12)));
   return found;
+}
+
+// The same between two positive limits, for a logarithmic axis: powers of ten, and 2 and 5 between a few of them.
+function logarithmicTicks(low, high, count) {
+  const decades = Math.log10(high / low);
+  if (decades < 1) return ticks(low, high, count);
+  const every = Math.ceil(decades / count);
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += every) {
+    for (const k of decades < 3 ? [1, 2, 5] : [1]) found.push(Number((k * 10 ** power).toPrecision(12)));
+  }
+  return found.filter((v) => v >= low * (1 - 1e-9) && v <= high * (1 + 1e-9));
 }
 
 // The least and the largest of many numbers, without those that are none.
@@ -75,13 +87,13 @@ function axes(title, [x0, x1], [y0, y1], { unit = "", logarithmic = false } = {}
   const to = logarithmic ? Math.log10 : (v) => v;
   const x = (v) => SIZE.left + ((v - x0) / (x1 - x0 || 1)) * (right - SIZE.left);
   const y = (v) => bottom - ((to(v) - to(y0)) / (to(y1) - to(y0) || 1)) * (bottom - SIZE.top);
-  const marks = logarithmic ? ticks(to(y0), to(y1), 4).map((v) => 10 ** v) : ticks(y0, y1, 4);
+  const marks = (logarithmic ? logarithmicTicks : ticks)(y0, y1, 8);
   for (const v of marks) {
     svg.append(shape("line", { class: "axis", x1: SIZE.left, x2: right, y1: y(v), y2: y(v) }));
     svg.append(shape("text", { x: SIZE.left - 5, y: y(v) + 3, "text-anchor": "end" }, String(v).length < 8 ? String(v) : number(v)));
   }
   svg.append(shape("text", { x: 0, y: SIZE.height - 7 }, "step"));
-  for (const v of ticks(x0, x1, 5).filter(Number.isInteger)) {
+  for (const v of ticks(x0, x1, 7).filter(Number.isInteger)) {
     svg.append(shape("text", { x: x(v), y: SIZE.height - 7, "text-anchor": "middle" }, v));
   }
   return { root, svg, x, y };
@@ -124,13 +136,16 @@ function hover({ root, svg }, [x0, x1], x, textAt) {
   return root;
 }
 
-// Exponential smoothing; the first value begins it.
-function smoothed(y, share) {
-  let mean = y[0];
-  return y.map((v) => (mean = share * mean + (1 - share) * v));
+// The mean around each value, over `span` values where there are as many: it lags behind nothing.
+function smoothed(y, span) {
+  const half = Math.round(span / 2);
+  return y.map((_, i) => {
+    const part = y.slice(Math.max(i - half, 0), i + half + 1);
+    return part.reduce((a, b) => a + b, 0) / part.length;
+  });
 }
 
-// Lines over steps. `series`: {name, color, x, y, lo, hi}.
+// Lines over steps. `series`: {name, color, x, y, lo, hi}; `smooth` is the share of a line that a running mean is over.
 function lineChart(title, series, { smooth = 0, logarithmic = false, unit = "" } = {}) {
   const all = series.flatMap((s) => [...s.y, ...(s.lo || []), ...(s.hi || [])]);
   const log = logarithmic && all.some((v) => v > 0);
@@ -144,9 +159,13 @@ function lineChart(title, series, { smooth = 0, logarithmic = false, unit = "" }
       const edge = [...s.x.map((v, i) => [chart.x(v), at(s.hi[i])]), ...s.x.map((v, i) => [chart.x(v), at(s.lo[i])]).reverse()];
       chart.svg.append(shape("path", { class: "band", d: path(edge) + "Z", fill: s.color, opacity: 0.18 }));
     }
-    const draw = (y, opacity) => chart.svg.append(shape("path", { class: "line", d: path(s.x.map((v, i) => [chart.x(v), at(y[i])])), fill: "none", stroke: s.color, "stroke-width": 1.5, "vector-effect": "non-scaling-stroke", opacity }));
-    draw(s.y, smooth ? 0.25 : 1);
-    if (smooth) draw(smoothed(s.y, smooth), 1);
+    const draw = (y, width, opacity) => chart.svg.append(shape("path", { class: "line", d: path(s.x.map((v, i) => [chart.x(v), at(y[i])])), fill: "none", stroke: s.color, "stroke-width": width, "vector-effect": "non-scaling-stroke", opacity }));
+    const span = s.x.length < FEW ? 1 : Math.round(s.x.length * smooth);
+    if (span < 2) draw(s.y, 1.5, 1);
+    else {
+      draw(s.y, 0.7, 0.3);
+      draw(smoothed(s.y, span), 1.8, 1);
+    }
     if (s.x.length < FEW) s.x.forEach((v, i) => chart.svg.append(shape("circle", { cx: chart.x(v), cy: at(s.y[i]), r: 2, fill: s.color })));
   }
   return hover(chart, xs, chart.x, (step) => {
@@ -182,7 +201,7 @@ function fanChart(title, { x, q }, color, unit) {
 }
 
 // Seconds by phase, stacked over steps; the bar at x is of `size` steps from there.
-function stackChart(title, { x, size, names, seconds }) {
+function stackChart(title, { x, size, names, fills, seconds }) {
   const xs = [x[0] - 0.5, x[x.length - 1] + size - 0.5];
   const totals = seconds.map((parts) => parts.reduce((a, b) => a + b, 0));
   const chart = axes(title, xs, [0, Math.max(...totals) || 1], { unit: "seconds" });
@@ -190,12 +209,13 @@ function stackChart(title, { x, size, names, seconds }) {
     let floor = 0;
     parts.forEach((part, k) => {
       const bar = { class: "bar", x: chart.x(x[i] - 0.5 + size * 0.05), width: Math.max(chart.x(size * 0.9) - chart.x(0), 0.5) };
-      chart.svg.append(shape("rect", { ...bar, y: chart.y(floor + part), height: chart.y(floor) - chart.y(floor + part), fill: COLORS[k % COLORS.length] }));
+      chart.svg.append(shape("rect", { ...bar, y: chart.y(floor + part), height: chart.y(floor) - chart.y(floor + part), fill: fills[k] }));
       floor += part;
     });
   });
   const key = el("div", {}, ...names.map((name, k) => {
-    const swatch = el("span", { class: "swatch", style: `background:${COLORS[k % COLORS.length]}` });
+    const swatch = el("span", { class: "swatch" });
+    swatch.style.background = fills[k];
     return el("small", { class: "key" }, swatch, name);
   }));
   chart.root.append(key);

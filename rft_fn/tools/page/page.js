@@ -46,11 +46,17 @@ function legend() {
   });
 }
 
+function sentence(text) {
+  return text.charAt(0).toUpperCase() + text.slice(1) + ".";
+}
+
 function symptoms() {
   for (const run of data.runs) {
     for (const s of run.symptoms) {
-      const text = `${s.name} (steps ${s.first} to ${s.last}): ${s.sentence}. ${s.remedy}.`;
-      body("symptoms").append(el("p", { class: "symptom" }, el("b", {}, several ? run.name + " " : ""), text));
+      const steps = s.first === s.last ? `step ${s.first}` : `steps ${s.first} to ${s.last}`;
+      const head = `${several ? run.name + ", " : ""}${s.name.replaceAll("_", " ")}, ${steps}. `;
+      const text = `${sentence(s.sentence)} What to do: ${s.remedy}.`;
+      body("symptoms").append(el("p", { class: "symptom" }, el("b", {}, head), text));
     }
   }
   if (body("symptoms").childNodes.length) return;
