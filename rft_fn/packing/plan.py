@@ -2,7 +2,9 @@
 
 import itertools
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -43,8 +45,8 @@ def assign(
     is larger than the budget.
     """
     packs: list[list[int]] = []
-    room: list[int] = []  # tokens that each pack still takes
     held: list[int] = []  # rows that each pack has
+    free: list[tuple[int, int]] = []  # (tokens that a pack still takes, the pack), sorted
     rows = rows or [1] * len(sizes)
     for i in _largest_first(sizes):
         if sizes[i] > budget:
@@ -54,17 +56,19 @@ def assign(
             )
 
         # the fullest pack that takes the item leaves the larger gaps to others
-        free = [k for k in range(len(packs)) if not most or held[k] + rows[i] <= most]
-        fits = [(room[k] - sizes[i], k) for k in free if room[k] >= sizes[i]]
-        if fits:
-            _, k = min(fits)
-            packs[k].append(i)
-            room[k] -= sizes[i]
-            held[k] += rows[i]
+        at = bisect_left(free, (sizes[i], -1))
+        while most and at < len(free) and held[free[at][1]] + rows[i] > most:
+            at += 1
+        if at < len(free):
+            room, k = free.pop(at)
         else:
-            packs.append([i])
-            room.append(budget - sizes[i])
-            held.append(rows[i])
+            room, k = budget, len(packs)
+            packs.append([])
+            held.append(0)
+        packs[k].append(i)
+        held[k] += rows[i]
+        if not most or held[k] < most:
+            insort(free, (room - sizes[i], k))
     return packs
 
 
@@ -83,19 +87,16 @@ def bundle(
     """
     rows = rows or [1] * len(sizes)
     lists: list[list[int]] = []
-    last: dict[int, int] = {}  # family -> its list that is being filled
+    last: dict[int, tuple[list[int], int, int]] = {}  # family -> its list to fill, its tokens and rows
     for i, size in enumerate(sizes):
         if not size:
             continue
-        k = last.get(families[i])
-        if k is not None:
-            tokens = sum(sizes[j] for j in lists[k]) + size
-            held = sum(rows[j] for j in lists[k]) + rows[i]
-            if tokens <= budget and (not most or held <= most):
-                lists[k].append(i)
-                continue
-        last[families[i]] = len(lists)
-        lists.append([i])
+        items, tokens, held = last.get(families[i], ([], 0, 0))
+        if not items or tokens + size > budget or (most and held + rows[i] > most):
+            items, tokens, held = [], 0, 0
+            lists.append(items)
+        items.append(i)
+        last[families[i]] = (items, tokens + size, held + rows[i])
     return lists
 
 
@@ -116,19 +117,21 @@ def spread(
     """
     packs: list[list[int]] = [[] for _ in range(count)]
     room = [budget] * count
-    load = [0] * count
     held = [0] * count
+    loads = [(0, k) for k in range(count)]  # a heap of (cost, pack)
     rows = rows or [1] * len(sizes)
     for i in _largest_first(costs):
-        free = [k for k in range(count) if not most or held[k] + rows[i] <= most]
-        free = [k for k in free if room[k] >= sizes[i]]
-        if not free:
+        passed = []  # cheaper packs that do not take the item
+        while loads and (room[loads[0][1]] < sizes[i] or (most and held[loads[0][1]] + rows[i] > most)):
+            passed.append(heappop(loads))
+        if not loads:
             return None
-        k = min(free, key=lambda k: (load[k], k))
+        load, k = heappop(loads)
         packs[k].append(i)
         room[k] -= sizes[i]
-        load[k] += costs[i]
         held[k] += rows[i]
+        for entry in (*passed, (load + costs[i], k)):
+            heappush(loads, entry)
     return packs
 
 
