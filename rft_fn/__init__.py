@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     # L1: mathematics
     from rft_fn import advantage, algorithm, analysis, logprob, loss, metric, optim, packing, reward_shaping
-    from rft_fn import rollout, scan, segment, testing, weight
+    from rft_fn import rollout, sampling, scan, segment, testing, weight
 
     # L2: the model as a function, prompts, and what turns responses into numbers
     from rft_fn import data, environment, hub, modality, model, parsing, reward
@@ -29,7 +29,7 @@ __all__ = [
     "packing", "reward", "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "sync",
     "testing", "tree", "types", "weight",
 ]  # fmt: skip
-_UNLISTED = ("dist", "hub", "migrate", "parsing", "precision", "tools")
+_UNLISTED = ("dist", "hub", "migrate", "parsing", "precision", "sampling", "tools")
 _OF_TYPES = (
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
     "Transform", "experience",

@@ -12,7 +12,8 @@ from rft_fn.loss.evaluate import evaluate
 from rft_fn.model import layers
 from rft_fn.model.copies import mover_of, to_device
 from rft_fn.model.layers import Residence
-from rft_fn.optim.transforms import local_parts, step_in_place
+from rft_fn.optim.in_place import step_in_place
+from rft_fn.optim.updates import local_parts
 from rft_fn.precision import wide
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
