@@ -1,5 +1,6 @@
 """Log-probs of the targets, from logits or straight from hidden states."""
 
+from rft_fn.logprob.distributions import linear_rows, logits
 from rft_fn.logprob.head import default_workspace_mb, linear_logprob
 from rft_fn.logprob.of_logits import (
     entropy_from_logits,
@@ -8,7 +9,6 @@ from rft_fn.logprob.of_logits import (
     log_ratio,
     sum_p2,
 )
-from rft_fn.logprob.rows import linear_rows, logits
 from rft_fn.sampling import process_logits
 
 __all__ = [
