@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     # L1: mathematics
     from rft_fn import advantage, algorithm, analysis, logprob, loss, metric, optim, packing, reward_shaping
-    from rft_fn import rollout, scan, segment, testing, weight
+    from rft_fn import rollout, sampling, scan, segment, testing, weight
 
     # L2: the model as a function, prompts, and what turns responses into numbers
     from rft_fn import border, confined, data, environment, hub, modality, model, opened, parsing, patience
@@ -31,8 +31,8 @@ __all__ = [
     "testing", "tree", "types", "weight",
 ]  # fmt: skip
 _UNLISTED = (
-    "border", "confined", "dist", "hub", "migrate", "opened", "parsing", "patience", "precision", "tools",
-    "user_files",
+    "border", "confined", "dist", "hub", "migrate", "opened", "parsing", "patience", "precision", "sampling",
+    "tools", "user_files",
 )  # fmt: skip
 _OF_TYPES = (
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",

@@ -309,12 +309,10 @@ def second_moment_mask(
     """
     gap = log_ratio(old_logp, logp).nan_to_num(0.0, _MOST, -_MOST)
     check.shapes(w=(w, "B S"), mask=(mask, "B S"), old_logp=(gap, "B S"))
-    size = torch.where(mask, gap.double().square(), torch.inf).flatten()
-    ranked, order = size.sort(stable=True)
+    size = gap.double().square()
+    ranked = size[mask].sort().values
     mean = ranked.cumsum(0) / torch.arange(1, len(ranked) + 1, device=w.device)
-    kept = torch.zeros_like(size, dtype=torch.bool)
-    kept[order] = mean <= limit
-    return torch.where(kept.view_as(mask), w, 0)
+    return torch.where(_least(size, mask, int((mean <= limit).sum())), w, 0)
 
 
 def off_policy_mask(
@@ -341,10 +339,16 @@ def top_share(x: Tensor, mask: Tensor, *, share: float) -> Tensor:
     check.shapes(x=(x, "B S"), mask=(mask, "B S"))
     if not 0 < share <= 1:
         raise ValueError(f"share: expected 0 < share <= 1, got {share}")
-    order = torch.where(mask, x, -torch.inf).flatten().sort(descending=True, stable=True).indices
-    rank = order.argsort()  # the inverse of a permutation
-    count = (mask.sum().double() * share - 1e-9).ceil()  # 0.2 * 15 is 3.0000000000000004
-    return mask & (rank.view_as(mask) < count)
+    return _least(-x, mask, math.ceil(share * int(mask.sum()) - 1e-9))  # 0.2 * 15 is 3.0000000000000004
+
+
+def _least(x: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Mark the `count` smallest x in mask, [B, S] bool; ties go to the first."""
+    if not count:
+        return torch.zeros_like(mask)
+    last = x[mask].kthvalue(count).values
+    below, equal = mask & (x < last), mask & (x == last)
+    return below | (equal & (equal.flatten().cumsum(0).view_as(mask) <= count - below.sum()))
 
 
 def high_entropy(w: Tensor, entropy: Tensor, mask: Tensor, *, share: float = 0.2) -> Tensor:
@@ -396,8 +400,4 @@ def clip_cov(
     drawn = torch.zeros(mask.shape, device=mask.device)
     drawn[mask] = torch.rand(int(mask.sum()), generator=rng.generator(key)).to(mask.device)
 
-    # the count tokens with the largest numbers; where fewer are inside, the others are not dropped
-    order = torch.where(inside, drawn, -1.0).flatten().sort(descending=True, stable=True).indices
-    dropped = torch.zeros_like(mask).flatten()
-    dropped[order[:count]] = True
-    return torch.where(dropped.view_as(mask) & inside, 0, w)
+    return torch.where(_least(-drawn, inside, min(count, int(inside.sum()))), 0, w)

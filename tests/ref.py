@@ -56,6 +56,53 @@ def linear_scan(a, b):
     return np.array([sum(np.prod(a[t:u]) * b[u] for u in range(t, size)) for t in range(size)])
 
 
+# ---------- plans of packs
+
+
+def largest_first(sizes):
+    return sorted((i for i, n in enumerate(sizes) if n), key=lambda i: (-sizes[i], i))
+
+
+def best_fit(sizes, budget, most, rows):
+    """Each item, the largest first, into the pack that it leaves the fewest tokens; the packs."""
+    packs = []
+    for i in largest_first(sizes):
+        left = [budget - sum(sizes[j] for j in p) - sizes[i] for p in packs]
+        held = [sum(rows[j] for j in p) + rows[i] for p in packs]
+        able = [k for k in range(len(packs)) if left[k] >= 0 and not (most and held[k] > most)]
+        if able:
+            packs[min(able, key=lambda k: (left[k], k))].append(i)
+        else:
+            packs.append([i])
+    return packs
+
+
+def cheapest_first(sizes, costs, budget, count, most, rows):
+    """Each item, the dearest first, into the cheapest of `count` packs that takes it; None if none does."""
+    packs = [[] for _ in range(count)]
+    for i in largest_first(costs):
+        able = [p for p in packs if sum(sizes[j] for j in p) + sizes[i] <= budget]
+        able = [p for p in able if not most or sum(rows[j] for j in p) + rows[i] <= most]
+        if not able:
+            return None
+        min(able, key=lambda p: sum(costs[j] for j in p)).append(i)  # the first of equal ones
+    return packs
+
+
+def families_together(sizes, families, budget, most, rows):
+    """Each item behind the last list of its family, or in a new one where that is full."""
+    lists = []
+    for i, size in enumerate(sizes):
+        last = [items for items in lists if families[items[0]] == families[i]][-1:] if size else []
+        tokens = sum(sizes[j] for items in last for j in items) + size
+        held = sum(rows[j] for items in last for j in items) + rows[i]
+        if last and tokens <= budget and not (most and held > most):
+            last[0].append(i)
+        elif size:
+            lists.append([i])
+    return lists
+
+
 # ---------- reward models
 
 

@@ -6,9 +6,8 @@ import torch
 from hypothesis import example, given
 
 from rft_fn import metric, packing, segment, testing, tree
-from rft_fn.packing import plan
-from rft_fn.packing.packs import placeholder, single_unit
-from rft_fn.packing.units import rows_to_borrow, tokens_to_borrow
+from rft_fn.packing import shards
+from rft_fn.packing.media import placeholder, rows_to_borrow, single_unit, tokens_to_borrow
 from rft_fn.types import Experience, Media
 
 NAMES = ("pixels", "sound")
@@ -170,7 +169,7 @@ def test_packs_and_ranks_are_balanced_by_media_as_well_as_tokens():
     cost = {i: 10 + 50 * (i % 2 == 0) for i in range(8)}
 
     def loads(media_cost, budget=40):
-        plans = plan.cut(exp, budget, 2, media_cost=media_cost)
+        plans = shards.cut(exp, budget, 2, media_cost=media_cost)
         return sorted(sum(cost[i] for p in part for i in p) for part in plans)
 
     assert loads(1.0) == [140, 140] and loads(0.0) == [40, 240]
@@ -198,8 +197,8 @@ def test_the_budget_has_room_for_what_is_borrowed(exp, budget, unit):
 def test_nothing_is_kept_free_where_every_unit_has_its_own_media():
     """Then no pack has to borrow, and all of the budget is for rows."""
     exp = exp_of([6] * 4, [2] * 4, {0: 1, 3: 1})
-    assert plan.cut(exp, 20, unit=2) == [[[0, 1, 2, 3]]]
-    assert len(plan.cut(exp, 20)[0]) == 2
+    assert shards.cut(exp, 20, unit=2) == [[[0, 1, 2, 3]]]
+    assert len(shards.cut(exp, 20)[0]) == 2
 
 
 def test_packs_of_media_that_are_elsewhere_cannot_be_made():
@@ -208,7 +207,7 @@ def test_packs_of_media_that_are_elsewhere_cannot_be_made():
         exp.media, held=torch.zeros(1, dtype=torch.bool), tensors={"pixels": torch.zeros(0, 10)}
     )
     exp = tree.replace(exp, media=far)
-    assert plan.cut(exp, 10, 2) == [[[1]], [[0]]] and packing.owners(exp, [[0]]) == [0]
+    assert shards.cut(exp, 10, 2) == [[[1]], [[0]]] and packing.owners(exp, [[0]]) == [0]
     with pytest.raises(ValueError, match=r"Strategy\.shard"):
         packing.pack(exp, [0])
 

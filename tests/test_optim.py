@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rft_fn import optim, tree
-from rft_fn.optim import transforms
+from rft_fn.optim import in_place
 
 SHAPES = {"w": (3, 4), "b": (4,), "v": (2, 2, 2)}
 
@@ -351,7 +351,7 @@ def test_a_step_in_place_is_the_update_added_to_the_parameters(name, dtype):
     state = tx.init(params)
     for g in grads:
         norm = optim.global_norm(g)
-        state = transforms.step_in_place(tx, tree.map(torch.clone, g), state, params, norm)
+        state = in_place.step_in_place(tx, tree.map(torch.clone, g), state, params, norm)
     tol = 1e-12 if dtype == torch.float64 else 2e-6
     if masters:
         assert all(torch.equal(p, state.master[n].bfloat16()) for n, p in params.items())

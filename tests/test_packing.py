@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import ref
 import ref_rewards
 import tiny
 import torch
@@ -199,6 +200,28 @@ def test_lists_of_a_family_by_hand(sizes, families, options, want):
 )
 def test_packs_of_nearly_equal_cost_by_hand(sizes, costs, count, options, want):
     assert plan.spread(sizes, costs, 10, count, **options) == want
+
+
+@given(data=st.data())
+def test_plans_are_those_of_their_definitions(data):
+    """Whatever keeps them from looking at every pack for every item."""
+    budget = data.draw(st.sampled_from([8, 40]))
+    size = st.one_of(st.just(0), st.integers(1, budget), st.integers(1, budget // 4))
+    sizes = data.draw(st.lists(size, max_size=24))
+    rows = data.draw(st.lists(st.integers(1, 3), min_size=len(sizes), max_size=len(sizes)))
+    most = data.draw(st.sampled_from([0, 3, 5]))
+    packs = packing.assign(sizes, budget, most=most, rows=rows)
+    assert packs == ref.best_fit(sizes, budget, most, rows)
+
+    more = data.draw(st.lists(st.integers(0, 4), min_size=len(sizes), max_size=len(sizes)))
+    costs = [size and size + x for size, x in zip(sizes, more, strict=True)]
+    count = max(len(packs) + data.draw(st.integers(-1, 2)), 1)
+    spread = plan.spread(sizes, costs, budget, count, most=most, rows=rows)
+    assert spread == ref.cheapest_first(sizes, costs, budget, count, most, rows)
+
+    families = data.draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes)))
+    lists = plan.bundle(sizes, families, budget, most=most, rows=rows)
+    assert lists == ref.families_together(sizes, families, budget, most, rows)
 
 
 def test_dealing_to_ranks_by_hand():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check, metric, optim
-from rft_fn.optim.transforms import local_parts
+from rft_fn.optim.updates import local_parts
 from rft_fn.types import Packed
 
 __all__ = ["Meter", "Noise", "UpdateKL", "noise_scale", "update_kl"]

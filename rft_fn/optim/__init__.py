@@ -24,8 +24,6 @@ from rft_fn.optim.transforms import (
     EmaState,
     MasterState,
     PartitionState,
-    apply_updates,
-    by_name,
     chain,
     clip_by_global_norm,
     count,
@@ -36,6 +34,7 @@ from rft_fn.optim.transforms import (
     partition,
     parts,
 )
+from rft_fn.optim.updates import apply_updates, by_name
 from rft_fn.types import Transform
 
 __all__ = [

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rft_fn import tree
-from rft_fn.optim.transforms import InPlace, by_name, local_parts
+from rft_fn.optim.in_place import InPlace
+from rft_fn.optim.updates import by_name, local_parts
 from rft_fn.types import Transform
 
 __all__ = [

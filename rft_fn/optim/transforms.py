@@ -1,138 +1,21 @@
 """Transforms: clipping, chains, averages and master weights, and what they share."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rft_fn import tree
+from rft_fn.optim.in_place import InPlace, in_order, step_of
+from rft_fn.optim.updates import apply_updates, by_name, local_parts
 from rft_fn.precision import widen
 from rft_fn.types import Transform
 
 __all__ = [
-    "EmaState", "InPlace", "MasterState", "PartitionState", "apply_updates", "by_name", "chain",
-    "clip_by_global_norm", "count", "ema", "ema_params", "global_norm", "local_parts",
-    "master_weights", "partition", "parts", "step_in_place",
+    "EmaState", "MasterState", "PartitionState", "chain", "clip_by_global_norm", "count", "ema",
+    "ema_params", "global_norm", "master_weights", "partition", "parts",
 ]  # fmt: skip
-
-
-# ---------- sharded tensors, as the memory that this process has of them
-
-
-def local_parts(tensors: Any) -> list[Tensor]:
-    """Return the leaves of a tree: plain tensors, and of sharded ones the shard of this process.
-
-    A shard shares the memory of its tensor, so what is done to it in place is done to the tensor. Operations
-    on single elements need no more, and a sharded tensor would work out anew, for every list of shapes, how
-    the result is sharded. For use without gradients.
-    """
-    return [_local_part(x) for x in tree.leaves(tensors)]
-
-
-def _local_part(x: Any) -> Tensor:
-    return x.to_local() if hasattr(x, "to_local") else x.detach()
-
-
-# ---------- updates added to parameters
-
-
-def by_name(params: Any, given: Any, what: str) -> Any:
-    """Return `given`, a mapping of any type and order, with the type and order of `params`.
-
-    The leaves of two trees belong together by their order, and a dict has another than a `Named`. ValueError
-    unless it has the names of `params`; `what` names it. Unchanged for parameters that are no mapping.
-    """
-    if not isinstance(params, (tree.Named, dict)):
-        return given
-    if isinstance(given, tree.Named) and isinstance(params, tree.Named) and list(given) == list(params):
-        return given
-    if not isinstance(given, Mapping):
-        raise ValueError(
-            f"{what}: expected a mapping of the parameters' names to tensors, got {type(given).__name__}"
-        )
-    if given.keys() != params.keys():
-        odd = sorted(given.keys() ^ params.keys())
-        where = "without it" if odd[0] in params else "with it"
-        raise ValueError(
-            f"{what}: expected the names of the {len(params)} parameters, got {len(given)} {where}: {odd[0]}"
-        )
-    kind = tree.Named if isinstance(params, tree.Named) else dict
-    return kind((name, given[name]) for name in params)
-
-
-@torch.no_grad()
-def apply_updates(params: Any, updates: Any) -> Any:
-    """Add updates to parameters in place, by their names, and return the parameters."""
-    updates = by_name(params, updates, "updates")
-    ps, us = local_parts(params), local_parts(updates)
-    if any(p.dtype != u.dtype for p, u in zip(ps, us)):
-        # added in the wider type and rounded once
-        for p, u in zip(ps, us):
-            p.copy_(p.to(u.dtype) + u)
-    elif ps:
-        torch._foreach_add_(ps, us)
-    return params
-
-
-# ---------- a step taken in place, on a GPU
-
-
-class InPlace(NamedTuple):
-    """What a transform does in a step that is taken in place: one of the three."""
-
-    scale: Callable[[Tensor], Tensor] | None = None  # the norm of gradients [] -> a factor of them []
-    # (grads, state, params, norm [] of the grads, a factor of the grads [] or None) -> state
-    step: Callable[[Any, Any, Any, Tensor, Tensor | None], Any] | None = None
-    follow: Callable[[Any, Any], None] | None = None  # (state, parameters after the step)
-
-
-def step_in_place(tx: Transform, grads: Any, state: Any, params: Any, norm: Tensor) -> Any:
-    """Take the step of `update` and `apply_updates` in place, and return the state; donates `grads`.
-
-    It reads and writes memory less often than these two: clips are a factor, AdamW is torch's fused kernel,
-    and 16-bit parameters are rounded from their masters. `norm` is the global norm of `grads`. Equal to the
-    two to rounding. A transform that knows no step in place takes its usual one.
-    """
-    return _step_of(tx)(grads, state, params, norm, None)
-
-
-def _step_of(tx: Transform) -> Callable[[Any, Any, Any, Tensor, Tensor | None], Any]:
-    """Return the step of a transform in place: its own, or its update, added to the parameters."""
-    own: InPlace | None = getattr(tx.update, "in_place", None)
-    if own is not None and own.step is not None:
-        return own.step
-
-    def step(grads: Any, state: Any, params: Any, norm: Tensor, scale: Tensor | None) -> Any:
-        if scale is not None:
-            torch._foreach_mul_(local_parts(grads), scale)
-        updates, state = tx.update(grads, state, params)
-        apply_updates(params, updates)
-        return state
-
-    return step
-
-
-def _in_order(txs: tuple[Transform, ...]) -> InPlace | None:
-    """Return the step of a chain in place: scales, one step, and what follows; None for another order."""
-    parts = [getattr(tx.update, "in_place", None) or InPlace(step=_step_of(tx)) for tx in txs]
-    kinds = "".join("c" if x.scale else "s" if x.step else "f" for x in parts)
-    if kinds.strip("c").rstrip("f") != "s":
-        return None
-    at = kinds.index("s")
-
-    def step(grads: Any, state: tuple, params: Any, norm: Tensor, scale: Tensor | None) -> tuple:
-        for part in parts[:at]:
-            assert part.scale is not None
-            factor = part.scale(norm if scale is None else norm * scale)
-            scale = factor if scale is None else scale * factor
-        new = _step_of(txs[at])(grads, state[at], params, norm, scale)
-        for part, its in zip(parts[at + 1 :], state[at + 1 :]):
-            assert part.follow is not None
-            part.follow(its, params)
-        return (*state[:at], new, *state[at + 1 :])
-
-    return InPlace(step=step)
 
 
 # ---------- copies of the parameters that an optimizer state holds: averages, and float32 masters
@@ -215,7 +98,7 @@ def master_weights(tx: Transform) -> Transform:
 
     def step(grads: Any, state: MasterState, params: Any, norm: Tensor, scale: Tensor | None) -> MasterState:
         grads = tree.map(lambda g: g.float(), grads)
-        inner = _step_of(tx)(grads, state.inner, state.master, norm, scale)
+        inner = step_of(tx)(grads, state.inner, state.master, norm, scale)
         torch._foreach_copy_(local_parts(params), local_parts(state.master))
         return tree.replace(state, inner=inner)
 
@@ -240,7 +123,7 @@ def chain(*txs: Transform) -> Transform:
     def init(params: Any) -> tuple:
         return tuple(tx.init(params) for tx in txs)
 
-    update.in_place = _in_order(txs)  # type: ignore[attr-defined]
+    update.in_place = in_order(txs)  # type: ignore[attr-defined]
     return Transform(init, update, {"name": "chain", "txs": tuple(tx.spec for tx in txs)})
 
 

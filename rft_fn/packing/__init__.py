@@ -6,22 +6,20 @@ and every auxiliary field moves with its target. Everything here is a pure funct
 every rank computes the same plan and takes its part of it.
 """
 
-from rft_fn.packing.packs import (
+from rft_fn.packing.ids import conversations, scored, supervised
+from rft_fn.packing.media import (
+    counts,
     drop_borrowed,
     fill,
+    owners,
     pack,
-    pad,
     placeholder,
-    real,
-    reset_position_ids,
-    sides,
     single_unit,
-    stack,
-    unpack,
 )
-from rft_fn.packing.plan import (
+from rft_fn.packing.packs import pad, real, reset_position_ids, sides, stack, unpack
+from rft_fn.packing.plan import assign, waste
+from rft_fn.packing.shards import (
     Halves,
-    assign,
     cut,
     halves,
     left_out,
@@ -29,19 +27,8 @@ from rft_fn.packing.plan import (
     minibatches,
     shard,
     take,
-    waste,
 )
-from rft_fn.packing.units import (
-    conversations,
-    count_filled,
-    counts,
-    members_of,
-    owners,
-    scored,
-    supervised,
-    unit_of,
-    units_of,
-)
+from rft_fn.packing.units import count_filled, members_of, unit_of, units_of
 
 __all__ = [
     "conversations", "minibatch_units", "minibatches", "pack", "real", "reset_position_ids", "scored",

@@ -8,27 +8,21 @@ from einops import rearrange
 from torch import Tensor
 
 from rft_fn import check, segment, tree
-from rft_fn.packing.units import (
-    count_filled,
-    counts,
-    members_of,
-    placeholder_size,
-    placeholder_units,
-    rows_to_borrow,
-    total,
-    unit_of,
-    units_to_borrow,
-)
+from rft_fn.packing.units import Unit, placeholder_size, placeholder_units, total
 from rft_fn.types import Experience, Packed
-from rft_fn.types.media import Media
 
 __all__ = [
-    "drop_borrowed", "fill", "join", "masked", "pack", "pad", "placeholder", "real", "reset_position_ids",
-    "select_units", "sides", "single_unit", "stack", "unpack",
-]  # fmt: skip
-
-
-# ---------- packs taken apart and put together
+    "begins",
+    "of_rows",
+    "pack",
+    "pad",
+    "placeholder",
+    "real",
+    "reset_position_ids",
+    "sides",
+    "stack",
+    "unpack",
+]
 
 
 def reset_position_ids(seq: Tensor) -> Tensor:
@@ -40,113 +34,35 @@ def reset_position_ids(seq: Tensor) -> Tensor:
     index = torch.arange(seq.shape[0], device=seq.device)
     if not seq.numel():
         return index
-    return index - torch.where(_begins(seq), index, 0).cummax(0).values
+    return index - torch.where(begins(seq), index, 0).cummax(0).values
 
 
-def _begins(seq: Tensor) -> Tensor:
+def begins(seq: Tensor) -> Tensor:
     """Return whether each token is the first of its sequence, [T] bool."""
     starts = torch.ones_like(seq, dtype=torch.bool)
     starts[1:] = seq[1:] != seq[:-1]
     return starts
 
 
-def masked(b: Packed) -> Packed:
-    """Return a pack with nothing to learn: the tokens that were read, in no row.
-
-    Tokens that were sampled are left out; they are text whatever their number says.
-    """
-    sampled = torch.cat([b.mask.new_zeros(1), b.mask[:-1]]) & (b.pos > 0)
-    part = tree.map(lambda x: x[~sampled], tree.replace(b, media=None))
-
-    nothing = tree.map(torch.zeros_like, part)
-    return tree.replace(
-        nothing,
-        tokens=part.tokens,
-        target=part.target,
-        pos=reset_position_ids(part.seq),
-        seq=part.seq,
-        media=b.media,
-        rows=(),
-        padding=0,
-    )
-
-
-def join(b: Packed, borrowed: Packed) -> Packed:
-    """Join a pack without padding with what it borrows, which comes last."""
-    plain = tree.replace(borrowed, seq=borrowed.seq + b.num_seqs, media=None)
-
-    # static fields agree
-    like = tree.replace(plain, num_seqs=b.num_seqs, rows=b.rows, padding=b.padding, unit=b.unit)
-    return tree.replace(
-        tree.map(lambda x, y: torch.cat([x, y]), tree.replace(b, media=None), like),
-        media=Media.concat([b.media, borrowed.media], [b.num_seqs, borrowed.num_seqs]),
-        num_seqs=b.num_seqs + borrowed.num_seqs,
-        unit=b.unit if isinstance(b.unit, int) or isinstance(borrowed.unit, int) else b.unit + borrowed.unit,
-    )
-
-
-def select_units(b: Packed, which: Sequence[int]) -> Packed:
-    """Return some units of the sequences of a pack, in the order of the pack; without padding."""
-    which = sorted(which)
-    members = members_of(check.units(b.unit, b.num_seqs), which)
-
-    # a token at position 0 that does not begin its sequence is padding
-    number = torch.tensor(which, device=b.seq.device)
-    at = torch.isin(unit_of(b)[b.seq], number) & (_begins(b.seq) | (b.pos > 0))
-    part = tree.map(lambda x: x[at], tree.replace(b, media=None))
-    media = None if b.media is None else b.media.take(members)
-    seq = torch.searchsorted(torch.tensor(members, device=b.seq.device), part.seq)
-    rows = tuple(b.rows[i] for i in members if i < len(b.rows))
-    unit = b.unit if isinstance(b.unit, int) else tuple(b.unit[u] for u in which)
-    return tree.replace(part, seq=seq, media=media, num_seqs=len(members), rows=rows, unit=unit, padding=0)
-
-
-def drop_borrowed(b: Packed) -> Packed:
-    """Return a pack without what it borrowed and its padding; an empty one unchanged."""
-    if not b.rows:
-        return b
-    part = select_units(b, range(count_filled(b)))
-    return part if counts(part.media) else tree.replace(part, media=None)
-
-
-# ---------- packs: rows of a batch as one flat micro-batch
-
-
 _TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret", "words")
 
 
 def pack(exp: Experience, rows: Sequence[int], *, unit: int | Sequence[int] = 1) -> Packed:
-    """Pack rows of a batch into one micro-batch.
+    """Pack rows of a batch into one micro-batch, without media.
 
     The rows' tokens follow each other. Every auxiliary field is 0 outside mask. `unit` consecutive rows
-    belong together: 2 for losses of pairs; for ranked lists of any length it is the number of rows of
-    each. With no rows, or no tokens: a `placeholder`, so that all ranks run equally many packs.
-
-    Where the batch has media of a kind that none of the rows has, the pack borrows the row with the fewest
-    tokens that has some. Its tokens are at the end, mask False and w 0, and it is not in `rows`. So the
-    towers of a model run in every pack. ValueError for units that do not make up the rows, and for media
-    that this process does not hold.
+    belong together (see `media.pack`). With no rows, or no tokens: a `placeholder`. ValueError for units that
+    do not make up the rows.
     """
     sizes = check.units(unit, len(rows), " of the pack")
-    if not isinstance(unit, int):
-        unit = tuple(sizes)
-    packed = _of_rows(exp, rows, unit)
-    empty = not len(packed.tokens)
-    if empty:
-        rows = ()
-
-    # a borrowed row is both sides of a pair
-    borrowed = [row for row in rows_to_borrow(exp, rows) for _ in range(placeholder_size(unit))]
-    if borrowed:
-        lent = masked(_of_rows(exp, borrowed, placeholder_units(unit, len(borrowed))))
-        return lent if empty else join(packed, lent)
-    if empty:
-        # any token of the batch is one that the model knows
-        return placeholder(tree.replace(packed, tokens=exp.tokens.flatten()[:1]))
-    return packed
+    packed = of_rows(exp, rows, unit if isinstance(unit, int) else tuple(sizes))
+    if len(packed.tokens):
+        return packed
+    # any token of the batch is one that the model knows
+    return placeholder(tree.replace(packed, tokens=exp.tokens.flatten()[:1]))
 
 
-def _of_rows(exp: Experience, rows: Sequence[int], unit: int | tuple[int, ...]) -> Packed:
+def of_rows(exp: Experience, rows: Sequence[int], unit: Unit) -> Packed:
     """Pack the tokens of some rows, one after the other."""
     device = exp.tokens.device
 
@@ -174,67 +90,40 @@ def _of_rows(exp: Experience, rows: Sequence[int], unit: int | tuple[int, ...]) 
         rows=tuple(rows),
         unit=unit,
         sampling=exp.sampling,
-        **_carried(exp, labels, rows),
+        **_carried(exp, labels),
     )
 
 
-def _carried(exp: Experience, labels: Callable[[Tensor], Tensor], rows: Sequence[int]) -> dict[str, Any]:
-    """Move the auxiliary fields of a batch by `labels`, and take the media of `rows`."""
+def _carried(exp: Experience, labels: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Move the auxiliary fields of a batch by `labels`."""
     fields = {name: getattr(exp, name) for name in _TOKEN_FIELDS}
     moved: dict[str, Any] = {name: labels(x) for name, x in fields.items() if x is not None}
     if exp.extra is not None:
         moved["extra"] = {name: labels(x) for name, x in exp.extra.items()}
     if exp.temperature is not None:
         moved["temperature"] = labels(exp.temperature.unsqueeze(-1).expand_as(exp.tokens))
-    if exp.media is not None and counts(exp.media):
-        moved["media"] = exp.media.take(rows)
-        moved["media"].require_held()
     return moved
 
 
 def placeholder(like: Packed) -> Packed:
     """Return a masked pack that adds nothing.
 
-    It has the fields of `like`, with one unit of sequences of one masked token each (the first of `like`,
-    if any); where units differ in size, of one sequence. Of a pack with media it has the smallest units of
-    sequences that have some, of each kind, so that it runs the towers too. It runs forward and backward, and
-    `unpack` puts it nowhere.
+    It has the fields of `like` but media, with one unit of sequences of one masked token each (the first of
+    `like`, if any); where units differ in size, of one sequence. It runs forward and backward, and `unpack`
+    puts it nowhere.
     """
     unit = placeholder_size(like.unit)
-    even = tree.replace(like, unit=unit)
-    lenders = units_to_borrow(even, [])
-    if lenders:
-        lent = masked(select_units(even, lenders))
-        return tree.replace(lent, unit=placeholder_units(like.unit, lent.num_seqs))
     zeros = tree.map(lambda x: x.new_zeros(unit, *x.shape[1:]), tree.replace(like, media=None))
     tokens = like.tokens[:1].repeat(unit) if like.tokens.numel() else zeros.tokens
     return tree.replace(
         zeros,
         tokens=tokens,
         seq=torch.arange(unit, device=tokens.device),
-        media=None,
         num_seqs=unit,
         rows=(),
         unit=placeholder_units(like.unit, unit),
         padding=0,
     )
-
-
-def fill(b: Packed, count: int) -> Packed:
-    """Add placeholders to a pack of units of different sizes, up to `count` sequences.
-
-    So packs of one list each are equally many forwards of a model that takes one sequence at a time.
-    """
-    while b.num_seqs < count:
-        b = join(b, placeholder(b))
-    return b
-
-
-def single_unit(b: Packed, unit: int) -> Packed:
-    """Return one unit of a pack as a pack, which borrows media from the others."""
-    part = select_units(b, [unit])
-    lenders = units_to_borrow(b, [unit])
-    return join(part, masked(select_units(b, lenders))) if lenders else part
 
 
 def pad(b: Packed, size: int) -> Packed:

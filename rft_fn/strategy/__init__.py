@@ -19,7 +19,7 @@ from rft_fn.strategy.config import StrategyConfig, add_arguments
 from rft_fn.strategy.diagnose import NonFinite, load_fault
 from rft_fn.strategy.local import fork, local
 from rft_fn.strategy.local import layout as local_layout
-from rft_fn.strategy.step import Session
+from rft_fn.strategy.session import Session
 from rft_fn.types import Strategy
 
 _ROOT = Path(__file__).resolve().parent.parent

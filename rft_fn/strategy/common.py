@@ -15,11 +15,11 @@ from rft_fn import model as model_lib
 from rft_fn.model.bind import Scorer, read_field, require_fields, to_params_device
 from rft_fn.model.layers import Where
 from rft_fn.model.lora import Export
-from rft_fn.strategy import diagnose, step
+from rft_fn.strategy import diagnose, host, step
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.packer import Packer
 from rft_fn.strategy.placing import Placing, require_device, require_own_apply, residence_below, residence_of
-from rft_fn.strategy.step import Session, disable_malloc_trim
+from rft_fn.strategy.session import Session
 from rft_fn.types import (
     Apply,
     Experience,
@@ -104,7 +104,7 @@ class Backend(ABC):
         self.packer = Packer(config)
         self.placing = Placing(config)
         if config.deterministic:
-            session.settings.enter_context(step.deterministic_algorithms())
+            session.settings.enter_context(host.deterministic_algorithms())
 
     # ----- models
 
@@ -246,7 +246,7 @@ class Backend(ABC):
             self.session.writer.poll()  # a checkpoint that could not be written is news now, not at the next
         # not before: what the loading of models frees would fall into pieces, and be held for nothing
         if self.config.keep_memory and self.device.type == "cpu":
-            disable_malloc_trim()
+            host.disable_malloc_trim()
         require_own_apply(state, apply)
         for pack in packs:
             require_same_sampling(apply, pack.sampling)

@@ -28,7 +28,7 @@ from rft_fn.strategy.common import Backend, all_true
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.local import layout as local_layout
 from rft_fn.strategy.packer import Packer
-from rft_fn.strategy.step import Session
+from rft_fn.strategy.session import Session
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, record
 
 __all__ = ["SequenceAxis", "fsdp2", "groups", "layout", "meshes", "shared_meshes"]

@@ -14,7 +14,7 @@ from rft_fn.model.layers import Residence
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Backend
 from rft_fn.strategy.config import StrategyConfig
-from rft_fn.strategy.step import Session
+from rft_fn.strategy.session import Session
 from rft_fn.types import (
     Apply,
     LossFn,

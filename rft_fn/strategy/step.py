@@ -1,26 +1,23 @@
 """Gradients and updates for parameters that are tensors, plain ones or DTensors."""
 
-import ctypes
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rft_fn import ckpt, dist, metric, optim, tree
+from rft_fn import dist, metric, optim, tree
 from rft_fn import model as model_lib
 from rft_fn.loss.evaluate import evaluate
 from rft_fn.model import layers
 from rft_fn.model.copies import mover_of, to_device
 from rft_fn.model.layers import Residence
-from rft_fn.optim.transforms import local_parts, step_in_place
+from rft_fn.optim.in_place import step_in_place
+from rft_fn.optim.updates import local_parts
 from rft_fn.precision import wide
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
+from rft_fn.strategy.session import Session
 from rft_fn.types import (
     Apply,
     LossFn,
@@ -32,109 +29,9 @@ from rft_fn.types import (
 )
 
 __all__ = [
-    "Session", "cast", "check_trains", "compile_blocks", "deterministic_algorithms", "disable_malloc_trim",
-    "finite", "grad", "loss_and_metrics", "masters", "merge_metrics", "move_opt", "noise_meter", "optimizer",
-    "start", "update", "wrap_for_training",
+    "cast", "check_trains", "compile_blocks", "finite", "grad", "loss_and_metrics", "masters",
+    "merge_metrics", "move_opt", "noise_meter", "optimizer", "start", "update", "wrap_for_training",
 ]  # fmt: skip
-
-
-# ---------- the resources of a strategy, which it owns and closes
-
-
-class Session:
-    """The processes of a strategy, its checkpoint writer, and the folder for dumps of faults."""
-
-    def __init__(self, processes: dist.Processes | None = None):
-        self.processes = processes or dist.Processes()
-        self.writer = ckpt.Writer()
-        self.dump_dir = Path(".")
-        self.settings = ExitStack()  # of torch, restored when it closes
-
-    @property
-    def current_phase(self) -> str:
-        """Return the phase of this process: the innermost block, or the last one before script code."""
-        return self.processes.current_phase
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Call what this process does inside the block `name`; LostProcess where it loses another."""
-        return self.processes.phase(name)
-
-    def watch(self) -> AbstractContextManager[None]:
-        """Raise LostProcess for an error in the block about a lost process."""
-        return self.processes.watch()
-
-    def set_dump_dir(self, folder: str | Path) -> None:
-        """Set the folder that dumps of gradients that are not finite go to."""
-        self.dump_dir = Path(folder)
-
-    def close(self, release: Callable[[], None] | None = None) -> None:
-        """Wait for the checkpoint writer, which may raise, then leave the processes. Twice is once.
-
-        `release` is called between the two: the writer needs the other processes.
-        """
-        try:
-            with self.watch():
-                self.writer.finish()
-        finally:
-            try:
-                if release is not None:
-                    release()
-            finally:
-                self.settings.close()
-                self.processes.close()
-
-
-# ---------- the same bits each time
-
-
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-
-
-@contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    """Have torch use deterministic algorithms, or raise where it has none, and restore its settings.
-
-    On CUDA sums by index, and the gradients of attention, then add up in one order. Products need a fixed
-    workspace of cuBLAS, which reads its variable when it first computes.
-    """
-    memory: Any = torch.utils.deterministic
-    mode, filled = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
-    workspace = os.environ.get(_WORKSPACE)
-    torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # it costs a pass, and nobody reads it
-    os.environ.setdefault(_WORKSPACE, ":4096:8")
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(mode)
-        memory.fill_uninitialized_memory = filled
-        if workspace is None:
-            os.environ.pop(_WORKSPACE, None)
-
-
-# ---------- memory of the host that is freed and soon needed again
-
-
-# names and values of glibc's malloc.h
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_NEVER = -1
-_LARGE = 1 << 30  # bytes from which on an allocation is the system's own, and goes back to it at once
-
-
-def disable_malloc_trim() -> bool:
-    """Have this process keep the memory that it frees, in blocks of up to 1 GiB.
-
-    Returns True where that works: with glibc. A gradient frees its activations, and the next pack needs as
-    much. By default glibc hands large blocks back to the system, which gives them out again page by page,
-    each filled with zeros.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    if mallopt is None:
-        return False
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGE) and mallopt(_TRIM_THRESHOLD, _NEVER))
-
-
-# ---------- gradients and updates for parameters that are tensors, plain ones or DTensors
 
 
 NARROW = (torch.bfloat16, torch.float16)

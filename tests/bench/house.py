@@ -153,7 +153,7 @@ FLOORS = (  # from the top; on the upper two rows a room also imports those to i
     ("L2  models and data", "model modality reward data environment hub parsing"),
     (
         "L1  mathematics",
-        "segment scan advantage weight loss reward_shaping logprob "
+        "segment scan advantage weight loss reward_shaping logprob sampling "
         "metric rollout packing optim algorithm testing",
     ),
     ("L0  values", "tree rng check precision types"),

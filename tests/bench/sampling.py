@@ -27,7 +27,7 @@ from rft_fn.engine.hf.probe import find_batching
 from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.requests import Stop
 from rft_fn.model.quantize import packed, set_fast
-from rft_fn.strategy.step import disable_malloc_trim
+from rft_fn.strategy.host import disable_malloc_trim
 from rft_fn.types import Sampling
 
 SAMPLES = 8  # of each prompt

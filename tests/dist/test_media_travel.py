@@ -65,7 +65,7 @@ def on_a_rank(rank):
     exp = st.gather(batch(rank))
     own = exp.media
     packs = st.shard(exp, 60)
-    plans = packing.plan.cut(exp, 60, st.world)
+    plans = packing.shards.cut(exp, 60, st.world)
     needed = packing.owners(exp, plans[rank])
     fetched = dist.fetch_media(own, needed)
     apply, params = st.bind(Eye())

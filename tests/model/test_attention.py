@@ -21,7 +21,7 @@ from rft_fn.model import packed_attention, reader
 from rft_fn.model.attention import SDPA, sdpa_attention
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.packed_attention import Device
-from rft_fn.strategy import step
+from rft_fn.strategy import host
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=12)
 VOCAB = 60
@@ -281,7 +281,7 @@ def test_the_chosen_kernel_is_the_one_that_runs(monkeypatch):
 @pytest.fixture
 def deterministic():
     """Torch as it is with the option `deterministic`."""
-    with step.deterministic_algorithms():
+    with host.deterministic_algorithms():
         yield
 
 

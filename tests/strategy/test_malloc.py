@@ -12,7 +12,7 @@ from test_probe import rows
 
 import rft_fn as rft
 from rft_fn.strategy import StrategyConfig, common, get_strategy
-from rft_fn.strategy.step import disable_malloc_trim
+from rft_fn.strategy.host import disable_malloc_trim
 
 GLIBC = sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
 

@@ -362,7 +362,7 @@ def test_data_that_does_not_move_with_its_rows_is_found(monkeypatch):
     def unmoved(exp, index):
         return tree.replace(take(exp, index), extra=exp.extra)
 
-    for module in (packing, packing.plan):
+    for module in (packing, packing.shards):
         monkeypatch.setattr(module, "take", unmoved)
     with pytest.raises(AssertionError, match=r"rows in the order \[[\d, ]+\]: the total loss .* became"):
         PERMUTATION(noisy)

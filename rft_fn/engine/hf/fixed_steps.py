@@ -21,6 +21,7 @@ from rft_fn.engine.hf.draws import draw_token
 from rft_fn.engine.hf.prompt_cache import OPTION, Prompts, shared_attention
 from rft_fn.engine.hf.row_batch import Batch
 from rft_fn.model.packed_attention import warn_once
+from rft_fn.sampling import truncated_on_device
 from rft_fn.types import Sampling
 
 __all__ = ["FixedSteps"]
@@ -147,7 +148,7 @@ class FixedSteps:
         )
         if not sampling.truncates:
             return z
-        z, unsure = logprob.truncated_on_device(z, sampling, self.ranks)
+        z, unsure = truncated_on_device(z, sampling, self.ranks)
         self.waits |= unsure
         return z
 

@@ -25,7 +25,7 @@ from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
 from rft_fn.strategy.fsdp2 import groups
 from rft_fn.strategy.packer import Packer
-from rft_fn.strategy.step import Session
+from rft_fn.strategy.session import Session
 from rft_fn.strategy.zero import deepspeed_engine, stages
 from rft_fn.strategy.zero.deepspeed_engine import Root, ZeroModel
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform, record
