@@ -150,31 +150,42 @@ def _yaml(text: str) -> Any:
     import yaml
 
     try:
-        _check_keys(yaml.compose(text, yaml.SafeLoader))
-        return yaml.safe_load(text)
+        tree = yaml.compose(text, yaml.SafeLoader)
+        found = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" in line {mark.line + 1}" if mark else ""
         raise ValueError(f"expected YAML: {error.problem}{where}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"expected YAML: {' '.join(str(error).split())}") from None
+    _check_keys(tree)
+    return found
 
 
-def _check_keys(node: Any) -> None:
+def _check_keys(root: Any) -> None:
     """Raise ValueError for a key that a mapping of YAML has twice, of which the last would win."""
-    if not isinstance(getattr(node, "value", None), list):
-        return
-    seen: dict[str, int] = {}
-    for entry in node.value:
-        for child in entry if isinstance(entry, tuple) else [entry]:
-            _check_keys(child)
-        if not isinstance(entry, tuple) or not isinstance(entry[0].value, str):
+    waiting = [root]
+    visited: set[int] = set()  # an alias may lead back
+    while waiting:
+        node = waiting.pop()
+        if id(node) in visited or not isinstance(getattr(node, "value", None), list):
             continue
-        name = entry[0].value
-        line = entry[0].start_mark.line + 1
-        if name in seen and name != "<<":
-            raise ValueError(f"{name}: expected it once, got it in line {seen[name]} and in line {line}")
-        seen[name] = line
+        visited.add(id(node))
+        lines: dict[str, int] = {}
+        for entry in node.value:
+            if not isinstance(entry, tuple):
+                waiting.append(entry)
+                continue
+            key, value = entry
+            waiting.append(value)
+            if not isinstance(key.value, str) or key.value == "<<":
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise ValueError(
+                    f"{key.value}: expected it once, got it in line {lines[key.value]} and in line {line}"
+                )
+            lines[key.value] = line
 
 
 def _flat(values: Mapping[Any, Any], prefix: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:
