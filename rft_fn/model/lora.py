@@ -409,8 +409,7 @@ def _made(module: nn.Module, saved: dict[str, Any], folder: str | Path) -> nn.Mo
     config |= {"inference_mode": False, "lora_dropout": 0.0, "init_lora_weights": True}
     try:
         made = LoraConfig(**config)
-        names = [name for name, _ in module.named_modules()]
-        confined.call(f"model: {Path(folder, CONFIG)}", _match, made, names)
+        confined.call(f"model: {Path(folder, CONFIG)}", _match, made, [x for x, _ in module.named_modules()])
         return wrapped(module, made, 0)
     except confined.Raised as error:
         raise ValueError(f"model: {Path(folder, CONFIG)}: expected names of layers, got {error}") from None
