@@ -109,9 +109,9 @@ def with_reference(cfg: Any, env: Setup, state: TrainState, items: Sequence, shi
 def with_margin(values: dict[str, float]) -> dict[str, float]:
     """Add the margin of single responses: the difference of the mean rewards, where there are both kinds."""
     for name in ("responses", "eval"):
-        sides = [values.get(f"{name}/reward_{side}") for side in ("chosen", "rejected")]
-        if None not in sides and f"{name}/margin" not in values:
-            values[f"{name}/margin"] = sides[0] - sides[1]
+        chosen, rejected = values.get(f"{name}/reward_chosen"), values.get(f"{name}/reward_rejected")
+        if chosen is not None and rejected is not None and f"{name}/margin" not in values:
+            values[f"{name}/margin"] = chosen - rejected
     return values
 
 
