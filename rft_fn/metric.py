@@ -13,9 +13,8 @@ from rft_fn.reward_shaping import varied
 from rft_fn.types import Packed, Rollout, TokenOut
 
 __all__ = [
-    "average", "calibration", "effective_share", "labelled", "max", "mean", "merge", "pairs",
-    "pass_at_k", "policy",
-    "preference", "ranking", "reliability", "results", "rollout", "router", "spread", "sum",
+    "average", "calibration", "effective_share", "labelled", "max", "mean", "merge", "pairs", "pass_at_k",
+    "policy", "preference", "ranking", "reliability", "results", "rollout", "router", "spread", "sum",
 ]  # fmt: skip
 
 
@@ -242,8 +241,7 @@ def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 def _measured(m: Metric) -> Tensor:
     """Return whether a metric is over anything, []; it is unless it says otherwise."""
-    measured = getattr(m, "measured", None)
-    return torch.ones_like(m.value()) if measured is None else measured()
+    return m.measured() if hasattr(m, "measured") else torch.ones_like(m.value())
 
 
 def pass_at_k(correct: Tensor, k: int) -> Tensor:
@@ -432,9 +430,8 @@ def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:
         "rollout/truncated": float(batch.truncated.double().mean()),
         "rollout/empty": float((size <= 1).double().mean()),
     }
-    if size.any():
-        values["rollout/sampler_logp"] = float(batch.logp.double().sum() / size.sum())
-    return values
+    logp = {"rollout/sampler_logp": float(batch.logp.double().sum() / size.sum())}
+    return values | (logp if size.any() else {})
 
 
 def spread(name: str, x: Tensor, mask: Tensor) -> dict[str, float]:
