@@ -27,7 +27,7 @@ _WAIT = 12  # times the seconds, until a child that sleeps is ended too
 _ANSWER = 1 << 26  # bytes
 
 
-class Raised(Exception):
+class Raised(RuntimeError):
     """An error of the function in the child; the text has its type."""
 
 

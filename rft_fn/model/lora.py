@@ -411,8 +411,6 @@ def _made(module: nn.Module, saved: dict[str, Any], folder: str | Path) -> nn.Mo
         made = LoraConfig(**config)
         confined.call(f"model: {Path(folder, CONFIG)}", _match, made, [x for x, _ in module.named_modules()])
         return wrapped(module, made, 0)
-    except confined.Raised as error:
-        raise ValueError(f"model: {Path(folder, CONFIG)}: expected names of layers, got {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(

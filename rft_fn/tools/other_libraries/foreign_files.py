@@ -16,7 +16,7 @@ from rft_fn.tools.other_libraries import python_source, shell
 __all__ = ["Config", "read"]
 
 _MOST = 10**6  # characters that aliases of YAML may add to a text
-_LONGEST = 10**6  # bytes of all options of a file
+_LONGEST = 1 << 22  # bytes of all options of a file
 _MODULE = re.compile(r"(?:trl|verl|openrlhf|lightrft|recipe|prime_rl|open_r1)(?:\.\w+)+")
 _ASSIGNED = re.compile(r"[+~]{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
 _LAUNCHERS = ("torch.distributed", "accelerate", "deepspeed", "pip", "ray", "venv", "torchrun")
