@@ -61,7 +61,7 @@ def tiny_time():
 def sums():
     """Percent of sampled answers before GRPO and after it."""
     pair = as_module(ROOT / "tests" / "bench" / "rise.py").sums().stages["sampled"]
-    return [100 * x.right / x.count for x in pair]
+    return [100 * x.right / x.total for x in pair]
 
 
 def warm_up():

@@ -162,7 +162,7 @@ def test_the_picture_of_the_readme_has_the_intervals_of_its_counts(tmp_path, mon
     shares = [*sums.held_out.values(), *(x for pair in sums.stages.values() for x in pair)]
     assert len(shares) == 7 and list(sums.held_out) == [0, 15, 30]
     for x in shares:
-        assert x.interval() == pytest.approx(curriculum().wilson(x.right, x.count))
+        assert x.interval() == pytest.approx(curriculum().wilson(x.right, x.total))
     front.draw(sums, tmp_path / "x.svg")
     assert (tmp_path / "x.svg").stat().st_size > 10_000
 

@@ -24,14 +24,14 @@ class Share(NamedTuple):
     """Right answers of some."""
 
     right: int
-    count: int
+    total: int
 
     def interval(self) -> tuple[float, float]:
         """Return Wilson's interval (low, high) of the probability of a right answer."""
-        share = self.right / self.count
-        scale = 1 + Z**2 / self.count
-        middle = (share + Z**2 / (2 * self.count)) / scale
-        half = Z / scale * math.sqrt(share * (1 - share) / self.count + Z**2 / (4 * self.count**2))
+        share = self.right / self.total
+        scale = 1 + Z**2 / self.total
+        middle = (share + Z**2 / (2 * self.total)) / scale
+        half = Z / scale * math.sqrt(share * (1 - share) / self.total + Z**2 / (4 * self.total**2))
         return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
@@ -69,7 +69,7 @@ def sums() -> Rise:
 
 def errors(shares: Sequence[Share]) -> list[list[float]]:
     """Return how far the intervals reach below and above the shares, in percent."""
-    ends = [(x.right / x.count, *x.interval()) for x in shares]
+    ends = [(x.right / x.total, *x.interval()) for x in shares]
     return [
         [100 * (share - low) for share, low, _ in ends],
         [100 * (high - share) for share, _, high in ends],
@@ -77,7 +77,7 @@ def errors(shares: Sequence[Share]) -> list[list[float]]:
 
 
 def percent(shares: Sequence[Share]) -> list[float]:
-    return [100 * x.right / x.count for x in shares]
+    return [100 * x.right / x.total for x in shares]
 
 
 def draw(rise: Rise, path: Path) -> None:
@@ -104,7 +104,7 @@ def draw(rise: Rise, path: Path) -> None:
         list(rise.held_out),
         percent(points),
         yerr=errors(points),
-        label=f"greedy, {points[0].count} held-out questions",
+        label=f"greedy, {points[0].total} held-out questions",
         color=ORANGE,
         marker="o",
         markersize=5,
