@@ -23,7 +23,7 @@ from rft_fn.engine.server_protocol import Ask, Client, Described, Fault, check_r
 from rft_fn.model import head_folders, lora
 from rft_fn.reward import verdicts, wire
 from rft_fn.reward.signature import read_result
-from rft_fn.run import card, claim, config_file, files
+from rft_fn.run import card, claim, config_file, files, manifest
 from rft_fn.strategy import diagnose
 from rft_fn.tools import plot, watch
 from rft_fn.tools.page import build, recorded
@@ -439,6 +439,11 @@ HOOKS: dict[str, Any] = {
     "run/card.py:_rows": row_reader("metrics.jsonl", carded, {"/step": at_least_0}),
     "run/card.py:_changes": row_reader("overrides.jsonl", changed, {"/name": a_text}),
     "run/claim.py:_described": Reader({"pid": 1, "host": "h", "since": "x"}, spoken(claim._described)),
+    "run/manifest.py:read": Reader(
+        {"files": {"model": {"digest": "x"}}},
+        file_of(manifest.NAME, lambda path: manifest.read(path.parent)),
+        {"/files/model/digest": a_text},
+    ),
     "run/config_file.py:_json": Reader({"lr": 0.5}, file_of("c.json", config_file._read)),
     "run/config_file.py:_yaml": Reader({"lr": 0.5}, file_of("c.yaml", config_file._read)),
     "model/lora.py:read_adapter_config": Reader({"r": 8}, file_of("adapter_config.json", adapters)),
@@ -467,6 +472,7 @@ FREE = {
     "ckpt/folder.py:read_meta": "fed by test_a_checkpoint_with_other_values_is_refused, below",
     "ckpt/folder.py:_static": "text that it has written itself",
     "ckpt/layout.py:read": "the digest of each file is compared before it, and shapes and types",
+    "confined.py:call": "bytes of a fork of this process",
     "data/decode.py:_wave": "samples of a WAV file, integers of a known width",
     "data/file_formats.py:_cells": "a CSV's cells are texts",
     "data/file_formats.py:_csv": "a CSV's cells are texts",
@@ -480,11 +486,13 @@ FREE = {
     "engine/process.py:_Process.receive": "answers of a process of its own",
     "engine/weight_folder.py:Writer._link": "a folder that this process has written",
     "engine/weight_folder.py:read": "a folder that the trainer has written; each tensor is met by LoadCheck",
-    "environment/tool_calls.py:_Objects._objects": TOLD,
-    "environment/tool_calls.py:_checked": TOLD,
-    "environment/tool_calls.py:_as_object": TOLD,
-    "environment/tool_calls.py:_NameAndObject.__call__": TOLD,
-    "environment/tool_calls.py:_as_name_and_object": TOLD,
+    "environment/call_forms.py:Objects.read": TOLD,
+    "environment/call_forms.py:_Braces._value": TOLD,
+    "environment/call_forms.py:_NameAndObject.read": TOLD,
+    "environment/call_forms.py:_arguments": TOLD,
+    "environment/call_forms.py:_as_name_and_object": TOLD,
+    "environment/call_forms.py:_as_objects": TOLD,
+    "environment/call_forms.py:_literal": TOLD,
     "environment/tool_use.py:_value": "text of a model; typed by the tool's signature",
     "model/classifier.py:pad_alike": "a config that this process has written",
     "model/head_folders.py:saved_heads": WEIGHTS,
@@ -498,8 +506,10 @@ FREE = {
     "model/pretrained.py:unreadable": "a header, to say which file is broken",
     "parsing.py:_comments": "the source of this package",
     "reward/spec.py:arguments": "what the user has typed",
+    "reward/mathematics.py:_serve": "lines that its parent writes",
     "rng.py:_words": "a digest that it has computed",
     "run/claim.py:Claim._first_difference": "marks of rows, compared as bytes",
+    "run/files.py:_ordered": "bytes that the library has made in the line before",
     "run/files.py:read_rollout": "fed by test_a_rollout_file_that_lies_is_refused_in_a_line, below",
     "strategy/config.py:_docs": "the source of this package",
     "tools/other_libraries/foreign_files.py:_parsed": PRINTED,

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rft_fn import opened
+from rft_fn import border, opened
 from rft_fn.model.model_names import cache_dir
 from rft_fn.run.files import write_whole
 
@@ -188,7 +188,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, tokenizer_is_told
 def read(folder: Path) -> dict[str, Any]:
     """Return the manifest in the folder of a run; an empty one where there is none. ValueError if damaged."""
     try:
-        found = json.loads((folder / NAME).read_text())
+        found = border.object_of(NAME, border.read_json((folder / NAME).read_text()))
         if not all(isinstance(x["digest"], str) for x in found["files"].values()):
             raise ValueError("a digest is no text")
         return found
