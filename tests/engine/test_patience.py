@@ -38,7 +38,7 @@ def rollout():
 
 def met(fake, tokenizer, **options):
     config = EngineConfig(type="openai", servers=(fake.url,), batch=1, **options)
-    return served_words(config, tokenizer, top_k=2)
+    return served_words(config, tokenizer, vocabulary=fake.lm.config.vocab_size, top_k=2)
 
 
 @pytest.mark.parametrize("status", [429, 503, 500, 408])
