@@ -241,7 +241,7 @@ def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 def _measured(m: Metric) -> Tensor:
     """Return whether a metric is over anything, []; it is unless it says otherwise."""
-    return m.measured() if hasattr(m, "measured") else torch.ones_like(m.value())
+    return getattr(m, "measured", lambda: torch.ones_like(m.value()))()
 
 
 def pass_at_k(correct: Tensor, k: int) -> Tensor:
