@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
-from rft_fn.border import is_ours
 from rft_fn.check import error_text, parse_json
 from rft_fn.data.messages import Turn
 from rft_fn.data.template_probe import CALL_ID
@@ -181,11 +180,11 @@ async def _awaited(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> st
     """Return the result of an async tool as text."""
     try:
         return _as_text(await tool(**arguments))
+    except (asyncio.CancelledError, GeneratorExit):  # of the loop, or what `_within` tells the model of
+        raise
     except Exception as error:
         raise RuntimeError(error_text(error)) from None
     except BaseException as error:  # SystemExit too: a tool does not end the run
-        if is_ours(error):
-            raise
         raise RuntimeError(f"{type(error).__name__}: {error_text(error)}") from None
 
 
