@@ -64,6 +64,14 @@ def sums():
     return [100 * x.right / x.total for x in pair]
 
 
+def calculations():
+    """The same of GSM8K's calculations."""
+    pair = (
+        as_module(ROOT / "tests" / "bench" / "gsm8k_rise.py").rise(read("gsm8k_rise.json")).stages["sampled"]
+    )
+    return [100 * x.right / x.total for x in pair]
+
+
 def warm_up():
     recipe = (ROOT / "Makefile").read_text().partition("\ntrain-smollm2:")[2].partition("define evaluate")[0]
     return [int(re.search(r"train_scripts/sft\.py.*?--steps (\d+)", recipe, re.S)[1])]
@@ -80,6 +88,7 @@ SAID = {
     "a test checks # cases": ("README.md", lambda: [len(conformance.CASES)]),
     "**An algorithm is three plain functions**: # rows": ("README.md", lambda: [len(rft.algorithm.TABLE)]),
     "held-out sums its samples get # % right before and # % after": ("README.md", sums),
+    "On GSM8K's calculations samples go from # to # %": ("README.md", calculations),
     "[# examples](docs/examples": ("README.md", lambda: [len(read("../examples/results.json"))]),
     "CISPO in # lines": ("README.md", loss_lines),
     "TRL takes # times as long": ("docs/performance.md", lambda: [times("equal")]),

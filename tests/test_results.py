@@ -191,3 +191,11 @@ def test_the_picture_of_the_readme_has_the_intervals_of_its_counts(tmp_path, mon
     assert made.held_out == {0: (2, 4), 10: (4, 4)} and made.stages["sampled"] == ((3, 8), (14, 16))
     assert short.paired(record, 1, "sampled") == "50.0 % ± 0.0"
     assert "| after GRPO, seed 1 | 100.0 % ± 0.0 | 87.5 % ± 24.5 |" in short.table(record)
+
+    # what was measured, and what the page says of it
+    measured = json.loads(short.FOUND.read_text())
+    page = (ROOT / "docs" / "results" / "README.md").read_text()
+    assert short.table(measured) in page and f"{measured['kept']} of {len(measured['solved'])}" in page
+    assert short.paired(measured, 0, "sampled") == "6.8 % ± 3.1" and "6.8 % ± 3.1" in page
+    assert short.paired(measured, 0, "greedy") == "-5.2 % ± 4.2" and "5.2 % ± 4.2 less" in page
+    assert set(short.rise(measured).held_out) == {0, 10, 20, 30, 40, 50, 60}

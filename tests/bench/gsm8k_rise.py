@@ -8,7 +8,7 @@ A short supervised warm-up on one half of the training rows; then GRPO on rows o
 warmed-up model solves now and then: in some of a few samples, not in all. Only evaluations see the test rows.
 
 Every stage is kept in `--runs` and made once, so the same command goes on where it was stopped. `--write`
-makes docs/results/gsm8k_rise.json and the picture at the front of the README.
+makes docs/results/gsm8k_rise.json and its picture.
 """
 
 import argparse
@@ -26,10 +26,11 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-from rise import PICTURE, Rise, Share, Z, draw
+from rise import Rise, Share, Z, draw
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = ROOT / "docs" / "results" / "gsm8k_rise.json"
+PICTURE = ROOT / "docs" / "pictures" / "gsm8k_rise.svg"
 
 SAMPLES = 4  # of a row, to tell whether the model solves it now and then
 ROWS = ["--template", "{question}", "--system", "", "--max-prompt", "256"]

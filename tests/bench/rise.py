@@ -1,9 +1,8 @@
 """The picture at the front of the README: `python tests/bench/rise.py`.
 
 A language model whose share of right answers rises: the reward of samples over the steps, held-out questions
-on the way, and held-out questions before and after, all with Wilson's 95 % intervals. It is drawn from
-docs/results/gsm8k_rise.json, which gsm8k_rise.py measures, or where there is none from the sums in
-docs/results/smollm2.
+on the way, and held-out questions before and after, all with Wilson's 95 % intervals. It is drawn from the
+sums in docs/results/smollm2; gsm8k_rise.py draws its own picture by the same function.
 """
 
 import argparse
@@ -132,13 +131,6 @@ def draw(rise: Rise, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def found() -> Rise:
-    """Return what there is: GSM8K where it has been measured."""
-    import gsm8k_rise
-
-    return gsm8k_rise.rise(json.loads(gsm8k_rise.FOUND.read_text())) if gsm8k_rise.FOUND.exists() else sums()
-
-
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()  # for --help
-    draw(found(), PICTURE)
+    draw(sums(), PICTURE)
