@@ -5,7 +5,6 @@ judging, packing for devices, optimizers and files are not there.
 """
 
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,15 +20,30 @@ from rft_fn.run import preferences, teachers
 from rft_fn.run.setup import Model, Setup
 from rft_fn.testing import cases
 
-__all__ = ["AWAY", "NOW", "OUTPUTS", "PARTS", "REFERENCE", "SAMPLED", "SCRIPTS", "TEACHER", "apply", "c", "logps", "pairs_of", "steps_of"]
+__all__ = [
+    "AWAY",
+    "NOW",
+    "OUTPUTS",
+    "PARTS",
+    "REFERENCE",
+    "SAMPLED",
+    "SCRIPTS",
+    "TEACHER",
+    "apply",
+    "c",
+    "logps",
+    "steps_of",
+]
 
 OUTPUTS = ("logp", "entropy", "value", "aux", "divergence")
 SCRIPTS = {name: load_script(name) for name in ("grpo", "ppo", "dpo", "distill")}
-BASE = {"prompts": 2, "group": 4, "max_new": 12, "steps": 1, "data": ("sort_digits:1",)}
+STEP = {"steps": 1, "data": ("sort_digits:1",)}
+GROUPS = STEP | {"prompts": 2, "group": 4, "max_new": 12}
 OF = {
-    "grpo": {},
-    "ppo": {"minibatches": 1, "whiten": False, "gae_lambda": 1.0},
-    "distill": {"teacher": ("somewhere",), "loss": "sampled", "rl": 1.0},
+    "grpo": GROUPS,
+    "ppo": GROUPS | {"minibatches": 1, "whiten": False, "gae_lambda": 1.0},
+    "dpo": STEP,
+    "distill": GROUPS | {"teacher": ("somewhere",), "loss": "sampled", "rl": 1.0},
 }
 # columns are the parts: their sum is the reward, and "form" varies little
 PARTS = {
@@ -111,9 +125,7 @@ class Stub:
         metrics = {}
         for out, b in zip(outs, packs):
             leaves = {
-                name: x.detach().requires_grad_()
-                for name in OUTPUTS
-                if (x := getattr(out, name)) is not None
+                name: x.detach().requires_grad_() for name in OUTPUTS if (x := getattr(out, name)) is not None
             }
             loss, more = evaluate(loss_fn, tree.replace(out, **leaves), b)
             metrics = rft.metric.merge(metrics, more)
@@ -195,6 +207,14 @@ class Fixed(Setup):
     checkpoint = finish = lambda *_, **__: None
 
 
+def labelled(cfg, items):
+    """The case as rows of dpo.py: pairs, or single responses that are desirable in turn."""
+    mask = c.exp.mask
+    weight = rft.weight.seq_mean if cfg.row.single else rft.weight.pair_mean
+    kinds = {"desirable": ((torch.arange(len(mask)) % 2 == 0)[:, None] & mask).double()}
+    return tree.replace(c.exp, w=weight(mask), extra=kinds if cfg.row.single else None)
+
+
 class Member:
     """A teacher, whose log-probs are the tabular model's with other numbers."""
 
@@ -210,8 +230,8 @@ class Member:
 def steps_of(name, **given):
     """A run of a script: the gradients of its policy and of its critic, and the metrics of its steps."""
     script, st = SCRIPTS[name], Stub()
-    run = SimpleNamespace(phase=lambda name: nullcontext(), rows=[])
-    cfg = script.Config(**{**BASE, **OF[name], **given})
+    run = SimpleNamespace(phase=lambda name: nullcontext(), write=lambda *_, **__: None, rows=[])
+    cfg = script.Config(**OF[name] | given)
     told.clear()
 
     def setup(cfg, *, usual, anchor=False, greedy=False, **_):
@@ -221,7 +241,9 @@ def steps_of(name, **given):
         model = Model(None, apply, state(c.params), lambda count: 1e-3)
         score = rft.reward.weighted(**{part: (lambda *_: [], 1.0) for part in PARTS})
         score = score.with_vetoes(*map(read_veto, getattr(cfg, "reward_veto", ())))
-        task = SimpleNamespace(score=score, others={"ptx_data": None}, tokenizer=None)
+        task = SimpleNamespace(
+            score=score, others={"ptx_data": None}, tokenizer=None, dataset=None, unseen=None
+        )
         critic = model._replace(state=state(c.params))
         initial = (apply, tree.map(torch.clone, REFERENCE)) if anchor else None
         return Fixed(cfg, st, run, task, model, critic, initial, None, None, None, greedy)
@@ -235,27 +257,10 @@ def steps_of(name, **given):
         patch.setattr(teachers.model, "attach_teacher", lambda apply, *made: told.extend(made))
         patch.setattr(rft.optim, "count", lambda opt: 0)
         patch.setattr(rft.data, "draw", lambda *_, **__: (prompts, [0, 1]))
+        patch.setattr(rft.data, "take", lambda *_, **__: (prompts, [0, 1]))
+        patch.setattr(preferences, "experience", labelled)
+        patch.setattr(preferences, "mismatched", labelled)
         patch.setattr(rft.data, "lessons", lambda *_, **__: [lesson])
         script.main(cfg)
     critic = [x for x in st.seen if x.d_value.any()]
-    return SimpleNamespace(
-        steps=[x for x in st.seen if not x.d_value.any()], critic=critic, rows=run.rows
-    )
-
-
-def pairs_of(**given):
-    """The slopes of dpo.py's loss on the case, whose rows are pairs, or single responses of either kind."""
-    script = SCRIPTS["dpo"]
-    cfg = script.Config(data=("sort_digits:1",), **given)
-    preferences.check_options(cfg)
-    weight = rft.weight.seq_mean if cfg.row.single else rft.weight.pair_mean
-    kinds = (torch.arange(len(c.exp.mask)) % 2 == 0)[:, None] * c.exp.mask
-    extra = {"desirable": kinds.double(), "baseline": 0.1 * c.exp.mask.double()}
-    exp = tree.replace(
-        c.exp, w=weight(c.exp.mask).double(), ref_logp=c.exp.ref_logp, extra=extra if cfg.row.single else None
-    )
-    told.clear()
-    st = Stub()
-    packs = cases.whole(exp, cfg.unit)
-    st.grad(SimpleNamespace(params=c.params), apply, partial(script.policy_loss, cfg), packs)
-    return SimpleNamespace(steps=st.seen)
+    return SimpleNamespace(steps=[x for x in st.seen if not x.d_value.any()], critic=critic, rows=run.rows)

@@ -21,7 +21,6 @@ from one_step import (
     TEACHER,
     c,
     logps,
-    pairs_of,
     steps_of,
 )
 
@@ -303,9 +302,7 @@ def one_step_error(a, b):
 
 def reaches_back(a, b):
     """The advantage is nearer to the whole return less the value."""
-    far, near = (
-        (of(x, "adv") - (of(x, "ret") - of(x, "old_value")))[MASK].abs().sum() for x in (a, b)
-    )
+    far, near = ((of(x, "adv") - (of(x, "ret") - of(x, "old_value")))[MASK].abs().sum() for x in (a, b))
     assert near < 0.9 * far
 
 
@@ -398,7 +395,7 @@ def follows_less(a, b):
 
 BETTER = (torch.arange(len(MASK)) % 2 == 0)[:, None] & MASK
 WORSE = ~BETTER & MASK
-GAP = ((NOW - c.exp.ref_logp) * MASK).sum(-1).view(-1, 2)
+GAP = ((NOW - cases.log_probs(c.apply, REFERENCE, c.exp)) * MASK).sum(-1).view(-1, 2)
 MARGIN = (GAP[:, 0] - GAP[:, 1]).repeat_interleave(2)[:, None]
 SHORTER = SIZE.view(-1, 2).amin(-1).repeat_interleave(2)[:, None]
 
@@ -408,6 +405,12 @@ def prefers(a, b):
     x = of(b)
     assert (x[BETTER] <= 0).all() and (x[WORSE] >= 0).all() and x.any()
     assert not torch.allclose(x, of(a), rtol=1e-4)
+
+
+def loses_together(a, b):
+    """The rejected response becomes less probable, and so does the pair taken together."""
+    chosen, rejected = of(b).amax(-1) + of(b).amin(-1), of(b)[WORSE]
+    assert (rejected > 0).all() and (chosen.view(-1, 2).sum(-1)[1:] > 0).all()
 
 
 def towards_wrong(x, y):
@@ -516,8 +519,10 @@ CHANGES = {
     "ref_every": [
         ("grpo", KL | {"steps": 2}, {"ref_every": 1}, follows(1.0)),
         ("ppo", KL | {"steps": 2}, {"ref_every": 1}, kl_to_policy),
+        ("dpo", {"steps": 2}, {"ref_every": 1}, follows(1.0)),
     ],
     "ref_mix": [
+        ("dpo", {"steps": 2}, {"ref_every": 1, "ref_mix": 0.5}, follows(0.5)),
         ("ppo", KL | {"steps": 2}, {"ref_every": 1, "ref_mix": 0.5}, kl_nearer),
         ("grpo", KL | {"steps": 2}, {"ref_every": 1, "ref_mix": 0.5}, follows(0.5)),
     ],
@@ -527,8 +532,8 @@ CHANGES = {
         (BOTH, BONUS | {"steps": 2}, {"entropy_target": 9.0}, bonus_grows),
     ],
     "entropy_delta": [(BOTH, TARGET, {"entropy_delta": 0.05}, bonus_grows_faster)],
-    "entropy_share": [(BOTH, {"weight": "token_mean", "clip_low": 9.0, "clip_high": 9.0}, {"entropy_share": 0.5},
-                       uncertain_alone)],
+    "entropy_share": [(BOTH, {"weight": "token_mean", "clip_low": 9.0, "clip_high": 9.0},
+                       {"entropy_share": 0.5}, uncertain_alone)],
     "mismatch": [
         (RL, {}, {"mismatch": "tis"}, corrected(lambda r, whole: r.clamp(max=2))),
         (RL, {}, {"mismatch": "mis"}, corrected(lambda r, whole: r * (r <= 2))),
@@ -541,8 +546,8 @@ CHANGES = {
         (RL, TIS, {"floor": 0.9}, moves(below(0.9), more)),
         (RL, {"mismatch": "icepop"}, {"floor": 0.9}, moves(below(0.9), gone)),
     ],
-    "geo_low": [(RL, TIS, {"geo_low": 0.9}, moves(lambda s: MEAN < math.log(0.9), gone))],
-    "geo_high": [(RL, TIS, {"geo_high": 1.1}, moves(lambda s: MEAN > math.log(1.1), gone))],
+    "geo_low": [(RL, TIS, {"geo_low": 0.9}, moves(lambda s: math.log(0.9) > MEAN, gone))],
+    "geo_high": [(RL, TIS, {"geo_high": 1.1}, moves(lambda s: math.log(1.1) < MEAN, gone))],
     "mask_truncated": [(NOT_PPO, {"weight": "seq_sum"}, {"mask_truncated": True}, truncated_stop)],
     "reward_clip": [(RL, RAW, {"reward_clip": 1.0}, rewards(lambda: REWARD.clamp(-1, 1)))],
     "normalize_reward": [
@@ -590,7 +595,11 @@ CHANGES = {
         ("distill", ONLY | {"loss": "reverse_kl"}, {"loss": "sampled"}, teacher_says(to_go=False)),
         ("distill", ONLY | {"loss": "reverse_kl"}, {"loss": "to_go"}, teacher_says(to_go=True)),
         *[("dpo", {}, {"loss": name} | (SMOOTH if name in ("cdpo", "robust") else {}), prefers)
-          for name, row in rft.loss.PREFERENCES.items() if name not in ("dpo", "apo_down") and not row.single],
+          for name, row in rft.loss.PREFERENCES.items()
+          if name not in ("dpo", "apo_down") and not row.single],
+        ("dpo", {}, {"loss": "apo_down"}, loses_together),
+        ("dpo", SINGLE, {"loss": "bco"}, prefers),
+        ("dpo", {"unpaired": True, "loss": "bco"}, {"loss": "kto"}, prefers),
     ],
     "jsd_beta": [
         ("distill", ONLY | {"loss": "jsd"}, {"jsd_beta": 1.0}, compared("reverse_kl")),
@@ -614,7 +623,8 @@ CHANGES = {
     ],
     "average": [("dpo", {"beta": 1e-6}, {"average": True}, moves(lambda s: rows(SIZE > 1), less))],
     "nll": [("dpo", {}, {"nll": 1.0}, moves(lambda s: BETTER, lower))],
-    "ld_alpha": [("dpo", {"beta": 1e-6}, {"ld_alpha": 0.3}, moves(lambda s: MASK.cumsum(-1) > SHORTER, less))],
+    "ld_alpha": [("dpo", {"beta": 1e-6}, {"ld_alpha": 0.3},
+                  moves(lambda s: MASK.cumsum(-1) > SHORTER, less))],
     "margin": [("dpo", {"loss": "simpo"}, {"margin": 2.0}, moves(lambda s: MASK, more))],
     "desirable_weight": [("dpo", SINGLE, {"desirable_weight": 2.0}, moves(lambda s: BETTER, more))],
     "undesirable_weight": [("dpo", SINGLE, {"undesirable_weight": 2.0}, moves(lambda s: WORSE, more))],
@@ -625,14 +635,16 @@ OTHER = {
     "data": "data template messages chat_template_kwargs max_pixels media_folder media_urls media_cache "
     "media_workers system max_prompt max_length chosen rejected unpaired completion label response ptx_data "
     "ptx_response ptx_messages ptx_batch hint success_at on_policy off_policy",
-    "model": "model lora_rank lora_alpha lora_targets lora_merge freeze quantize critic teacher teacher_column",
+    "model": "model lora_rank lora_alpha lora_targets lora_merge freeze quantize critic teacher "
+    "teacher_column",
     "judge": "reward reward_timeout",
     "sampling": "temperature top_p max_new prompts group ahead partial rounds curriculum curriculum_by "
     "curriculum_floor teacher_top_p",
     "vocabulary": "top_k",  # words that are compared: tests/scripts/test_distill_script.py
     "alarm": "max_gap gap_factor canary rebuilds",
     "memory": "budget gradient_checkpointing",
-    "schedule": "steps data_epochs epochs minibatches batch freeze_actor_steps lr schedule lr_end warmup critic_lr",
+    "schedule": "steps data_epochs epochs minibatches batch freeze_actor_steps lr schedule lr_end warmup "
+    "critic_lr",
     "optimizer": "ema beta1 beta2 weight_decay max_norm",
     "evaluation": "eval_data eval_share eval_every eval_prompts eval_pairs",
     "report": "update_kl rollouts_every noise_every trackers project run_name tokens_every dry_run",
@@ -673,9 +685,8 @@ def test_every_limit_of_every_loss_has_a_line():
 
 
 def compare(script, before, after, claim):
-    run = pairs_of if script == "dpo" else lambda **given: steps_of(script, **given)
     given = {name: x for name, x in before.items() if name in fields(script) | {"loss"}}
-    claim(run(**given), run(**given | after))
+    claim(steps_of(script, **given), steps_of(script, **given | after))
 
 
 CASES = [
