@@ -18,8 +18,6 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from rft_fn.border import contained, is_ours
-
 __all__ = ["find_module", "load"]
 
 
@@ -52,6 +50,11 @@ def find_module(source: str, spec: str, *, kind: str = "reward") -> ModuleType:
             f"{what}: expected a file that defines functions, got sys.exit({error.code!r})"
         ) from error
     except BaseException as error:
+        from rft_fn.border import (  # imports torch, which completion in a shell does without
+            contained,
+            is_ours,
+        )
+
         name = error.name if isinstance(error, ModuleNotFoundError) else None
         if name and not is_file and f"{source}.".startswith(f"{name}."):  # not one that it imports
             raise ValueError(f"{what}: no module {name!r} is installed or lies in {Path.cwd()}") from error

@@ -310,9 +310,9 @@ def second_moment_mask(
     gap = log_ratio(old_logp, logp).nan_to_num(0.0, _MOST, -_MOST)
     check.shapes(w=(w, "B S"), mask=(mask, "B S"), old_logp=(gap, "B S"))
     size = gap.double().square()
-    ranked = size[mask].sort().values
+    ranked = torch.where(mask, size, torch.inf).flatten().sort().values
     mean = ranked.cumsum(0) / torch.arange(1, len(ranked) + 1, device=w.device)
-    return torch.where(_least(size, mask, int((mean <= limit).sum())), w, 0)
+    return torch.where(_least(size, mask, (mean <= limit).sum()), w, 0)
 
 
 def off_policy_mask(
@@ -339,14 +339,15 @@ def top_share(x: Tensor, mask: Tensor, *, share: float) -> Tensor:
     check.shapes(x=(x, "B S"), mask=(mask, "B S"))
     if not 0 < share <= 1:
         raise ValueError(f"share: expected 0 < share <= 1, got {share}")
-    return _least(-x, mask, math.ceil(share * int(mask.sum()) - 1e-9))  # 0.2 * 15 is 3.0000000000000004
+    count = (mask.sum().double() * share - 1e-9).ceil().long()  # 0.2 * 15 is 3.0000000000000004
+    return _least(-x, mask, count)
 
 
-def _least(x: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Mark the `count` smallest x in mask, [B, S] bool; ties go to the first."""
-    if not count:
-        return torch.zeros_like(mask)
-    last = x[mask].kthvalue(count).values
+def _least(x: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+    """Mark the `count` [] smallest x in mask, [B, S] bool; ties go to the first."""
+    # a sort of the numbers alone: kthvalue would be faster, and wants a count that the host has read
+    ranked = torch.where(mask, x, torch.inf).flatten().sort().values
+    last = ranked.gather(0, (count - 1).clamp(min=0).unsqueeze(0))
     below, equal = mask & (x < last), mask & (x == last)
     return below | (equal & (equal.flatten().cumsum(0).view_as(mask) <= count - below.sum()))
 
@@ -400,4 +401,4 @@ def clip_cov(
     drawn = torch.zeros(mask.shape, device=mask.device)
     drawn[mask] = torch.rand(int(mask.sum()), generator=rng.generator(key)).to(mask.device)
 
-    return torch.where(_least(-drawn, inside, min(count, int(inside.sum()))), 0, w)
+    return torch.where(_least(-drawn, inside, inside.sum().clamp(max=count)), 0, w)

@@ -151,7 +151,7 @@ def test_an_unknown_name_is_told_the_names_there_are():
     free = [n for n, row in algorithm.TABLE.items() if isinstance(row, algorithm.Algorithm)]
     with pytest.raises(ValueError) as error:
         algorithm.get_algorithm("gpro")
-    assert str(error.value) == f"algorithm: expected one of {', '.join(free)}, got 'gpro'"
+    assert str(error.value) == f"algorithm: expected one of {', '.join(free)}, got 'gpro'; did you mean grpo?"
     assert "'ppo', which has a critic: see train_scripts/ppo.py" in str(
         raises(algorithm.get_algorithm, "ppo")
     )

@@ -26,7 +26,8 @@ PROGRAMS = (
     "tee",
     "wandb",
 )
-STUB = '#!/bin/bash\n{ printf "%s\\0" "${0##*/}" "$@"; printf "\\n\\0"; } >> "$CALLS"\n'
+# one write for each call: the programs of a pipe run at once
+STUB = '#!/bin/bash\nprintf "%s\\0" "${0##*/}" "$@" $\'\\n\' >> "$CALLS"\n'
 
 
 def called(scripts, folder):

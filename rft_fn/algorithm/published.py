@@ -220,7 +220,8 @@ def _row(name: str, kind: type[Row], elsewhere: str, *, option: str = "algorithm
         return row
     names = ", ".join(n for n, r in TABLE.items() if isinstance(r, kind))
     message = f"{option}: expected one of {names}, got {name!r}"
-    near = get_close_matches(name, TABLE, n=1)
+    # of names that are as near, the one with the same letters: two of them were exchanged
+    near = sorted(get_close_matches(name, TABLE), key=lambda x: sorted(x) != sorted(name))
     if row is not None:
         message += elsewhere
     elif near:

@@ -279,7 +279,7 @@ def _described(folder: str) -> tuple[tuple[Head, ...], str]:
         heads = [Head(**head) for head in border.entries("heads", saved["heads"], None)]
         return named_heads(heads), border.text("pool", saved["pool"])
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"reward model: {path}: expected heads and their pool, got {error}") from error
+        raise ValueError(f"reward model: {path}: expected heads and their pool: {error}") from error
 
 
 def _renamed(given: Any, saved: tuple[Head, ...], heads: Sequence[str | Head]) -> tuple[Head, ...]:

@@ -278,8 +278,9 @@ def _assert_ragged(correct: Correction, seed: int) -> None:
         raise AssertionError(
             f"correct: expected weights of 0 outside mask, got {found[~mask].abs().max():.2g}"
         )
+    most = 1e-12 * max(1.0, float(found.abs().max()))
     error = (found - w * correct(mask.double(), old_logp, logp, mask)).abs().max()
-    if not error <= 1e-12:
+    if not error <= most:
         raise AssertionError(
             f"correct: expected w times a factor, and a random w is off by {error:.2g}: w is left out, "
             "or changes the factor"
@@ -287,7 +288,7 @@ def _assert_ragged(correct: Correction, seed: int) -> None:
     for row, m in enumerate(mask):
         short = correct(*(x[row, m][None] for x in (w, old_logp, logp, mask)))[0]
         error = (found[row, m] - short).abs().max()
-        if not error <= 1e-12:
+        if not error <= most:
             raise AssertionError(
                 f"correct: the weights of row {row} changed by {error:.2g} when its {int((~m).sum())} "
                 "tokens outside mask were deleted"

@@ -100,11 +100,11 @@ def copy(name: str, to: str = "") -> Path:
 
 
 def _library(name: str) -> str:
-    """Return the place of an installed module of this name; empty if none, or if it is in this folder."""
+    """Return the place of an installed module of this name; empty if none, or if it is here or of ours."""
     if name in sys.builtin_module_names or name in sys.stdlib_module_names:
         return f"Python's own {name}"
     found = importlib.util.find_spec(name) if name.isidentifier() else None
-    if found is None or found.origin is None or Path(found.origin).parent == Path.cwd():
+    if found is None or found.origin is None or Path(found.origin).parent in (Path.cwd(), folder()):
         return ""
     return found.origin
 

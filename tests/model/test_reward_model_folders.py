@@ -331,7 +331,7 @@ def test_models_whose_head_is_another():
         ("{", "expected heads and their pool"),
         ('{"heads": []}', "expected heads and their pool"),
         ('{"pool": "last", "heads": [{"name": "a", "scale": 0}]}', "a: expected a positive scale, got 0"),
-        ('{"pool": "last", "heads": [{"name": "a", "scale": NaN}]}', "a: expected a positive scale, got nan"),
+        ('{"pool": "last", "heads": [{"name": "a", "scale": NaN}]}', "expected finite numbers, got NaN"),
         ('{"pool": "last", "heads": [{"name": "a", "colour": 1}]}', "colour"),
         ('{"pool": "last", "heads": [{"name": "a"}]}', r"reward_heads.json: expected 2 heads, got \['a'\]"),
         ('{"pool": "mode", "heads": [{"name": "a"}, {"name": "b"}]}', "pool: expected one of last"),

@@ -54,7 +54,7 @@ def place(tmp_path, tiny, monkeypatch):
 
 def begin(step, *, override=False):
     """The opening of a run in a process of its own, as far as files go."""
-    for name in [x for x in sys.modules if x == "helper" or x.startswith("rft_fn_reward_my_reward")]:
+    for name in [x for x in sys.modules if x == "helper" or x.startswith("rft_fn.user_files.")]:
         del sys.modules[name]
     cfg = Config(out="r", override=override)
     opening.start(cfg)
@@ -211,7 +211,7 @@ def test_only_reads_are_noted(tmp_path):
 def test_rollouts_are_the_same_to_the_byte(tmp_path):
     rollout = types.Rollout(
         tokens=torch.ones(2, 3, dtype=torch.long),
-        mask=torch.ones(2, 3, dtype=torch.bool),
+        mask=torch.tensor([[False, True, True]] * 2),
         logp=torch.zeros(2, 3),
         length=torch.tensor([3, 3]),
         truncated=torch.zeros(2, dtype=torch.bool),

@@ -263,7 +263,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         (["report", str(run), "--out", str(tmp_path / "file" / "p.html")], "cannot be written"),
         (["report", str(run), "--ot", "x"], "did you mean --out?"),
         (["watch", str(run), "--every", "0"], "every: expected above 0"),
-        (["rport", str(run)], "got 'rport'; did you mean report?"),
+        (["rport", str(run)], "got 'rport'; did you mean rft report?"),
     ]
     for args, line in cases:
         with pytest.raises(SystemExit, match="2"):

@@ -11,7 +11,7 @@ from families import small
 from test_probe import rows
 
 import rft_fn as rft
-from rft_fn.strategy import StrategyConfig, common, get_strategy
+from rft_fn.strategy import StrategyConfig, get_strategy, host
 from rft_fn.strategy.host import disable_malloc_trim
 
 GLIBC = sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
@@ -54,7 +54,7 @@ def test_elsewhere_nothing_is_promised(monkeypatch):
 def test_memory_beside_a_gpu_is_left_alone(monkeypatch):
     """The tensors of a step are not in it."""
     asked = []
-    monkeypatch.setattr(common, "disable_malloc_trim", lambda: asked.append(True))
+    monkeypatch.setattr(host, "disable_malloc_trim", lambda: asked.append(True))
     strategy = get_strategy()
     apply, state = strategy.init(small("Llama"), rft.optim.adamw(0.1))
     packs = strategy.shard(rows([(2, 3)]), 100)
