@@ -296,6 +296,8 @@ class Chat:
                 "rows without the column"
             )
         for i, turn in enumerate(talk.turns):
+            if turn["role"] == "system":  # small models know no instructions: a template may leave them out
+                continue
             if text_of(turn).strip() and template_probe.content_form(self.tokenizer, turn["role"]) == "none":
                 raise ValueError(f"turn {i + 1}: the chat template shows no text of a turn of {turn['role']}")
             calls = turn.get("tool_calls") or []
