@@ -56,7 +56,7 @@ def note_rows(path: Path) -> None:
 
 
 def files() -> list[Path]:
-    """Return the files that Python has read, without rows, and those of all modules that are imported."""
+    """Return the files that Python has read, and the files of imported modules; not those with rows."""
     modules = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     names = [*_READ, *(os.path.abspath(name) for name in modules if isinstance(name, str))]
     return list(dict.fromkeys(Path(_source(name)) for name in names if name not in _ROWS))

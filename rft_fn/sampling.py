@@ -75,7 +75,7 @@ def truncated_on_device(z: Tensor, sampling: Sampling, ranks: int) -> tuple[Tens
 
 
 def _beyond(z: Tensor, least: Tensor, count: Tensor) -> Tensor:
-    """Return what is not among the first `count` [R] of z [R, V], of which `least` [R] is the last."""
+    """Mark the tokens after the first `count` [R] of z [R, V], [R, V] bool; `least` [R] is the last kept."""
     least = least.unsqueeze(-1)
     drop, equal = z < least, z == least
     room = count - (z > least).sum(-1)

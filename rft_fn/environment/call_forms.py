@@ -83,7 +83,7 @@ def _flexible(text: str) -> str:
 
 
 def _is_weak(opening: str) -> bool:
-    """Return whether an opening is only brackets, which stand in other texts too."""
+    """Return whether an opening has only brackets, which other texts have too."""
     return not re.search(r"\w", opening)
 
 

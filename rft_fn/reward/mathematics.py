@@ -200,7 +200,7 @@ def _told_by_text(reference: _Read, answer: _Read) -> bool | None:
 
 
 def kind_of(reference: str) -> str:
-    """Return what a reference reads as, in a word or two, by its text alone."""
+    """Return the kind of a reference, in a word or two, from its text."""
     read = _read(reference)
     if not read.whole:
         return "nothing"
