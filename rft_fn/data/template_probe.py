@@ -180,7 +180,7 @@ def _names_by_id(tokenizer: Any, template: str) -> bool:
 
 
 def with_ids(tokenizer: Any, turns: Sequence[Turn]) -> list[Turn] | None:
-    """Return turns whose calls and results have ids of the template's form, None where there are none."""
+    """Return turns with ids for calls and results, in the template's form; None if it takes no ids."""
     numbered: list[Turn] = []
     made = 0
     left: list[str] = []  # ids of calls without a result

@@ -91,7 +91,7 @@ def _losses(loss_fn: LossFn, c: Case, exp: Experience, rows: list[int], unit: Un
 
 
 def _runs_on(loss_fn: LossFn, c: Case, exp: Experience, unit: Unit) -> bool:
-    """Return whether a change of one row reaches rows after it in the pack alone, or rows before it alone."""
+    """Return whether a change of one row reaches only the rows after it in its pack, or only those before."""
     if unit != 1:
         return False
     rows, middle = list(range(len(exp.mask))), len(exp.mask) // 2
