@@ -180,7 +180,7 @@ def _names_by_id(tokenizer: Any, template: str) -> bool:
 
 
 def with_ids(tokenizer: Any, turns: Sequence[Turn]) -> list[Turn] | None:
-    """Return turns with ids for calls and results, in the template's form; None if it takes no ids."""
+    """Return turns with ids for calls and results, in the template's form; None without any of these."""
     numbered: list[Turn] = []
     made = 0
     left: list[str] = []  # ids of calls without a result
