@@ -6,6 +6,7 @@ import sys
 import families
 import pytest
 import ranks
+import ref
 import torch
 from each_case import each
 
@@ -246,6 +247,19 @@ def on_ranks(rank):
     return out
 
 
+def amplified(of, found):
+    """How far the signal of a noisy gradient moves with one rounding to float32 of each of its norms.
+
+    It is four times the product of the halves, (|g|^2 - |h1|^2 - |h2|^2) / 2, and |g|^2 is about the signal
+    and the noise together: a relative error e of the three norms is one of 8 e (1 + noise / signal).
+    Processors add up in other orders: an Intel with AMX moves it by 3.2e-5, at a ratio of 0.014.
+    """
+    way, _, name = of.partition(" ")
+    if name not in ("grad/snr", "grad/noise_scale"):
+        return 0.0
+    return 8 * ref.UNIT * (1 + 1 / found[f"{way} grad/snr"])
+
+
 @pytest.mark.slow
 def test_two_processes_measure_what_one_does():
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
@@ -259,4 +273,7 @@ def test_two_processes_measure_what_one_does():
         if "offload" in name:  # DeepSpeed notes the norms itself
             want = {n: x for n, x in want.items() if "snr" not in n and "scale" not in n}
         for got in (mine[name] for mine in found):
-            assert got == pytest.approx(want, rel=1e-10 if dtype == torch.float64 else 2e-5), name
+            assert got.keys() == want.keys(), name
+            for of, x in want.items():
+                rel = 1e-10 if dtype == torch.float64 else max(2e-5, amplified(of, want))
+                assert got[of] == pytest.approx(x, rel=rel), (name, of)
