@@ -30,9 +30,8 @@ __all__ = [
 
 ROUNDING = 1e-3  # nats by which a log-prob may be above 0
 LEAST_LOGP = -1e5  # nats; servers write -9999 for a word that cannot be
-MASS = (
-    1e-2  # that K words may have beyond 1, and two log-probs of one word may differ by: bfloat16's rounding
-)
+# what K words may have beyond 1, and two log-probs of one word may differ by: the rounding of bfloat16
+MASS = 1e-2
 _SHOWN = 40  # characters of what came instead
 _BEGAN = 60  # of what came instead of JSON
 _LARGEST = torch.finfo(torch.float32).max

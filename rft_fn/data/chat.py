@@ -272,7 +272,8 @@ class Chat:
                     refused.__cause__ = error
                 continue
             if number >= 2:
-                _warn_of_merged_system(self.tokenizer.chat_template)
+                what = "refuses a system turn; its text is put before the user's first text"
+                _warn_of_system(self.tokenizer.chat_template, what)
             return out
         assert refused is not None
         raise refused
@@ -296,10 +297,12 @@ class Chat:
                 "rows without the column"
             )
         for i, turn in enumerate(talk.turns):
-            if turn["role"] == "system":  # small models know no instructions: a template may leave them out
-                continue
-            if text_of(turn).strip() and template_probe.content_form(self.tokenizer, turn["role"]) == "none":
-                raise ValueError(f"turn {i + 1}: the chat template shows no text of a turn of {turn['role']}")
+            role = turn["role"]
+            is_hidden = text_of(turn).strip() and template_probe.content_form(self.tokenizer, role) == "none"
+            if is_hidden and role == "system":  # many small models know no instructions
+                _warn_of_system(self.tokenizer.chat_template, "shows no system turn; its text is left out")
+            elif is_hidden:
+                raise ValueError(f"turn {i + 1}: the chat template shows no text of a turn of {role}")
             calls = turn.get("tool_calls") or []
             if calls and not template_probe.arguments_form(self.tokenizer) and self._drops(talk, i, calls):
                 raise ValueError(f"turn {i + 1} has tool_calls, and the chat template does not read them")
@@ -479,12 +482,9 @@ def _without_system(turns: Sequence[Mapping[str, Any]]) -> list[Any] | None:
 
 
 @cache
-def _warn_of_merged_system(template: Any) -> None:
-    """Warn once for each template."""
-    warnings.warn(
-        "chat template: it refuses a system turn; its text is put before the user's first text",
-        stacklevel=2,
-    )
+def _warn_of_system(template: Any, what: str) -> None:
+    """Warn once for each template what becomes of system turns."""
+    warnings.warn(f"chat template: it {what}", stacklevel=2)
 
 
 def _refusal(turns: Sequence[Mapping[str, Any]], error: Exception) -> ValueError:

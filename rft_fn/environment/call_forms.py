@@ -105,6 +105,11 @@ def _end_of(text: str, start: int, quotes: str = "\"'") -> int | None:
     return None
 
 
+def _nameless(opening: str, cut: bool) -> Call:
+    """Return a call without a name: it was cut off behind its opening, or something else came."""
+    return Call("", {}, _CUT if cut else f"expected a name behind {opening!r}", not cut)
+
+
 _DEEPEST = 100  # brackets around a place, as in JSON
 
 
@@ -242,7 +247,7 @@ class _NameAndObject(NamedTuple):
         name = re.compile(rf"\s*({_NAMED})").match(text, at)
         if name is None:
             cut = not text[at:].strip()
-            return [Call("", {}, _CUT if cut else f"expected a name behind {self.opening!r}", not cut)], at
+            return [_nameless(self.opening, cut)], at
         between = re.compile(rf"\s*{self.between}\s*").match(text, name.end())
         start = name.end() if between is None else between.end()
         if between is None or not text.startswith("{", start):
@@ -312,7 +317,7 @@ class _Pieces(NamedTuple):
         name = re.compile(rf"\s*({_NAMED})").match(text, at)
         if name is None:
             cut = not text[at:].strip()
-            return [Call("", {}, _CUT if cut else f"expected a name behind {self.opening!r}", not cut)], at
+            return [_nameless(self.opening, cut)], at
 
         # an argument, the end of the call, or another call, whatever is next
         head = rf"{re.escape(self.head)}\s*(?P<key>[^\s<>=\"']+?)\s*{re.escape(self.middle)}\n?"
@@ -438,7 +443,7 @@ class _Braces(NamedTuple):
         name = re.compile(rf"\s*({_NAMED})\s*(?=\{{)").match(text, at)
         if name is None:
             cut = "{" not in text[at:]
-            return [Call("", {}, _CUT if cut else f"expected a name behind {self.opening!r}", not cut)], at
+            return [_nameless(self.opening, cut)], at
         try:
             arguments, end = self._value(text, name.end(), 0)
         except EOFError:

@@ -256,7 +256,7 @@ def test_tools_and_their_answers_are_in_the_prompt():
 
 
 def test_a_system_prompt_that_a_template_refuses_is_put_before_the_first_question():
-    chat_module._warn_of_merged_system.cache_clear()
+    chat_module._warn_of_system.cache_clear()
     chat = chat_of("GEMMA2")
     with pytest.warns(UserWarning, match="refuses a system turn; its text is put before"):
         ids = chat.prompt(talk(*FEW))
