@@ -73,7 +73,9 @@ class Patience:
             self._end = now + self.deadline
         self.failures += 1
         self._counted += asked is None
-        seconds = max(pause(self.failures, self._jitter.random(), first=self.first), asked or 0.0)
+        # waits double by the failures that the server has not put off: "0" asks for a first wait each time
+        failures = self._counted if asked is None else 1
+        seconds = max(pause(failures, self._jitter.random(), first=self.first), asked or 0.0)
         if self._counted >= self.tries or now + seconds >= self._end:
             return None
         return seconds
