@@ -28,13 +28,15 @@ def may_pass(status: int) -> bool:
     return status >= _FAILED or status in _AGAIN
 
 
-def pause(failures: int, draw: float, *, first: float = FIRST) -> float:
+def pause(failures: int, draw: float, asked: float | None = None, *, first: float = FIRST) -> float:
     """Return the wait in s after so many failures in a row, for a uniform draw in [0, 1).
 
-    (1 + draw) / 2 * min(MOST, first * 2^(failures - 1))
+        (1 + draw) / 2 * min(MOST, first * 2^(failures - 1))
+
+    Where the server asked for a wait it is that one, and no shorter than after a first failure.
     """
-    doublings = min(failures - 1, 32)  # far beyond MOST
-    return (1 + draw) / 2 * min(MOST, first * 2.0**doublings)
+    doublings = min(failures - 1, 32) if asked is None else 0  # 32 is far beyond MOST
+    return max((1 + draw) / 2 * min(MOST, first * 2.0**doublings), asked or 0.0)
 
 
 def retry_after(text: str) -> float | None:
@@ -73,9 +75,7 @@ class Patience:
             self._end = now + self.deadline
         self.failures += 1
         self._counted += asked is None
-        # waits double by the failures that the server has not put off: "0" asks for a first wait each time
-        failures = self._counted if asked is None else 1
-        seconds = max(pause(failures, self._jitter.random(), first=self.first), asked or 0.0)
+        seconds = pause(self._counted, self._jitter.random(), asked, first=self.first)
         if self._counted >= self.tries or now + seconds >= self._end:
             return None
         return seconds

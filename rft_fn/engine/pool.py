@@ -243,7 +243,7 @@ class Pool:
             member.failures += 1
             asked = error.wait if isinstance(error, Fault) else None
             member.put_off = asked is not None
-            member.retry_at = time.monotonic() + max(self._length(member.failures - 1), asked or 0.0)
+            member.retry_at = time.monotonic() + self._length(member.failures - 1, asked)
 
     def _well(self, member: _Member) -> None:
         with self.lock:
@@ -251,9 +251,9 @@ class Pool:
             member.failures = 0
             member.put_off = False
 
-    def _length(self, attempt: int) -> float:
-        """Return the seconds to back off after failure number `attempt`, from 0."""
-        return pause(attempt + 1, self.jitter.random(), first=self.pause)
+    def _length(self, attempt: int, asked: float | None = None) -> float:
+        """Return the seconds to back off after failure number `attempt`, from 0; `asked` by the server."""
+        return pause(attempt + 1, self.jitter.random(), asked, first=self.pause)
 
 
 # ---------- checks of the addresses of servers, and that all of them hold one model

@@ -118,7 +118,7 @@ class Client:
                     host.busy -= 1
 
             # a server that says when to come again is well: only the deadline bounds its waits
-            wait = max(pause(host.failures + 1, self.jitter.random()), trouble.wait or 0.0)
+            wait = pause(host.failures + 1, self.jitter.random(), trouble.wait)
             host.rest(began, wait, str(trouble), f" for up to {max(end - began, 0):.0f} s")
             tries += trouble.wait is None
             if tries >= self.limits.tries * len(self.hosts.all):

@@ -239,7 +239,8 @@ def test_waits_double_and_have_a_random_part(monkeypatch):
     times = []
     given = []
 
-    def pause(failures, draw):
+    def pause(failures, draw, asked):
+        assert asked is None
         given.append((failures, draw))
         return patience.pause(failures, draw)
 

@@ -99,11 +99,13 @@ def test_answers_are_joined_and_what_a_part_lacks_is_null():
     assert found == {"rewards": [1.0, None, 3.0], "extra_logs": logs}
 
 
-@given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
-def test_waits_by_their_definition(failures, draw):
+@given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True), st.floats(0, 100))
+def test_waits_by_their_definition(failures, draw, asked):
     longest = min(30.0, 0.5 * 2.0 ** min(failures - 1, 60))
     assert longest / 2 <= patience.pause(failures, draw) <= longest
     assert patience.pause(failures, draw) == pytest.approx(longest * (0.5 + draw / 2))
+    # what a server asks for does not grow with the failures
+    assert patience.pause(failures, draw, asked) == max(asked, patience.pause(1, draw))
 
 
 def test_failures_of_requests_that_were_under_way_together_count_once(capfd):
