@@ -196,10 +196,10 @@ def resident(field):
 
 def peak(rank, folder):
     """(bytes of this process's shards, most that it took to read them)."""
-    from rft_fn.strategy import fsdp2, step
+    from rft_fn.strategy import fsdp2, host
 
     # a mapping for each tensor: what the heap keeps in pieces depends on the order of the threads
-    assert ctypes.CDLL(None).mallopt(step._MMAP_THRESHOLD, 1 << 20) == 1
+    assert ctypes.CDLL(None).mallopt(host._MMAP_THRESHOLD, 1 << 20) == 1
     config = StrategyConfig()
     get_strategy(config)
     lm = model.load(folder, meta=True)
