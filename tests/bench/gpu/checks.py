@@ -288,6 +288,7 @@ def tested(setting: Setting, seconds: float) -> Row:
     )  # the cases would run in the interpreter
     names = ["tests/test_rng.py", f"tests/kernel/{kernels}"]
     options = ["-v", "-m", "", "-k", "cuda or triton_cases", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options += ["--maxfail", "3"]  # what breaks one breaks most, and its reason is printed at the end alone
     with tempfile.TemporaryFile("w+") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *names],
@@ -306,8 +307,9 @@ def tested(setting: Setting, seconds: float) -> Row:
     words = ("PASSED", "FAILED", "SKIPPED")
     row: Row = {word.lower(): len(re.findall(rf"^\S+ {word}\b", text, re.M)) for word in words}
     row |= {"exit": process.returncode, "failures": re.findall(r"^(\S+) FAILED", text, re.M)[:20]}
-    if process.returncode not in (0, -9):
-        print(text)
+    row["errors"] = sorted(set(re.findall(r"^E +(\S.*)", text, re.M)))[:5]
+    if process.returncode:
+        print(text[-8000:])
     return row
 
 

@@ -56,8 +56,9 @@ def work(stage: Stage, setting: Any, rows: Path) -> None:
     warnings.filterwarnings("ignore", message="engine: about")  # weights are random, and so are their words
     tempfile.tempdir = str(rows.parent)  # which goes with the run, whatever becomes of a stage
 
-    # where a stage is that hangs; no thread of faulthandler, for which forks would wait
-    faulthandler.register(signal.SIGUSR1)
+    # where a stage is that hangs, and its forks, whose own output may go to files; no thread of faulthandler,
+    # for which forks would wait
+    faulthandler.register(signal.SIGUSR1, file=os.fdopen(os.dup(2), "w"))
     if stage.beside:
         os.nice(10)
         torch.set_num_threads(1)
