@@ -50,7 +50,7 @@ def call(what: str, function: Callable[..., T], *args: Any, seconds: int = 0, me
     status = None
     try:
         found = _read(reader, seconds * _WAIT)
-        if found is not None:
+        if found is not None and len(found) <= _ANSWER:
             _, status = os.waitpid(child, 0)
     finally:
         os.close(reader)
@@ -58,6 +58,8 @@ def call(what: str, function: Callable[..., T], *args: Any, seconds: int = 0, me
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
+    if found is not None and len(found) > _ANSWER:
+        raise ValueError(f"{what}: expected an answer of at most {_ANSWER >> 20} MiB, got more")
     late = found is None or (os.WIFSIGNALED(status or 0) and os.WTERMSIG(status or 0) == signal.SIGXCPU)
     if late:
         raise ValueError(f"{what}: expected to be read within {seconds} s, got no end")
@@ -73,7 +75,7 @@ def call(what: str, function: Callable[..., T], *args: Any, seconds: int = 0, me
 
 
 def _read(reader: int, patience: float) -> bytes | None:
-    """Return what the child writes until it ends; None for one that is late, or writes too much."""
+    """Return what the child writes until it ends, or until it is too much; None for one that is late."""
     end = time.monotonic() + patience
     parts: list[bytes] = []
     size = 0
@@ -84,7 +86,7 @@ def _read(reader: int, patience: float) -> bytes | None:
         parts.append(part)
         size += len(part)
         if size > _ANSWER:
-            return None
+            return b"".join(parts)
     return None
 
 

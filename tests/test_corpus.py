@@ -229,8 +229,11 @@ def test_the_command_runs_dry(name, stocked, capsys, monkeypatch):
     from dataclasses import replace
 
     _, _, script, cfg = translated(stocked, name, capsys, monkeypatch)
-    if any(part in spec for spec in getattr(cfg, "reward", ()) for part in UNINSTALLED):
+    rewards = getattr(cfg, "reward", ())
+    if "REWARD" in rewards or any(part in spec for spec in rewards for part in UNINSTALLED):
         cfg = replace(cfg, reward=("rewards/trl_style.py:correct",))
+    if "DATA" in cfg.data:  # what the config leaves to its reader
+        cfg = replace(cfg, data=("data/qa.jsonl",))
     with pytest.raises(SystemExit) as ended:
         load_script(script).main(replace(cfg, dry_run=True))
     assert ended.value.code == 0 and "nothing was trained" in capsys.readouterr().out

@@ -58,8 +58,18 @@ def read_files(paths: Sequence[Path], key: str | None = None) -> Table:
 def _by_file(read: Callable[[Path, BinaryIO, str | None], Rows]) -> Reader:
     """Return a reader that reads each file with `read`."""
 
+    def rows_of(path: Path, key: str | None) -> Rows:
+        file = _open(path)
+        rows = None
+        try:
+            rows = read(path, file, key)
+        finally:
+            if not isinstance(rows, Records):  # which read it as long as they are there
+                file.close()
+        return rows
+
     def reader(paths: Sequence[Path], key: str | None) -> Table:
-        parts = [read(path, _open(path), key) for path in paths]
+        parts = [rows_of(path, key) for path in paths]
         return parts[0] if len(parts) == 1 else Joined(parts)
 
     return reader

@@ -7,6 +7,7 @@ import bisect
 import glob
 import itertools
 import os
+import weakref
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -190,6 +191,7 @@ class Records(Rows):
         """
         self._path = path
         self._file = file
+        weakref.finalize(self, file.close)
         self._parse = parse
         self._starts = starts
         self._lines = lines
