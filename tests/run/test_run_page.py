@@ -506,9 +506,8 @@ def test_what_decides_the_speed_of_a_page_is_bounded(browser, page):
         " ...[...chart.querySelectorAll('path')].map((p) => p.getAttribute('d').split(/[ML]/).length - 1)])"
     )
     elements, points = zip(*((n, sum(paths)) for n, *paths in charts))
-    assert (
-        len(charts) == 13 and max(elements) < 250 and max(points) < 4.1 * build.MOST
-    )  # two curves, each with its mean
+    most = 2 * 2 * build.MOST + 100  # two curves, each with its running mean, and the axes
+    assert len(charts) == 13 and max(elements) < 250 and max(points) < most
     steps = blocks(page)["data"]["runs"][0]["samples"]
     assert (len(steps), steps[0], steps[-1]) == (1000, 1, 10_000)
     assert browser.value("document.querySelectorAll('*').length") < 6_000
