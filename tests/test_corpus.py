@@ -233,7 +233,7 @@ def test_the_command_runs_dry(name, stocked, capsys, monkeypatch):
     if "REWARD" in rewards or any(part in spec for spec in rewards for part in UNINSTALLED):
         cfg = replace(cfg, reward=("rewards/trl_style.py:correct",))
     if "DATA" in cfg.data:  # what the config leaves to its reader
-        cfg = replace(cfg, data=("data/qa.jsonl",))
+        cfg = replace(cfg, data=("sort_digits:1",))
     with pytest.raises(SystemExit) as ended:
         load_script(script).main(replace(cfg, dry_run=True))
     assert ended.value.code == 0 and "nothing was trained" in capsys.readouterr().out
