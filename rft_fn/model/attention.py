@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from rft_fn.model.bounds import SequenceBounds, find_prefixes
-from rft_fn.model.packed_attention import computed_wide, packed, warn_once
+from rft_fn.model.packed_attention import computed_wide, leave_out_plans, packed, warn_once
 from rft_fn.model.parts import inside_adapters, text_config
 from rft_fn.types import Packed
 
@@ -226,6 +226,7 @@ def turn_on(lm: nn.Module) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    leave_out_plans()
     for name, function in {SDPA: sdpa_attention, EAGER: eager_attention}.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, sdpa_mask)

@@ -15,7 +15,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from rft_fn.model.bounds import SequenceBounds, take_rows
 
 __all__ = [
-    "Device", "by_sequence", "by_tail", "by_varlen", "choose", "computed_wide", "packed", "warn_once",
+    "Device", "by_sequence", "by_tail", "by_varlen", "choose", "computed_wide", "leave_out_plans", "packed",
+    "warn_once",
 ]  # fmt: skip
 
 
@@ -54,6 +55,15 @@ def choose(device: Device, dtype: torch.dtype, head: int) -> tuple[str, str | No
         if name in device.installed and (name != "flash3" or hopper):
             return name, None
     return "sequence", "neither torch.nn.attention.varlen nor flash-attn is installed"
+
+
+def leave_out_plans() -> None:
+    """Take cuDNN out of the kernels that `scaled_dot_product_attention` chooses from, in this process.
+
+    On Hopper and later torch asks it first, and it builds a plan for every new shape, about half a second
+    each way: lengths are new in every step of a run. The other kernels take any shape.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _imported(module: str, name: str) -> Callable | None:

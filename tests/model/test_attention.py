@@ -17,8 +17,9 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import model, packing, tree
+from rft_fn.engine.hf.engine import hf
 from rft_fn.model import packed_attention, reader
-from rft_fn.model.attention import SDPA, sdpa_attention
+from rft_fn.model.attention import SDPA, sdpa_attention, turn_on
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.packed_attention import Device
 from rft_fn.strategy import host
@@ -233,6 +234,14 @@ def test_the_installed_torch_has_the_keywords_that_are_looked_for():
     knows = list(inspect.signature(varlen_attn).parameters)
     assert knows[:7] == list(inspect.signature(torch_now).parameters)[:7]
     assert {"window_size", "scale"} <= set(knows)
+
+
+@each("begin", [turn_on, lambda lm: hf(lm, model.load_tokenizer("tiny"), batch=1)])
+def test_no_new_length_waits_for_a_plan_of_cudnn(begin):
+    """Training and sampling take cuDNN out of what sdpa may choose from."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    begin(model.load("tiny"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 ALL = frozenset({"varlen", "flash2", "flash3"})

@@ -21,6 +21,7 @@ from rft_fn.model import quantize
 from rft_fn.model.copies import mover_of
 from rft_fn.model.forward import forget_lengths, rope_switch
 from rft_fn.model.media_inputs import placeholder_ids
+from rft_fn.model.packed_attention import leave_out_plans
 from rft_fn.model.quantize import packed, set_fast
 from rft_fn.model.router import without_groups
 from rft_fn.rollout import take
@@ -84,6 +85,7 @@ def hf(
     if not isinstance(plain, PreTrainedModel):
         raise ValueError(f"model: expected one of transformers, got {type(plain).__name__}")
     plain.eval()
+    leave_out_plans()
     set_fast(plain, fast_linear, narrow=plain.dtype == torch.bfloat16)
     without_groups(plain)
     return dead_after_failure(record(Engine, _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep)))
