@@ -205,6 +205,7 @@ COLUMNS = {
         "graphs",
         "tokens_s",
         "decode_tokens_s",
+        "new_lengths_seconds",
         "captures",
         "capture_seconds",
         "launches_a_token",

@@ -260,8 +260,12 @@ def sample(setting: Setting, lm: nn.Module, batch: int, *, ragged: bool, graphs:
     words = models.shape_of(setting, "1.5B")["vocab_size"]
     g = torch.Generator().manual_seed(0)
     low, high = (prompt // 2, 3 * prompt // 2) if ragged else (prompt, prompt)
-    sizes = torch.randint(low, high + 1, (batch // samples,), generator=g).tolist()
-    prompts = [torch.randint(2, words, (n,), generator=g).tolist() for n in sizes]
+
+    def drawn() -> list[list[int]]:
+        sizes = torch.randint(low, high + 1, (batch // samples,), generator=g).tolist()
+        return [torch.randint(2, words, (n,), generator=g).tolist() for n in sizes]
+
+    prompts = drawn()
 
     def generate(most: int) -> rft.Rollout:
         return engine.generate(prompts, range(len(prompts)), n=samples, sampling=rft.Sampling(max_new=most))
@@ -293,6 +297,11 @@ def sample(setting: Setting, lm: nn.Module, batch: int, *, ragged: bool, graphs:
         for name in ("launches", "waits", "device_ms"):
             row[f"{name}_a_token"] = (many[name] - few[name]) / 8
         row |= {"graph_launches": many["graph_launches"], "kernels": many["kernels"]}
+    if ragged:  # as in the next step of a run: what a new length costs once
+        prompts = drawn()
+        began = now(setting)
+        generate(new)
+        row["new_lengths_seconds"] = now(setting) - began
     engine.close()
     return row
 
