@@ -15,9 +15,10 @@ from torch import Tensor
 import rft_fn as rft
 from rft_fn.collect.asynchronous import EngineWorker
 from rft_fn.engine.lifetime import deferred
+from rft_fn.strategy.common import Backend
 from rft_fn.strategy.fsdp2 import FSDP2Backend
+from rft_fn.strategy.local import LocalBackend
 from rft_fn.strategy.zero.backend import ZeroBackend
-from rft_fn.types.engine import described
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = [name for name in rft.__all__ if inspect.ismodule(getattr(rft, name))]
@@ -150,11 +151,18 @@ def assert_helpful(functions):
 
 
 def test_help_of_a_strategy_is_the_contract():
+    """Each function has its text once, in `Backend`, on every backend."""
     st = rft.strategy.get_strategy()
-    assert_helpful(st)
     assert "loss [T]" in shown_by_help(st.grad) and "sampling" in shown_by_help(st.init)
-    for backend in (FSDP2Backend, ZeroBackend):
-        assert_helpful(described(rft.Strategy(*(getattr(backend, n, None) for n in rft.Strategy._fields))))
+    for name in rft.Strategy._fields:
+        if not inspect.isroutine(value := getattr(st, name)):
+            continue
+        about = inspect.getdoc(getattr(Backend, name))
+        assert about and all(line.strip() in shown_by_help(value) for line in about.splitlines()), name
+        for backend in (LocalBackend, FSDP2Backend, ZeroBackend):
+            assert inspect.getdoc(getattr(backend, name)) == about, (backend, name)
+            own, of_all = (inspect.signature(getattr(x, name)) for x in (backend, Backend))
+            assert list(own.parameters) == list(of_all.parameters), (backend, name)
 
 
 def test_help_of_an_engine_is_the_contract():
@@ -179,10 +187,10 @@ def test_help_of_a_record_has_its_fields_and_the_shapes_of_tensors(kind):
 def test_help_of_records_says_what_the_source_says():
     assert "tokens: Tensor  # [B, S] i64\n" in shown_by_help(rft.Rollout)
     assert "# sequences that belong together" in shown_by_help(rft.Packed)
-    for kind in (rft.Strategy, rft.Engine):
-        text = shown_by_help(kind)
-        for call in signatures(kind).values():
-            assert inspect.cleandoc(call.__doc__).splitlines()[0] in text
+    text = shown_by_help(rft.Engine)
+    for call in signatures(rft.Engine).values():
+        assert inspect.cleandoc(call.__doc__).splitlines()[0] in text
+    assert "# computes gradients; the only place that calls backward" in shown_by_help(rft.Strategy)
     assert "sleep: MoveWeights  # to the host" in shown_by_help(rft.Engine)
 
     # a struct of a prompt has no source

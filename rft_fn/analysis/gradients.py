@@ -131,7 +131,7 @@ def _why_in_turn(st: Strategy, apply: Apply) -> str:
         return f"with {st.config.backend}"
     if getattr(apply, "checkpointed", False):
         return "with gradient checkpointing"
-    return "with bf16" if hasattr(apply, "takes_narrow") else ""
+    return "with bf16" if st.config.bf16 else ""
 
 
 def _all_at_once(

@@ -290,7 +290,7 @@ class Setup:
     def halves(self, step: int) -> bool | None:
         """Return how `st.shard` cuts the batch of a step: True or None for an estimate of the noise.
 
-        None, every 10 steps by default, keeps the usual packs; see `types.strategy.Shard`.
+        None, every 10 steps by default, keeps the usual packs; see `Strategy.shard`.
         """
         every = self.cfg.noise_every
         if every is None:

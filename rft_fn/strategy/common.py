@@ -2,7 +2,8 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -10,15 +11,22 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rft_fn import check, ckpt, dist, memory, packing, tree
+from rft_fn import check, ckpt, dist, memory, metric, packing, tree
 from rft_fn import model as model_lib
 from rft_fn.model.bind import Scorer, read_field, require_fields, to_params_device
 from rft_fn.model.layers import Where
 from rft_fn.model.lora import Export
-from rft_fn.strategy import diagnose, host, step
+from rft_fn.strategy import diagnose, host, prepare, step
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.packer import Packer
-from rft_fn.strategy.placing import Placing, require_device, require_own_apply, residence_below, residence_of
+from rft_fn.strategy.placing import (
+    Placing,
+    move_opt,
+    require_device,
+    require_own_apply,
+    residence_below,
+    residence_of,
+)
 from rft_fn.strategy.session import Session
 from rft_fn.types import (
     Apply,
@@ -34,7 +42,7 @@ from rft_fn.types import (
 )
 from rft_fn.types.media import MEDIA_COST
 
-__all__ = ["Backend", "all_true", "watched"]
+__all__ = ["Backend", "all_true", "grad_with_noise", "noise_meter", "watched"]
 
 
 # ---------- whole rows, scored by a model
@@ -87,11 +95,32 @@ def all_true(x: bool) -> bool:
     return all(dist.all_gather_object(x))
 
 
-class Backend(ABC):
-    """The functions of a strategy; `types.record(Strategy, backend)` makes the record of them.
+def noise_meter(packs: Sequence[Packed]) -> Any:
+    """Return what reads the noise of gradients from the halves of packs; None for others."""
+    if not any(pack.half for pack in packs):
+        return None
+    from rft_fn.analysis.noise import Meter  # above, and only for a step that asks
 
-    A subclass lays out modules (`bind`) and puts a parameter together (`_whole`). What begins with an
+    return Meter(packs)
+
+
+def grad_with_noise(
+    state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], *, session: Session
+) -> tuple[tree.Named, dict[str, metric.Metric]]:
+    """Compute `step.grad`; of packs in halves its metrics have the noise of the gradients."""
+    meter = noise_meter(packs)
+    if meter is None:
+        return step.grad(state, apply, loss_fn, packs, session=session)
+    grads, metrics = step.grad(state, apply, loss_fn, packs, session=session, note=meter.note)
+    return grads, {**metrics, **meter.metrics()}
+
+
+class Backend(ABC):
+    """The functions of a strategy, with their texts; `types.record(Strategy, backend)` makes the record.
+
+    A subclass lays out modules (`_bind`) and puts a parameter together (`_whole`). What begins with an
     underscore is the backend's part of the function of that name; by default it is that of plain tensors.
+    A method that overrides one of these has its text from here.
     """
 
     def __init__(self, config: StrategyConfig, session: Session, *, rank: int = 0, world: int = 1):
@@ -118,7 +147,11 @@ class Backend(ABC):
         aux: bool = False,
         shard_size: int | None = None,
     ) -> tuple[Apply, tree.Named]:
-        """Lay out a module that only scores; with offload_models it is then on the host."""
+        """Lay out a module that only scores: (apply, params), as `init` does, without an optimizer.
+
+        `params` are a tree.Named of the trainable tensors by the module's own names. With offload_models the
+        module is then on the host.
+        """
         apply, params = self._bind(module, sampling=sampling, entropy=entropy, aux=aux, shard_size=shard_size)
         self.placing.rest(residence_of(apply))
         return apply, params
@@ -133,29 +166,54 @@ class Backend(ABC):
         aux: bool = False,
         shard_size: int | None = None,
     ) -> tuple[Apply, tree.Named]:
-        """Lay out a module: (apply, params); see `types.strategy.Bind`."""
+        """Lay out a module: (apply, params)."""
 
     @watched
-    def init(self, module: nn.Module, tx: Transform, **options: Any) -> tuple[Apply, TrainState]:
-        """Lay out a module that is trained: (apply, state); ValueError unless `tx` is a Transform."""
+    def init(
+        self,
+        module: nn.Module,
+        tx: Transform,
+        *,
+        sampling: Sampling | None = None,
+        entropy: bool = False,
+        aux: bool = False,
+        shard_size: int | None = None,
+    ) -> tuple[Apply, TrainState]:
+        """Lay out a module that is trained: (apply, state). It is sharded in place.
+
+        `apply(params, pack)` gives a TokenOut, numbers [T] of the targets of a pack; `tx` makes the state's
+        optimizer. `sampling` is how its tokens are drawn: log-probs are of that distribution. `entropy` and
+        `aux` ask for these fields of TokenOut. `shard_size` overrides the config's for this module.
+        ValueError unless `tx` is a Transform.
+        """
         if not all(hasattr(tx, field) for field in Transform._fields):
             name = getattr(tx, "__name__", type(tx).__name__)
             raise ValueError(
                 f"tx: expected a Transform, such as optim.adamw(1e-6), got {name}; one of your own is "
                 "Transform(init, update, spec)"
             )
-        apply, state = self._init(module, tx, **options)
+        apply, state = self._init(
+            module, tx, sampling=sampling, entropy=entropy, aux=aux, shard_size=shard_size
+        )
         residence_of(apply).bound = weakref.ref(apply)
         self.placing.begin(residence_of(apply), state)
         return apply, state
 
     def _init(self, module: nn.Module, tx: Transform, **options: Any) -> tuple[Apply, TrainState]:
+        """Lay out a module that is trained: (apply, state); the options are those of `init`."""
         apply, params = self._bind(module, **options)
-        return apply, step.start(params, tx, self.config, module, residence_of(apply))
+        return apply, prepare.start(params, tx, self.config, module, residence_of(apply))
 
     @watched
     def place(self, apply: Apply, where: Where, /) -> None:
-        """Move the weights of a bound model to the "device" or to the "host"."""
+        """Move all parameters and buffers of a bound model to the "device" or to the "host".
+
+        On the host its weights can be neither used, updated nor exported: ValueError. They are the same to
+        the bit when they are back. Where the device is a CPU both are one memory, and nothing is copied.
+        With offload_models `score`, `grad`, `update` and `export` bring a model to the device themselves, and
+        `bind` leaves it on the host, where `score` returns it.
+        ValueError for an apply of another kind, and for a model that ZeRO trains.
+        """
         residence_of(apply).move(where)
 
     @watched
@@ -167,12 +225,15 @@ class Backend(ABC):
 
     @watched
     def gather(self, x: Any, /) -> Any:
-        """Join the trees of all ranks."""
+        """Concatenate the trees of all ranks along dim 0, [B, ...] each, on the host.
+
+        Rows of media stay on the rank that has them; only their numbers travel.
+        """
         return dist.gather(x)
 
     @watched
     def all_reduce(self, x: Any, op: str = "mean") -> Any:
-        """Reduce numbers over all ranks."""
+        """Return each leaf's "mean", "sum", "max" or "min" over the ranks, the same on every rank."""
         return dist.all_reduce(x, op)
 
     @watched
@@ -185,7 +246,20 @@ class Backend(ABC):
         media_cost: float = MEDIA_COST,
         halves: bool | None = False,
     ) -> list[Packed]:
-        """Cut a batch into packs, and return this rank's."""
+        """Return this rank's packs of the global batch, equally many on every rank.
+
+        A pack has at most `budget` tokens. `unit` consecutive rows stay in one pack: 2 for losses of pairs;
+        for ranked lists of any length it is the number of rows of each. Packs and ranks are balanced
+        by tokens + media_cost * numbers of media, as in `packing.shard`. All ranks call it together
+        where the batch has media: each fetches the rows that its packs read. ValueError for lists of
+        different lengths with media in only some rows, where a model takes one sequence at a time.
+
+        With `halves` no pack has prompts (`exp.group`) of both halves of the batch, and no prompt is in both:
+        then `grad` has the metrics grad/snr and grad/noise_scale, the same on any number of processes. On one
+        process the packs are the usual ones where these hold whole prompts; else, and on several processes,
+        each half is cut by itself, which changes sums by rounding. None: only where one process would have
+        the usual packs.
+        """
         plans = self.packer.rows(exp, budget, world=self.world, unit=unit, media_cost=media_cost)
         split = None
         if halves is not False:
@@ -215,7 +289,13 @@ class Backend(ABC):
         fields: Sequence[str] = ("logp",),
         unit: int | Sequence[int] = 1,
     ) -> TokenOut:
-        """Score whole rows: every rank its own packs, and every rank gets all rows."""
+        """Return `fields` of TokenOut for every token in mask [B, S, ...], 0 elsewhere.
+
+        Every rank scores its own packs, of at most `budget` tokens and with units of rows as in `shard`, and
+        every rank gets all rows, without gradient. Log-probs are always in it. ValueError for a field that
+        TokenOut or the model does not have, and for a rollout that was drawn from another distribution than a
+        language model was bound with.
+        """
         require_fields(fields)
         require_same_sampling(apply, batch.sampling)
         exp = _all_rows(batch)
@@ -241,7 +321,21 @@ class Backend(ABC):
     def grad(
         self, state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], /
     ) -> tuple[Any, dict[str, Any]]:
-        """Compute gradients, after checks of what they are of; they know what they were computed from."""
+        """Return (gradients, metrics) of the sum over all packs of all ranks of (w * loss).sum().
+
+        The only place that calls backward. `loss_fn(out, pack)` gives loss [T], one number a target, or (loss
+        [T], {name: Metric}); `shard` makes packs. The gradients are opaque: they go into `update`, and know
+        what they were computed from. Nothing is donated. ValueError for an `apply` that `init` did not give
+        with this state (or with the one that it forks), and for packs of a rollout that was drawn from
+        another distribution than `apply` scores.
+        """
+        with self.ready(state, apply, packs):
+            grads, metrics = self._grad(state, apply, loss_fn, packs)
+        return diagnose.with_source(grads, diagnose.Source(apply, loss_fn, packs)), metrics
+
+    @contextmanager
+    def ready(self, state: TrainState, apply: Apply, packs: Sequence[Packed]) -> Iterator[None]:
+        """Have a model where it computes gradients in the block; ValueError for what is not of one."""
         with self.session.watch():
             self.session.writer.poll()  # a checkpoint that could not be written is news now, not at the next
         # not before: what the loading of models frees would fall into pieces, and be held for nothing
@@ -251,16 +345,20 @@ class Backend(ABC):
         for pack in packs:
             require_same_sampling(apply, pack.sampling)
         self.placing.bring(residence_of(apply))
-        grads, metrics = self._grad(state, apply, loss_fn, packs)
-        return diagnose.with_source(grads, diagnose.Source(apply, loss_fn, packs)), metrics
+        yield
 
     def _grad(
         self, state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]
     ) -> tuple[Any, dict[str, Any]]:
-        return step.grad(state, apply, loss_fn, packs, session=self.session)
+        return grad_with_noise(state, apply, loss_fn, packs, session=self.session)
 
     def update(self, state: TrainState, grads: Any, /) -> tuple[TrainState, dict[str, Any]]:
-        """Take a step; gradients that are not finite are diagnosed when they stop the run."""
+        """Take one optimizer step: (the state one step on, metrics).
+
+        Donates both arguments: reading them afterwards raises UseAfterDonate. Gradients with a NaN or an inf
+        change nothing but the counts; max_skips of them in a row raise NonFinite, which names the first
+        sequence at fault.
+        """
         self.placing.bring(state.residence, opt=True)
         require_device(state)
         source = getattr(grads, "source", None)
@@ -296,12 +394,12 @@ class Backend(ABC):
     def offload(self, state: TrainState, /) -> TrainState:
         """Move the optimizer to the host. Donates `state`."""
         self.placing.move_opt(state, "host")
-        return step.move_opt(state, "cpu")
+        return move_opt(state, "cpu")
 
     def reload(self, state: TrainState, /) -> TrainState:
         """Move the optimizer to the device of this process. Donates `state`."""
         self.placing.move_opt(state, "device")
-        return step.move_opt(state, self.device)
+        return move_opt(state, self.device)
 
     # ----- weights and checkpoints
 
@@ -314,7 +412,11 @@ class Backend(ABC):
         return Export(state.params, state.module, partial(self._whole, state), finite=finite)
 
     def export(self, state: TrainState, /) -> Export:
-        """Return the trained weights by the plain model's names, adapters merged."""
+        """Yield the trained weights, full tensors by the plain model's names, adapters merged.
+
+        Every rank iterates to the end. The tensors are copies, on every backend: a later update does not
+        change them.
+        """
         self.placing.bring(state.residence)
         require_device(state)
         return self._export(state)
@@ -329,7 +431,10 @@ class Backend(ABC):
         *,
         merge: bool = False,
     ) -> Path:
-        """Write a model as a folder."""
+        """Write a model as a folder that transformers or peft loads.
+
+        `weights` replace those of the module of the same names; with `merge` adapters become part of them.
+        """
         return model_lib.save(folder, module, tokenizer, weights, merge=merge, write=self.rank == 0)
 
     def save(
@@ -341,7 +446,11 @@ class Backend(ABC):
         score: float | None = None,
         wait: bool = True,
     ) -> Path:
-        """Write a checkpoint; without `wait` while training continues."""
+        """Write a state (or a dict or list of them) and `extra` to a folder, which is whole or absent.
+
+        Without `wait` the files are written while training continues; the next save, `grad` or `close` raises
+        their errors. `score` decides which checkpoints rotation keeps as the best.
+        """
         with self.session.phase("checkpoint"):
             writer = None if wait else self.session.writer
             if wait:
@@ -352,7 +461,10 @@ class Backend(ABC):
 
     # these two read and delete folders, so they need not wait for a write under way
     def restore(self, path: str | Path, like: Any, extra: Any = None) -> tuple[Any, Any]:
-        """Read a checkpoint: (state, extra). Donates `like`."""
+        """Return (state, extra) of a checkpoint, laid out as `like`, which is donated.
+
+        Nothing has changed if it raises.
+        """
         with self.session.phase("restore"):
             return self._restore(path, like, extra)
 
@@ -362,7 +474,11 @@ class Backend(ABC):
     def rotate(
         self, folder: str | Path, *, keep: int, best: int = 0, max_bytes: int | None = None
     ) -> list[Path]:
-        """Delete old checkpoints, and return them."""
+        """Delete all checkpoints except the `keep` newest and the `best` ones of the highest score.
+
+        The deleted are returned. While a checkpoint is being written this waits for it, in the background,
+        and [] is returned.
+        """
         writer = self.session.writer
         return ckpt.rotate(folder, keep=keep, best=best, max_bytes=max_bytes, writer=writer)
 
@@ -375,11 +491,15 @@ class Backend(ABC):
 
     @watched
     def report_memory(self, prefix: str = "") -> dict[str, int]:
-        """Measure the memory of this process."""
+        """Return the bytes of memory of this process by name; rank 0 prints the largest over the ranks."""
         return memory.report(prefix)
 
     def close(self) -> None:
-        """Wait for the checkpoint writer, and leave the processes."""
+        """Wait for the checkpoint writer, stop the heartbeat, and leave the process group if it began here.
+
+        Raises the error of a checkpoint that could not be written. States and applies of the strategy are not
+        to be used afterwards. Twice is once; at exit it happens by itself.
+        """
         self.session.close(self._release)
 
     def _release(self) -> None:  # noqa: B027 - not abstract: most backends hold nothing

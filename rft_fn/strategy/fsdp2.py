@@ -23,8 +23,8 @@ from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.copies import to_device
 from rft_fn.model.layers import Residence, blocks
-from rft_fn.strategy import step
-from rft_fn.strategy.common import Backend, all_true
+from rft_fn.strategy import prepare, step
+from rft_fn.strategy.common import Backend, all_true, grad_with_noise
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.local import layout as local_layout
 from rft_fn.strategy.packer import Packer
@@ -313,8 +313,8 @@ class FSDP2Backend(Backend):
         config = self.config
         quantize.require_whole(module, "FSDP2")
         mesh, sequence = shared_meshes(config, shard_size)
-        module = step.cast(module, config)
-        root = step.wrap_for_training(config, module, sampling=sampling, entropy=entropy, aux=aux)
+        module = prepare.cast(module, config)
+        root = prepare.wrap_for_training(config, module, sampling=sampling, entropy=entropy, aux=aux)
         if sequence is not None:
             model_lib.split_over(root, sequence)
         shard_module(root, mesh, config)
@@ -323,7 +323,7 @@ class FSDP2Backend(Backend):
         # a forward of the probe may have ended inside of any part, and left it gathered
         self.packer.settle(root)
         _reshard(*root.modules())
-        step.compile_blocks(config, root)
+        prepare.compile_blocks(config, root)
         own = own_parameters(module)
         apply = FSDPApply(root, own, sequence, self.session, Residence(root, module))
         return apply, tree.map(lambda p: p, own)
@@ -338,7 +338,7 @@ class FSDP2Backend(Backend):
         if sequence is not None:
             with self.session.watch():
                 packs = sequence.exchange(packs)
-        grads, mine = step.grad(state, apply.together, loss_fn, packs, session=self.session)
+        grads, mine = grad_with_noise(state, apply.together, loss_fn, packs, session=self.session)
         if sequence is not None and sequence.rank > 0:
             mine = {}  # the others on the axis had the same packs
         return grads, step.merge_metrics(mine, state.step, self.session)

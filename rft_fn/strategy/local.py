@@ -1,6 +1,7 @@
 """One process, one plain module: the reference for every other backend."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor, nn
 from rft_fn import memory, precision, tree
 from rft_fn import model as model_lib
 from rft_fn.model import quantize
-from rft_fn.model.bind import applied
+from rft_fn.model.bind import ModuleApply, applied
 from rft_fn.model.layers import Residence
-from rft_fn.strategy import step
+from rft_fn.strategy import prepare, step
 from rft_fn.strategy.common import Backend
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.session import Session
@@ -27,7 +28,36 @@ from rft_fn.types import (
     record,
 )
 
-__all__ = ["LocalBackend", "fork", "layout", "local"]
+__all__ = ["LocalBackend", "NarrowApply", "fork", "layout", "local"]
+
+
+def _narrow(params: tree.Named) -> tree.Named:
+    """Return the parameters in bfloat16; narrow ones are themselves."""
+    return tree.map(Tensor.bfloat16, params)
+
+
+@dataclass(frozen=True, eq=False)
+class NarrowApply:
+    """The apply of a module with bf16: float32 parameters, and a forward in bfloat16.
+
+    The cast is part of the function, so gradients come back to the float32 parameters. `score` and `grad`
+    cast once for all packs, for the cast copies nothing of narrow ones.
+    """
+
+    plain: ModuleApply
+
+    def __call__(self, params: tree.Named, pack: Packed) -> TokenOut:
+        return self.plain(_narrow(params), pack)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Return the device on which a frozen model reads its packs."""
+        return self.plain.device
+
+    @property
+    def residence(self) -> Residence:
+        """Return the place of the model's weights."""
+        return self.plain.residence
 
 
 class LocalBackend(Backend):
@@ -49,36 +79,28 @@ class LocalBackend(Backend):
         if config.bf16 or config.use_mp_opt:
             quantize.require_whole(module, "bf16 and use_mp_opt")
 
-        module = model_lib.materialize(step.cast(module, config))
-        root = step.wrap_for_training(config, module, sampling=sampling, entropy=entropy, aux=aux)
+        module = model_lib.materialize(prepare.cast(module, config))
+        root = prepare.wrap_for_training(config, module, sampling=sampling, entropy=entropy, aux=aux)
         if config.bf16 or config.use_mp_opt:
             quantize.set_fast(module, config.fast_linear, narrow=True)
         self.packer.settle(root)
-        step.compile_blocks(config, root)
+        prepare.compile_blocks(config, root)
         apply, params = applied(root, module)
         if not config.bf16:
             return apply, params
 
-        # the cast is part of the function, so gradients come back to float32 parameters; it copies nothing of
-        # narrow ones
-        def narrow(params: tree.Named, pack: Packed) -> TokenOut:
-            return apply(tree.map(lambda p: p.bfloat16(), params), pack)
-
-        narrow.device = apply.device  # type: ignore[attr-defined]
-        narrow.residence = apply.residence  # type: ignore[attr-defined]
-        narrow.takes_narrow = True  # type: ignore[attr-defined] # st.grad and st.score cast once for all packs
         for p in module.parameters():
             if not p.requires_grad:  # the others are cast in each forward
                 p.data = p.data.bfloat16()
-        return narrow, params
+        return NarrowApply(apply), params
 
     def _read(self, apply: Apply, params: Any) -> Any:
-        return tree.map(lambda p: p.bfloat16(), params) if hasattr(apply, "takes_narrow") else params
+        return _narrow(params) if isinstance(apply, NarrowApply) else params
 
     def _grad(
         self, state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]
     ) -> tuple[Any, dict[str, Any]]:
-        if hasattr(apply, "takes_narrow"):
+        if isinstance(apply, NarrowApply):
             step.check_trains(state.params)
             narrow = tree.map(lambda p: p.detach().bfloat16().requires_grad_(), state.params)
             state = tree.replace(state, params=narrow)  # gradients are summed in float32
@@ -92,8 +114,7 @@ class LocalBackend(Backend):
         return p.detach()
 
     def gather(self, x: Any, /) -> Any:
-        """Return the batch: one process has all of it."""
-        return x
+        return x  # one process has all of it
 
 
 def fork(state: TrainState) -> TrainState:
@@ -143,7 +164,7 @@ def layout(config: StrategyConfig) -> memory.Layout:
     kept = torch.float32 if config.bf16 else narrow
 
     def wrap_optimizer(tx: Transform, params: Mapping[str, Tensor]) -> Transform:
-        return step.optimizer(tx, config, params)
+        return prepare.optimizer(tx, config, params)
 
     return memory.Layout(
         kept=kept,

@@ -14,15 +14,20 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from rft_fn import tree
+from rft_fn.model.copies import mover_of
 from rft_fn.model.layers import Residence, Where
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Apply, TrainState
 
-__all__ = ["Placing", "require_device", "require_own_apply", "residence_below", "residence_of"]
+__all__ = [
+    "Placing", "move_opt", "require_device", "require_own_apply", "residence_below", "residence_of",
+]  # fmt: skip
 
 
 # ---------- the model that a function or a state is of
@@ -61,6 +66,25 @@ def require_device(state: TrainState) -> None:
     """Raise ValueError for a state with weights on the host."""
     if state.residence is not None:
         state.residence.require_device("state")
+
+
+def move_opt(state: TrainState, device: str | torch.device) -> TrainState:
+    """Move the optimizer's tensors to a device. Donates `state`."""
+    mover = mover_of(next(iter(state.params.values())).device)
+    to_host = torch.device(device).type == "cpu"
+
+    def move(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if mover is None:
+            return x.to(device)
+        return mover.to_host(x) if to_host else mover.to_device(x)
+
+    new = tree.map(lambda x: x, tree.replace(state, opt=tree.map(move, state.opt)))
+    if mover is not None:
+        mover.finish()
+    tree.donate(state)
+    return new
 
 
 # ---------- what moves by itself

@@ -1,40 +1,24 @@
 """Gradients and updates for parameters that are tensors, plain ones or DTensors."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rft_fn import dist, metric, optim, tree
-from rft_fn import model as model_lib
 from rft_fn.loss.evaluate import evaluate
-from rft_fn.model import layers
 from rft_fn.model.copies import mover_of, to_device
-from rft_fn.model.layers import Residence
 from rft_fn.optim.in_place import step_in_place
 from rft_fn.optim.updates import local_parts
 from rft_fn.precision import wide
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
 from rft_fn.strategy.session import Session
-from rft_fn.types import (
-    Apply,
-    LossFn,
-    Packed,
-    Sampling,
-    TokenOut,
-    TrainState,
-    Transform,
-)
+from rft_fn.types import Apply, LossFn, Packed, TokenOut, TrainState
 
 __all__ = [
-    "cast", "check_trains", "compile_blocks", "finite", "grad", "loss_and_metrics", "masters",
-    "merge_metrics", "move_opt", "noise_meter", "optimizer", "start", "update", "wrap_for_training",
+    "check_trains", "finite", "grad", "loss_and_metrics", "merge_metrics", "update",
 ]  # fmt: skip
-
-
-NARROW = (torch.bfloat16, torch.float16)
 
 
 def loss_and_metrics(loss_fn: LossFn, out: TokenOut, pack: Packed) -> tuple[Tensor, dict]:
@@ -50,80 +34,6 @@ def loss_and_metrics(loss_fn: LossFn, out: TokenOut, pack: Packed) -> tuple[Tens
         )
     total = (pack.w * per_token).sum()
     return total, {"loss": metric.sum(total.detach()), **metrics}
-
-
-def masters(config: StrategyConfig, params: Mapping[str, Tensor]) -> bool:
-    """Return whether the optimizer keeps float32 masters of the parameters.
-
-    It does with use_mp_opt, and by default for parameters in 16 bits. ValueError for 16 bits without
-    masters: a learning rate of 1e-6 moves no bfloat16 weight above 5e-4.
-    """
-    narrow = [name for name, p in params.items() if p.dtype in NARROW]
-    if narrow and config.use_mp_opt is False and not config.bf16:
-        raise ValueError(
-            f"use_mp_opt, bf16: expected one of them for {narrow[0]} in {params[narrow[0]].dtype}, got "
-            "neither: its updates would be rounded away; leave out use_mp_opt for float32 masters, or set "
-            "bf16 for float32 parameters"
-        )
-    return bool(config.use_mp_opt or (narrow and not config.bf16))
-
-
-def optimizer(tx: Transform, config: StrategyConfig, params: Mapping[str, Tensor]) -> Transform:
-    """Wrap `tx` as the config requests: clip before it, and step float32 masters of 16-bit `params`."""
-    if config.max_norm:
-        tx = optim.chain(optim.clip_by_global_norm(config.max_norm), tx)
-    if masters(config, params):
-        tx = optim.master_weights(tx)
-    return tx
-
-
-def cast(module: nn.Module, config: StrategyConfig) -> nn.Module:
-    """Cast a module: to bfloat16 with use_mp_opt, to float32 with bf16, else not."""
-    if config.use_mp_opt:
-        return module.to(torch.bfloat16)
-    return module.float() if config.bf16 else module
-
-
-def wrap_for_training(
-    config: StrategyConfig,
-    module: nn.Module,
-    *,
-    sampling: Sampling | None = None,
-    entropy: bool = False,
-    aux: bool = False,
-) -> nn.Module:
-    """Call `model.wrap_for_training` with the options of the config."""
-    return model_lib.wrap_for_training(
-        module,
-        sampling=sampling,
-        entropy=entropy,
-        aux=aux,
-        fused=config.fused_linear_logprob,
-        chunk_size=config.chunk_size,
-        fast_linear=config.fast_linear,
-        share_prefixes=config.share_prefixes,
-    )
-
-
-def compile_blocks(config: StrategyConfig, root: nn.Module) -> None:
-    """Compile the decoder blocks of a bound module, if the config requests it.
-
-    To be called after `reader.detect_packing`, so that its short forwards are not compiled.
-    """
-    if config.compile_blocks:
-        layers.compile_blocks(root)
-
-
-def start(
-    params: tree.Named, tx: Transform, config: StrategyConfig, module: nn.Module, residence: Residence
-) -> TrainState:
-    """Return the state before the first update; ValueError for a module without trainable parameters."""
-    if not params:
-        raise ValueError("module: expected trainable parameters, got none with requires_grad")
-    tx = optimizer(tx, config, params)
-    opt = tx.init(params)
-    state = TrainState(params=params, opt=opt, step=0, tx=tx, module=module, residence=residence)
-    return move_opt(state, "cpu") if config.adam_offload else state
 
 
 def _widen_gradients(sums: dict[str, Tensor], params: Mapping[str, Tensor]) -> None:
@@ -150,11 +60,18 @@ def _sums(narrow: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[st
 
 
 def grad(
-    state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], *, session: Session
+    state: TrainState,
+    apply: Apply,
+    loss_fn: LossFn,
+    packs: Sequence[Packed],
+    *,
+    session: Session,
+    note: Callable[[int, Mapping[str, Tensor]], None] | None = None,
 ) -> tuple[tree.Named, dict[str, metric.Metric]]:
     """Return (gradients by name of the sum over packs of (w loss).sum(), merged metrics).
 
     The only place that calls backward. A loss that does not depend on a parameter has a gradient of 0.
+    `note(i, sums)` reads the sums of gradients by name after pack i, which the next backward adds to.
     ValueError for a parameter that no backward can reach, a copy of one: its gradient would be 0 whatever the
     loss.
     """
@@ -163,7 +80,6 @@ def grad(
     metrics: dict[str, metric.Metric] = {}
     device = next(iter(state.params.values())).device
     narrow: dict[str, Tensor] = {}
-    noise = noise_meter(packs)
     for p in state.params.values():
         p.grad = None
 
@@ -176,26 +92,15 @@ def grad(
                 total.backward()
         metrics = metric.merge(metrics, more)
         _widen_gradients(narrow, state.params)
-        if noise is not None:
-            noise.note(i, _sums(narrow, state.params))
+        if note is not None:
+            note(i, _sums(narrow, state.params))
 
     # what no pack's loss depends on has a gradient of 0
     grads, sums = tree.Named(), _sums(narrow, state.params)
     for name, p in state.params.items():
         p.grad, total = None, sums.get(name)
         grads[name] = torch.zeros_like(p, dtype=wide(p.dtype)) if total is None else total.detach()
-    if noise is not None:
-        metrics = {**metrics, **noise.metrics()}
     return grads, metrics
-
-
-def noise_meter(packs: Sequence[Packed]) -> Any:
-    """Return what reads the noise of gradients from the halves of packs; None for others."""
-    if not any(pack.half for pack in packs):
-        return None
-    from rft_fn.analysis.noise import Meter  # above, and only for a step that asks
-
-    return Meter(packs)
 
 
 def merge_metrics(mine: Mapping[str, metric.Metric], step: int, session: Session) -> dict[str, metric.Metric]:
@@ -281,23 +186,3 @@ def _on_gpu(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> bool:
 def finite(grads: tree.Named) -> bool:
     """Return whether every gradient is finite."""
     return bool(torch.isfinite(optim.global_norm(grads)))
-
-
-def move_opt(state: TrainState, device: str | torch.device) -> TrainState:
-    """Move the optimizer's tensors to a device. Donates `state`."""
-
-    mover = mover_of(next(iter(state.params.values())).device)
-    to_host = torch.device(device).type == "cpu"
-
-    def move(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if mover is None:
-            return x.to(device)
-        return mover.to_host(x) if to_host else mover.to_device(x)
-
-    new = tree.map(lambda x: x, tree.replace(state, opt=tree.map(move, state.opt)))
-    if mover is not None:
-        mover.finish()
-    tree.donate(state)
-    return new

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 import rft_fn as rft
 from rft_fn import model, packing
 from rft_fn.model import attention, layers
-from rft_fn.strategy import StrategyConfig, get_strategy, step
+from rft_fn.strategy import StrategyConfig, get_strategy, prepare
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_compiled_is_refused_before_training(monkeypatch):
         layers.compile_blocks(linear)
     with pytest.raises(ValueError, match="compile_blocks: expected False with zero_stage, got True"):
         get_strategy(StrategyConfig(zero_stage=1, compile_blocks=True))
-    root = step.wrap_for_training(StrategyConfig(), tiny.llama(num_hidden_layers=1))
+    root = prepare.wrap_for_training(StrategyConfig(), tiny.llama(num_hidden_layers=1))
     with pytest.raises(ValueError, match="expected a list of decoder blocks in Scorer, got none"):
         layers.compile_blocks(root)
     root.balance = object()

@@ -20,7 +20,7 @@ from rft_fn.model.copies import to_device
 from rft_fn.model.layers import Residence, Where, require_finite
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step
-from rft_fn.strategy.common import Backend, all_true, watched
+from rft_fn.strategy.common import Backend, all_true, noise_meter, watched
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
 from rft_fn.strategy.fsdp2 import groups
@@ -195,7 +195,7 @@ class ZeroBackend(Backend):
         # DeepSpeed adds a pack's gradients to those that are there: of earlier packs, and of an earlier batch
         model.clear()
         mine: dict[str, metric.Metric] = {}
-        noise = None if model.stage.offloads else step.noise_meter(packs)
+        noise = None if model.stage.offloads else noise_meter(packs)
         held: list[Tensor] = []
         for i, pack in enumerate(packs):
             pack = to_device(pack, device)
@@ -275,7 +275,6 @@ class ZeroBackend(Backend):
         *,
         merge: bool = False,
     ) -> Path:
-        """Write a model as a folder: all ranks put it together, the first one writes."""
         full: dict[str, Tensor] = {}
 
         def keep(name: str, x: Tensor) -> None:
@@ -301,11 +300,9 @@ class ZeroBackend(Backend):
     _restore = staticmethod(deepspeed_engine.restore)
 
     def offload(self, state: TrainState, /) -> TrainState:
-        """Move the moments to the host. Donates `state`."""
         return deepspeed_engine.moved(state, host=True)
 
     def reload(self, state: TrainState, /) -> TrainState:
-        """Move the moments to the device. Donates `state`."""
         return deepspeed_engine.moved(state, host=False)
 
     def _release(self) -> None:

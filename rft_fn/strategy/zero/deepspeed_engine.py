@@ -17,7 +17,7 @@ from rft_fn import ckpt, dist, optim, tree
 from rft_fn import model as model_lib
 from rft_fn.model import quantize
 from rft_fn.model.copies import mover_of
-from rft_fn.strategy import step
+from rft_fn.strategy import prepare
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.zero.stages import MOMENTS, lower, options, stage_of
 from rft_fn.types import Packed, Sampling, TrainState, Transform
@@ -73,7 +73,7 @@ def wrap_for_training(
     ValueError for float64 and float16, which DeepSpeed rounds.
     """
     quantize.require_whole(module, "DeepSpeed ZeRO")
-    module = step.cast(model_lib.materialize(module), config)
+    module = prepare.cast(model_lib.materialize(module), config)
     for dtype in (torch.float64, torch.float16):
         if any(p.dtype == dtype for p in module.parameters()):
             got = str(dtype).removeprefix("torch.")
@@ -137,8 +137,8 @@ class ZeroModel:
             raise ValueError("module: expected trainable parameters, got none with requires_grad")
 
         # the transform as another strategy would run it: checkpoints are of its state
-        self.config = replace(config, use_mp_opt=step.masters(config, self.params))
-        self.tx = step.optimizer(tx, config, self.params)
+        self.config = replace(config, use_mp_opt=prepare.masters(config, self.params))
+        self.tx = prepare.optimizer(tx, config, self.params)
 
         # DeepSpeed has the masters; clipping and AdamW are lowered to it
         clip = optim.clip_by_global_norm(config.max_norm) if config.max_norm else optim.chain()
