@@ -71,7 +71,7 @@ def learned(exp, packs):
         loss = -torch.exp(logp - b.old_logp) * b.adv + b.extra["row"] * logp
         total = total + (b.w * loss).sum()
         real = packing.real(b)
-        pairs = segment.sum(logp, b.mask, b.seq // b.unit, b.num_seqs // b.unit)
+        pairs = segment.sum(logp, b.mask, b.seq // b.unit[0], len(b.unit))
         more = {"logp": metric.mean(logp, b.mask), "most": metric.max(logp, b.mask)}
         metrics = metric.merge(metrics, more | {"pairs": metric.mean(pairs, real)})
         logps.append(logp.detach())

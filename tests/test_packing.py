@@ -49,7 +49,7 @@ def test_the_two_sides_of_pairs():
     assert first.tolist() == [7.0 + 9, 2.0 + 3] and second.tolist() == [2.0 + 3, 7.0 + 9]
     empty = packing.pack(twice, [], unit=2)
     assert [x.tolist() for x in packing.sides(empty.old_logp, empty)] == [[0.0], [0.0]]
-    with pytest.raises(ValueError, match=r"unit: expected a pack of pairs, .* got unit = 1"):
+    with pytest.raises(ValueError, match=r"unit: expected a pack of pairs, .* got units of \[1\] rows"):
         packing.sides(b.old_logp, packing.pack(twice, [0, 1]))
 
 
@@ -392,7 +392,7 @@ def test_a_placeholder_has_the_fields_of_its_pack_and_adds_nothing(unit):
     b = packing.pack(exp, [2, 3, 4, 5], unit=unit)
     got = packing.placeholder(packing.pad(b, b.tokens.numel() + 3))
     like = packing.pack(exp, [], unit=unit)
-    assert got.rows == () and got.padding == 0 and got.num_seqs == got.unit == unit
+    assert (got.rows, got.padding, got.num_seqs, got.unit) == ((), 0, unit, (unit,))
     assert got.tokens.tolist() == [int(b.tokens[0])] * unit and got.seq.tolist() == list(range(unit))
     assert not got.mask.any() and not packing.real(got).any()
     shapes = [[(name, x.shape, x.dtype) for name, x in tree.leaves_with_path(p)] for p in (got, like)]
@@ -529,8 +529,8 @@ def test_a_placeholder_for_pairs_is_a_pair():
     """More ranks than pairs: what the others run has `unit` sequences, apart and without a token in mask."""
     exp = packing.take(testing.case(0).exp, torch.tensor([2, 3]))
     (real,), (empty,) = packing.shard(exp, 100, 2, unit=2)
-    assert (real.num_seqs, real.unit, real.rows) == (2, 2, (0, 1))
-    assert (empty.num_seqs, empty.unit, empty.rows) == (2, 2, ())
+    assert (real.num_seqs, real.unit, real.rows) == (2, (2,), (0, 1))
+    assert (empty.num_seqs, empty.unit, empty.rows) == (2, (2,), ())
     assert empty.seq.tolist() == [0, 1] and empty.pos.tolist() == [0, 0]
     assert not empty.mask.any() and empty.w.tolist() == [0.0, 0.0]
     assert empty.extra["noise"].shape == (2, 2)

@@ -148,7 +148,7 @@ def a_star(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[st
 def online_dpo(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
     """Return DPO's loss on the best and the worst response of each group; its rows share a pack."""
     (ref_logp,) = check.given(ref_logp=b.ref_logp)
-    if b.unit == 1 and b.num_seqs > 1:
+    if b.num_seqs > 1 and max(packing.sizes_of(b)) == 1:
         raise ValueError("unit: expected packs of whole groups, shard(..., unit=group), got unit = 1")
     unit = packing.unit_of(b)
     return loss.online_dpo(out.logp, ref_logp, b.adv, b.mask, b.seq, b.num_seqs, unit, **options), {}

@@ -5,6 +5,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -207,10 +208,11 @@ class Export(Iterator[tuple[str, Tensor]]):
     """The trained weights for an engine: (name, full tensor) pairs, once.
 
     For a module with adapters the names are those of the plain model, and an adapted layer's weight is its
-    base weight plus scale B A; frozen weights are left out. These are copies, which no later update
-    changes. `own` gives the same weights by the module's names, adapters too; they may be the parameters
-    themselves. `full` puts one parameter together: if that takes all ranks, all must iterate. With
-    `finite`, ValueError at a tensor with NaN or inf; a GPU holds a bucket of them, to be checked at once.
+    base weight plus scale B A; frozen weights are left out, or with `rest` at the end. These are copies,
+    which no later update changes. `own` gives the same weights by the module's names, adapters too; they may
+    be the parameters themselves. `full` puts one parameter together: if that takes all ranks, all must
+    iterate. With `finite`, ValueError at a tensor with NaN or inf; a GPU holds a bucket of them, to be
+    checked at once.
     """
 
     def __init__(
@@ -220,6 +222,7 @@ class Export(Iterator[tuple[str, Tensor]]):
         full: Callable[[Tensor], Tensor],
         *,
         finite: bool = True,
+        rest: bool = False,
     ):
         self.params = params
         self.module = module
@@ -228,6 +231,9 @@ class Export(Iterator[tuple[str, Tensor]]):
         self._ready: deque[tuple[str, Tensor]] = deque()  # that were checked
         layers = {} if module is None else dict(adapted(module))
         self._pairs = self._merged(module, layers) if module is not None and layers else self._copies()
+        self.rest = rest
+        if rest:
+            self._pairs = chain(self._pairs, self._frozen())
 
     def __next__(self) -> tuple[str, Tensor]:
         if not self._ready:
@@ -254,18 +260,26 @@ class Export(Iterator[tuple[str, Tensor]]):
     @property
     def frozen(self) -> frozenset[str]:
         """Return names of the plain model's weights that are left out because nothing trains them."""
+        return frozenset() if self.rest else frozenset(self._left_out())
+
+    def _left_out(self) -> dict[str, Tensor]:
+        """Return the weights that nothing trains, by the plain model's names."""
         module = self.module
         if module is None:
-            return frozenset()
+            return {}
         trained = {name.partition(".lora_")[0] for name in self.params if ".lora_" in name}
         merged_here = {f"{path}.base_layer.weight" for path in trained}
         sent = self.params.keys() | merged_here
-        left_out = [
-            name
+        return {
+            plain_name(module, name): p
             for name, p in module.named_parameters()
             if not (name in sent or ".lora_" in name or is_low(p))
-        ]
-        return frozenset(plain_name(module, name) for name in left_out)
+        }
+
+    @torch.no_grad()
+    def _frozen(self) -> Iterator[tuple[str, Tensor]]:
+        for name, p in self._left_out().items():
+            yield name, self.copied(p)
 
     def full(self, p: Tensor) -> Tensor:
         """Put a parameter together, in full precision."""

@@ -78,10 +78,9 @@ class Reader(nn.Module, ABC):
     def _in_turn(self, pack: Packed) -> TokenOut:
         """Run each sequence of a unit by itself, an empty one as one token: equally many on each process."""
         name = type(self.parts.decoder).__name__
-        if isinstance(pack.unit, int):
-            together = pack.unit
-        else:  # all of a pack of one list and placeholders
-            together = pack.num_seqs if len(pack.rows) <= pack.unit[0] else pack.unit[0]
+        # all of a pack of one list and placeholders, but of one that borrows media
+        first = next(iter(pack.unit), 1)
+        together = first if len(pack.rows) > first or _borrows(pack, first) else pack.num_seqs
         borrowed = pack.num_seqs - together
         if borrowed and pack.media is None:
             raise ValueError(
@@ -136,6 +135,13 @@ def _with_last(pack: Packed) -> Packed:
     return tree.replace(longer, tokens=tokens, pos=pos, media=pack.media)
 
 
+def _borrows(pack: Packed, first: int) -> bool:
+    """Return whether the first sequences of a pack lack a kind of media that later ones have."""
+    media = pack.media
+    owned = [] if media is None else [media.count(name) > 0 for name in media.tensors]
+    return any(bool(x[first:].any()) and not bool(x[:first].any()) for x in owned)
+
+
 def _check_borrowed(name: str, pack: Packed, size: list[int], together: int) -> None:
     """Raise ValueError for a borrowed row that cannot follow the last sequence of its pack."""
     assert pack.media is not None
@@ -158,7 +164,7 @@ def _alone(pack: Packed, k: int, start: int, end: int) -> Packed:
     media = None if pack.media is None else pack.media.take([k])
     pos = torch.arange(end - start, device=part.pos.device)
     seq = torch.zeros_like(part.seq)
-    return tree.replace(part, pos=pos, seq=seq, media=media, num_seqs=1, rows=(), unit=1)
+    return tree.replace(part, pos=pos, seq=seq, media=media, num_seqs=1, rows=(), unit=(1,))
 
 
 def split_over(root: nn.Module, sequence: SequenceAxis) -> None:

@@ -28,7 +28,7 @@ from rft_fn.packing.shards import (
     shard,
     take,
 )
-from rft_fn.packing.units import count_filled, members_of, unit_of, units_of
+from rft_fn.packing.units import common_size, count_filled, members_of, sizes_of, unit_of, units_of
 
 __all__ = [
     "conversations", "minibatch_units", "minibatches", "pack", "real", "reset_position_ids", "scored",

@@ -14,10 +14,11 @@ from rft_fn import check, tree
 from rft_fn.packing import packs
 from rft_fn.packing.packs import begins, of_rows, reset_position_ids
 from rft_fn.packing.units import (
+    common_size,
     count_filled,
     members_of,
     placeholder_size,
-    placeholder_units,
+    sizes_of,
     total,
     unit_of,
 )
@@ -48,10 +49,12 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int | Sequence[int] = 1)
     if packed.rows:
         packed = _with_media(exp, packed)
     # a borrowed row is both sides of a pair
-    borrowed = [row for row in rows_to_borrow(exp, packed.rows) for _ in range(placeholder_size(unit))]
-    if not borrowed:
+    size = placeholder_size(unit)
+    lenders = rows_to_borrow(exp, packed.rows)
+    if not lenders:
         return packed
-    lent = masked(_with_media(exp, of_rows(exp, borrowed, placeholder_units(packed.unit, len(borrowed)))))
+    borrowed = [row for row in lenders for _ in range(size)]
+    lent = masked(_with_media(exp, of_rows(exp, borrowed, (size,) * len(lenders))))
     return join(packed, lent) if packed.rows else lent
 
 
@@ -63,18 +66,17 @@ def _with_media(exp: Experience, packed: Packed) -> Packed:
     return tree.replace(packed, media=media)
 
 
-def placeholder(like: Packed) -> Packed:
+def placeholder(like: Packed, *, size: int = 0) -> Packed:
     """Return a masked pack that adds nothing, with media where `like` has some.
 
-    It has the fields of `like`, with one unit of sequences. Of a pack with media it has the smallest units of
-    sequences that have some, of each kind, so that it runs the towers too; else it is `packs.placeholder`.
+    It has the fields of `like`, with one unit of `size` sequences, by default as many as each unit of `like`,
+    one where they differ. Of a pack with media it has the smallest such units of sequences that have some, of
+    each kind, so that it runs the towers too; else it is `packs.placeholder`.
     """
-    even = tree.replace(like, unit=placeholder_size(like.unit))
+    size = size or common_size(like)
+    even = tree.replace(like, unit=(size,) * (like.num_seqs // size))
     lenders = units_to_borrow(even, [])
-    if not lenders:
-        return packs.placeholder(like)
-    lent = masked(select_units(even, lenders))
-    return tree.replace(lent, unit=placeholder_units(like.unit, lent.num_seqs))
+    return masked(select_units(even, lenders)) if lenders else packs.placeholder(like, size=size)
 
 
 def masked(b: Packed) -> Packed:
@@ -108,14 +110,15 @@ def join(b: Packed, borrowed: Packed) -> Packed:
         tree.map(lambda x, y: torch.cat([x, y]), tree.replace(b, media=None), like),
         media=Media.concat([b.media, borrowed.media], [b.num_seqs, borrowed.num_seqs]),
         num_seqs=b.num_seqs + borrowed.num_seqs,
-        unit=b.unit if isinstance(b.unit, int) or isinstance(borrowed.unit, int) else b.unit + borrowed.unit,
+        unit=sizes_of(b) + sizes_of(borrowed),
     )
 
 
 def select_units(b: Packed, which: Sequence[int]) -> Packed:
     """Return some units of the sequences of a pack, in the order of the pack; without padding."""
     which = sorted(which)
-    members = members_of(check.units(b.unit, b.num_seqs), which)
+    sizes = sizes_of(b)
+    members = members_of(sizes, which)
 
     # a token at position 0 that does not begin its sequence is padding
     number = torch.tensor(which, device=b.seq.device)
@@ -124,7 +127,7 @@ def select_units(b: Packed, which: Sequence[int]) -> Packed:
     media = None if b.media is None else b.media.take(members)
     seq = torch.searchsorted(torch.tensor(members, device=b.seq.device), part.seq)
     rows = tuple(b.rows[i] for i in members if i < len(b.rows))
-    unit = b.unit if isinstance(b.unit, int) else tuple(b.unit[u] for u in which)
+    unit = tuple(sizes[u] for u in which)
     return tree.replace(part, seq=seq, media=media, num_seqs=len(members), rows=rows, unit=unit, padding=0)
 
 
@@ -137,12 +140,12 @@ def drop_borrowed(b: Packed) -> Packed:
 
 
 def fill(b: Packed, count: int) -> Packed:
-    """Add placeholders to a pack of units of different sizes, up to `count` sequences.
+    """Add placeholders of one sequence to a pack of lists of any length, up to `count` sequences.
 
     So packs of one list each are equally many forwards of a model that takes one sequence at a time.
     """
     while b.num_seqs < count:
-        b = join(b, placeholder(b))
+        b = join(b, placeholder(b, size=1))
     return b
 
 
@@ -215,7 +218,7 @@ def owners(exp: Experience, packs: Sequence[Sequence[int]]) -> list[int]:
 
 def units_to_borrow(b: Packed, which: Sequence[int]) -> list[int]:
     """Return the smallest units of a pack that supply each kind of media that `which` lack."""
-    sizes = check.units(b.unit, b.num_seqs)
+    sizes = sizes_of(b)
     size = total(torch.bincount(b.seq, minlength=b.num_seqs), sizes)
     count = {name: total(c, sizes) for name, c in counts(b.media).items()}
     return _cheapest(count, size, which)

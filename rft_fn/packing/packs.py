@@ -8,7 +8,7 @@ from einops import rearrange
 from torch import Tensor
 
 from rft_fn import check, segment, tree
-from rft_fn.packing.units import Unit, placeholder_size, placeholder_units, total
+from rft_fn.packing.units import common_size, placeholder_size, sizes_of, total
 from rft_fn.types import Experience, Packed
 
 __all__ = [
@@ -55,14 +55,15 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int | Sequence[int] = 1)
     do not make up the rows.
     """
     sizes = check.units(unit, len(rows), " of the pack")
-    packed = of_rows(exp, rows, unit if isinstance(unit, int) else tuple(sizes))
+    packed = of_rows(exp, rows, tuple(sizes))
     if len(packed.tokens):
         return packed
     # any token of the batch is one that the model knows
-    return placeholder(tree.replace(packed, tokens=exp.tokens.flatten()[:1]))
+    like = tree.replace(packed, tokens=exp.tokens.flatten()[:1])
+    return placeholder(like, size=placeholder_size(unit))
 
 
-def of_rows(exp: Experience, rows: Sequence[int], unit: Unit) -> Packed:
+def of_rows(exp: Experience, rows: Sequence[int], unit: tuple[int, ...]) -> Packed:
     """Pack the tokens of some rows, one after the other."""
     device = exp.tokens.device
 
@@ -105,23 +106,23 @@ def _carried(exp: Experience, labels: Callable[[Tensor], Tensor]) -> dict[str, A
     return moved
 
 
-def placeholder(like: Packed) -> Packed:
+def placeholder(like: Packed, *, size: int = 0) -> Packed:
     """Return a masked pack that adds nothing.
 
-    It has the fields of `like` but media, with one unit of sequences of one masked token each (the first of
-    `like`, if any); where units differ in size, of one sequence. It runs forward and backward, and `unpack`
-    puts it nowhere.
+    It has the fields of `like` but media, with one unit of `size` sequences of one masked token each (the
+    first of `like`, if any): by default as many as each unit of `like`, one where they differ. It runs
+    forward and backward, and `unpack` puts it nowhere.
     """
-    unit = placeholder_size(like.unit)
-    zeros = tree.map(lambda x: x.new_zeros(unit, *x.shape[1:]), tree.replace(like, media=None))
-    tokens = like.tokens[:1].repeat(unit) if like.tokens.numel() else zeros.tokens
+    size = size or common_size(like)
+    zeros = tree.map(lambda x: x.new_zeros(size, *x.shape[1:]), tree.replace(like, media=None))
+    tokens = like.tokens[:1].repeat(size) if like.tokens.numel() else zeros.tokens
     return tree.replace(
         zeros,
         tokens=tokens,
-        seq=torch.arange(unit, device=tokens.device),
-        num_seqs=unit,
+        seq=torch.arange(size, device=tokens.device),
+        num_seqs=size,
         rows=(),
-        unit=placeholder_units(like.unit, unit),
+        unit=(size,),
         padding=0,
     )
 
@@ -184,7 +185,7 @@ def real(b: Packed) -> Tensor:
     """
     tokens = torch.zeros(b.num_seqs, dtype=torch.long, device=b.mask.device)
     tokens = tokens.index_add(0, b.seq, b.mask.long())
-    return total(tokens, check.units(b.unit, b.num_seqs)) > 0
+    return total(tokens, sizes_of(b)) > 0
 
 
 def sides(x: Tensor, b: Packed) -> tuple[Tensor, Tensor]:
@@ -193,8 +194,9 @@ def sides(x: Tensor, b: Packed) -> tuple[Tensor, Tensor]:
     x [T] is summed over the tokens in mask. Sums of log-probs are the arguments of losses of pairs. A
     placeholder has sums of 0. ValueError for a pack that was not cut with unit=2.
     """
-    if b.unit != 2:
-        raise ValueError(f"unit: expected a pack of pairs, shard(..., unit=2), got unit = {b.unit}")
+    sizes = sorted(set(sizes_of(b)))
+    if sizes != [2]:
+        raise ValueError(f"unit: expected a pack of pairs, shard(..., unit=2), got units of {sizes} rows")
     total = segment.sum(x, b.mask, b.seq, b.num_seqs)
     first, second = rearrange(total, "(pair side) -> side pair", side=2)
     return first, second

@@ -1,4 +1,8 @@
-"""Units: sequences that belong together, such as both sides of a pair or all of a ranked list."""
+"""Units: sequences that belong together, such as both sides of a pair or all of a ranked list.
+
+A pack has the size of each of its units. A function that cuts a batch also takes one size for all, an int:
+then placeholders are units of that size, where those of lists of any length are single sequences.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,11 +14,20 @@ from rft_fn import check
 from rft_fn.types import Packed
 
 __all__ = [
-    "Unit", "count_filled", "members_of", "placeholder_size", "placeholder_units", "total", "unit_of",
+    "common_size", "count_filled", "members_of", "placeholder_size", "sizes_of", "total", "unit_of",
     "units_of",
 ]  # fmt: skip
 
-Unit = int | tuple[int, ...]  # of a pack
+
+def sizes_of(b: Packed) -> tuple[int, ...]:
+    """Return the number of sequences of each unit of a pack."""
+    return tuple(check.units(b.unit or 1, b.num_seqs))
+
+
+def common_size(b: Packed) -> int:
+    """Return the number of sequences that every unit of a pack has, or 1 where they differ."""
+    sizes = set(b.unit)
+    return sizes.pop() if len(sizes) == 1 else 1
 
 
 def unit_of(b: Packed) -> Tensor:
@@ -22,7 +35,7 @@ def unit_of(b: Packed) -> Tensor:
 
     Scores of a listwise loss are compared within it: `loss.plackett_luce(score, rank, unit_of(b))`.
     """
-    return _numbers(check.units(b.unit, b.num_seqs), b.seq.device)
+    return _numbers(sizes_of(b), b.seq.device)
 
 
 def _numbers(sizes: Sequence[int], device: torch.device) -> Tensor:
@@ -42,8 +55,8 @@ def members_of(sizes: Sequence[int], which: Sequence[int]) -> list[int]:
     return [i for u in which for i in range(ends[u] - sizes[u], ends[u])]
 
 
-def units_of(unit: int | Sequence[int], rows: Sequence[int]) -> Unit:
-    """Return the units of a pack of `rows`, whole units of a batch, from the units of the batch."""
+def units_of(unit: int | Sequence[int], rows: Sequence[int]) -> int | tuple[int, ...]:
+    """Return `unit` of a pack of `rows`, whole units of a batch, from that of the batch."""
     if isinstance(unit, int):
         return unit
     starts = dict(zip(accumulate(unit, initial=0), unit))
@@ -55,11 +68,6 @@ def placeholder_size(unit: int | Sequence[int]) -> int:
     return unit if isinstance(unit, int) else 1
 
 
-def placeholder_units(unit: int | Sequence[int], count: int) -> Unit:
-    """Return the units of `count` placeholder sequences."""
-    return unit if isinstance(unit, int) else (1,) * count
-
-
 def count_filled(b: Packed) -> int:
     """Count the units with rows."""
-    return sum(end <= len(b.rows) for end in accumulate(check.units(b.unit, b.num_seqs)))
+    return sum(end <= len(b.rows) for end in accumulate(sizes_of(b)))

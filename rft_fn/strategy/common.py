@@ -2,7 +2,7 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -11,11 +11,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rft_fn import check, ckpt, dist, memory, metric, packing, tree
+from rft_fn import check, ckpt, dist, memory, metric, optim, packing, tree
 from rft_fn import model as model_lib
 from rft_fn.model.bind import Scorer, read_field, require_fields, to_params_device
 from rft_fn.model.layers import Where
 from rft_fn.model.lora import Export
+from rft_fn.model.save import full, put
+from rft_fn.optim.updates import local_parts
 from rft_fn.strategy import diagnose, host, prepare, step
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.packer import Packer
@@ -319,7 +321,14 @@ class Backend(ABC):
     # ----- gradients and updates
 
     def grad(
-        self, state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], /
+        self,
+        state: TrainState,
+        apply: Apply,
+        loss_fn: LossFn,
+        packs: Sequence[Packed],
+        /,
+        *,
+        at: Mapping[str, Tensor] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """Return (gradients, metrics) of the sum over all packs of all ranks of (w * loss).sum().
 
@@ -328,10 +337,15 @@ class Backend(ABC):
         what they were computed from. Nothing is donated. ValueError for an `apply` that `init` did not give
         with this state (or with the one that it forks), and for packs of a rollout that was drawn from
         another distribution than `apply` scores.
+
+        With `at` they are the gradients at other parameters than the state's, for SAM, extragradient, Fisher
+        products: tensors by the names of `state.params`, laid out as these are or whole on every rank (with
+        ZeRO: whole). They take the type of the parameters, and their place while this runs, which costs a
+        copy of this process's part of the parameters; afterwards the state's are the same to the bit.
         """
-        with self.ready(state, apply, packs):
+        with self.ready(state, apply, packs), self.moved(state, apply, at):
             grads, metrics = self._grad(state, apply, loss_fn, packs)
-        return diagnose.with_source(grads, diagnose.Source(apply, loss_fn, packs)), metrics
+        return diagnose.with_source(grads, diagnose.Source(apply, loss_fn, packs, at)), metrics
 
     @contextmanager
     def ready(self, state: TrainState, apply: Apply, packs: Sequence[Packed]) -> Iterator[None]:
@@ -346,6 +360,45 @@ class Backend(ABC):
             require_same_sampling(apply, pack.sampling)
         self.placing.bring(residence_of(apply))
         yield
+
+    @contextmanager
+    def moved(self, state: TrainState, apply: Apply, at: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """Have the parameters `at` in place of a state's in the block; ValueError for others in shape."""
+        if at is None:
+            yield
+            return
+        new = optim.by_name(state.params, at, "at")
+        for name, p in state.params.items():
+            want, got = (list(getattr(x, "ds_shape", x.shape)) for x in (p, new[name]))
+            if got != want:
+                raise ValueError(f"at[{name!r}]: expected {want}, got {got}")
+        held = [(x, x.clone()) for p in state.params.values() for x in self._held(p)]
+        try:
+            with torch.no_grad():
+                for name, p in state.params.items():
+                    self._put(p, new[name].detach())
+            self._changed(apply)
+            yield
+        finally:
+            with torch.no_grad():
+                for x, old in held:
+                    x.copy_(old)
+            self._changed(apply)
+
+    def _held(self, p: Tensor) -> list[Tensor]:
+        """Return the memory of a trained parameter on this process."""
+        return local_parts([p.detach()])
+
+    def _put(self, p: Tensor, x: Tensor) -> None:
+        """Copy x, a whole tensor or one that is laid out as `p`, into a trained parameter."""
+        placed = getattr(x, "placements", None)
+        if placed == getattr(p, "placements", None):
+            local_parts([p])[0].copy_(local_parts([x])[0])
+        else:
+            put(p, full(x))
+
+    def _changed(self, apply: Apply) -> None:  # noqa: B027 - not abstract: most models read their parameters
+        """Have the next forward read parameters that were changed in place."""
 
     def _grad(
         self, state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]
@@ -388,8 +441,9 @@ class Backend(ABC):
             return not self._finite(grads)
 
         # weights that are not finite are dumped too
-        weights = {n: x.detach().cpu().clone() for n, x in self._export(state, finite=False)}
-        return diagnose.dump(self.session.dump_dir, state.step + 1, broken, source.packs, weights)
+        with self.moved(state, source.apply, source.at):
+            weights = {n: x.detach().cpu().clone() for n, x in self._export(state, finite=False)}
+            return diagnose.dump(self.session.dump_dir, state.step + 1, broken, source.packs, weights)
 
     def offload(self, state: TrainState, /) -> TrainState:
         """Move the optimizer to the host. Donates `state`."""
@@ -407,19 +461,21 @@ class Backend(ABC):
     def _whole(self, state: TrainState, p: Tensor) -> Tensor:
         """Return a trained parameter as a full tensor; all ranks call it."""
 
-    def _export(self, state: TrainState, *, finite: bool = True) -> Export:
+    def _export(self, state: TrainState, *, finite: bool = True, whole: bool = False) -> Export:
         """Return the trained weights; with `finite`, ValueError for one with NaN or inf."""
-        return Export(state.params, state.module, partial(self._whole, state), finite=finite)
+        return Export(state.params, state.module, partial(self._whole, state), finite=finite, rest=whole)
 
-    def export(self, state: TrainState, /) -> Export:
+    def export(self, state: TrainState, /, *, whole: bool = False) -> Export:
         """Yield the trained weights, full tensors by the plain model's names, adapters merged.
 
         Every rank iterates to the end. The tensors are copies, on every backend: a later update does not
-        change them.
+        change them. Frozen weights are left out, for an engine has them (`frozen` names them); with `whole`
+        they are in it too, so that `dict(st.export(state, whole=True))` is all of a plain model, adapters or
+        not.
         """
         self.placing.bring(state.residence)
         require_device(state)
-        return self._export(state)
+        return self._export(state, whole=whole)
 
     @watched
     def save_pretrained(

@@ -1,7 +1,7 @@
 """Gradients that are not finite: the error, the first sequence at fault, and its dump in a folder."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ class Source:
     apply: Apply
     loss_fn: LossFn
     packs: Sequence[Packed]
+    at: Mapping[str, Tensor] | None = None  # the parameters, where they are not the state's
 
 
 def with_source(grads: Any, source: Source) -> Any:
@@ -92,7 +93,8 @@ def _first(
     start = starts[dist.rank()]
 
     # where each sequence is a forward, lists of any length were filled up to one number of sequences
-    least = 0 if isinstance(like.unit, int) else like.num_seqs
+    units = dist.all_gather_object(packing.sizes_of(like))
+    least = like.num_seqs if len({size for sizes in units for size in sizes}) > 1 else 0
 
     def broken(n: int) -> bool:
         """Return whether the first n parts of all ranks are bad; placeholders replace the others."""
@@ -178,8 +180,8 @@ def load_fault(folder: str | Path) -> tuple[Packed, dict[str, Tensor], dict[str,
     media = _below("media", flat)
     if media:
         flat["media"] = Media(tensors=_below("tensors", media), rows=_below("rows", media), **media)
-    unit = about.get("num_seqs", 1)  # 2 where a loss of pairs broke
-    pack = Packed(**flat, extra=extra or None, num_seqs=unit, unit=unit, rows=())
+    size = about.get("num_seqs", 1)  # 2 where a loss of pairs broke
+    pack = Packed(**flat, extra=extra or None, num_seqs=size, unit=(size,), rows=())
     return pack, weights, about
 
 

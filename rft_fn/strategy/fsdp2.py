@@ -343,6 +343,10 @@ class FSDP2Backend(Backend):
             mine = {}  # the others on the axis had the same packs
         return grads, step.merge_metrics(mine, state.step, self.session)
 
+    def _changed(self, apply: Apply) -> None:
+        if isinstance(apply, FSDPApply):
+            _reshard(*apply.root.modules())  # a forward without a backward leaves parts gathered
+
     def _whole(self, state: TrainState, p: Tensor) -> Tensor:
         p = p.detach()
         if not isinstance(p, DTensor):

@@ -122,9 +122,10 @@ def _tail(b: Packed, count: int) -> Packed:
     longer = tree.map(lambda x: torch.cat([x, x.new_zeros(count, *x.shape[1:])]), b)
     seq = torch.cat([b.seq, torch.full((count,), b.num_seqs)])
     pos = packing.reset_position_ids(seq)
-    if isinstance(b.unit, int):
-        return tree.replace(longer, seq=seq, pos=pos, num_seqs=b.num_seqs + b.unit)
-    return tree.replace(longer, seq=seq, pos=pos, num_seqs=b.num_seqs + 1, unit=(*b.unit, 1))
+    size = packing.common_size(b)
+    return tree.replace(
+        longer, seq=seq, pos=pos, num_seqs=b.num_seqs + size, unit=(*packing.sizes_of(b), size)
+    )
 
 
 def check_padding_invariance(

@@ -124,8 +124,8 @@ class Packed:
     media: Media | None = None
     num_seqs: int = tree.static()  # K
     rows: tuple[int, ...] = tree.static(default=())  # rows of the Experience, of the first sequences
-    # sequences that belong together: 2 in losses of pairs; of each unit, where ranked lists differ in length
-    unit: int | tuple[int, ...] = tree.static(default=1)
+    # sequences of each unit that belongs together, (2, 2) for two pairs of a loss; (): each is its own
+    unit: tuple[int, ...] = tree.static(default=())
     padding: int = tree.static(default=0)  # masked tokens after the last sequence
     # (which half of the batch it is of: 0 or 1, prompts of the first half, of the second); None: not cut so
     half: tuple[int, int, int] | None = tree.static(default=None)

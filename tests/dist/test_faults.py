@@ -272,7 +272,7 @@ def test_a_loss_of_pairs_leaves_its_pair(tmp_path):
     with pytest.raises(NonFinite, match="the first sequence with such a gradient"):
         st.update(state, grads)
     pack, _, about = load_fault(tmp_path / "fault_00000001")
-    assert about["row"] == bad and pack.num_seqs == pack.unit == 2
+    assert about["row"] == bad and (pack.num_seqs, pack.unit) == (2, (2,))
     want = packing.pack(exp, [bad, bad + 1], unit=2)
     assert torch.equal(pack.tokens, want.tokens) and torch.equal(pack.seq, want.seq)
 

@@ -98,7 +98,11 @@ def test_the_list_at_fault_is_kept_whole(both):
     assert all("the first sequence with such a gradient is in" in out["fault"] for out in results)
     pack, _, about = load_fault(folder / "fault_00000001")
     want = packing.pack(batch(bad=9), [8, 9], unit=2)
-    assert about["row"] == 8 and torch.equal(pack.tokens, want.tokens) and pack.num_seqs == pack.unit == 2
+    assert (
+        about["row"] == 8
+        and torch.equal(pack.tokens, want.tokens)
+        and (pack.num_seqs, pack.unit) == (2, (2,))
+    )
 
 
 def test_every_pack_of_one_list_has_as_many_sequences_where_each_is_a_forward():

@@ -256,6 +256,17 @@ class ZeroBackend(Backend):
         numbers = {"grad/norm": norm, "grad/skipped": float(not finite)}
         return new, {name: metric.sum(torch.tensor(x)) for name, x in numbers.items()}
 
+    def _held(self, p: Tensor) -> list[Tensor]:
+        shard = getattr(p, "ds_tensor", None)  # of stage 3, where only small parameters are whole too
+        return [p.detach()] if shard is None else [p.detach(), shard.detach()]
+
+    def _put(self, p: Tensor, x: Tensor) -> None:
+        if not hasattr(p, "ds_id"):
+            p.copy_(x)
+            return
+        with deepspeed_engine.library().zero.GatheredParameters([p], modifier_rank=0):
+            p.data.copy_(x)
+
     def _finite(self, grads: ZeroGrads) -> bool:
         return grads.model.finite()
 
