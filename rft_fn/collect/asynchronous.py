@@ -22,8 +22,14 @@ from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.check import printable
-from rft_fn.collect.gather import check_prompts, gather_and_generate, shard_prompts, with_media, without_media
 from rft_fn.engine import EngineConfig, EngineDead
+from rft_fn.engine.global_batch import (
+    check_prompts,
+    gather_and_generate,
+    shard_prompts,
+    with_media,
+    without_media,
+)
 from rft_fn.sync import CanaryError
 from rft_fn.types import Engine, Rollout, Sampling, Strategy, record
 from rft_fn.types.engine import Delivered, EngineStatus

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from rft_fn import data
 from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, due
-from rft_fn.collect.gather import gather_and_generate
 from rft_fn.collect.partial import VariedGroups, judged_groups, sample_partial, sample_varied_groups
 from rft_fn.data.curriculum import by_prompt, by_source
+from rft_fn.engine.global_batch import gather_and_generate
 from rft_fn.reward import Judged
 from rft_fn.rollout import without_truncated
 from rft_fn.types import Engine, Rollout, Sampling, Strategy

@@ -9,13 +9,14 @@ function that takes an Engine takes any such record.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from rft_fn import check, dist
 from rft_fn import model as model_lib
 from rft_fn.engine import openai, sglang, vllm
+from rft_fn.engine.global_batch import gather_and_generate
 from rft_fn.engine.hf import build as build_hf
 from rft_fn.engine.hf import check_config as check_hf
 from rft_fn.engine.hf import hf
@@ -99,14 +100,3 @@ def get_engine(
     if overtime is None or config.tp_size > 1:
         return engine
     return limited(engine, config.timeout + overtime, several=dist.started() > 1)
-
-
-if not TYPE_CHECKING:  # where every name would be an attribute
-
-    def __getattr__(name: str) -> Any:
-        """Return `gather_and_generate` of `collect`, which programs call by this name."""
-        if name == "gather_and_generate":
-            from rft_fn import collect  # to the right, and only when somebody asks for it
-
-            return collect.gather_and_generate
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
