@@ -393,7 +393,8 @@ def test_every_field_of_a_config_has_a_reader(record):
     sources = "".join(re.sub(r"__post_init__.*?\n\n", "", p.read_text(), flags=re.S) for p in paths)
     config = getattr(rft_fn.engine if record == "EngineConfig" else rft_fn.strategy, record)
     for field in dataclasses.fields(config):
-        readers = re.findall(rf"(?:config|self|strategy)\.{field.name}\b", sources)
+        # a default of EngineConfig is what `config_of` reads
+        readers = re.findall(rf"(?:config|self|strategy|StrategyConfig)\.{field.name}\b", sources)
         assert readers, f"nobody reads {record}.{field.name}"
 
 

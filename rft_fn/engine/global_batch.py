@@ -5,6 +5,7 @@ from typing import Any
 
 from rft_fn import dist, tree
 from rft_fn.engine import requests
+from rft_fn.engine.requests import Request
 from rft_fn.rollout import Owner, Prefix, take
 from rft_fn.types import Engine, Media, Rollout, Sampling, Strategy
 
@@ -43,14 +44,10 @@ def gather_and_generate(
     BadRequest as of `Generate`, on every rank the same: for token ids before anything is sampled, for texts,
     which only an engine can encode, when each rank has done its part.
     """
-    check_prompts(
-        engine, prompts, keys, n=n, sampling=sampling, max_new=max_new, start=start, temperature=temperature
-    )
+    request = Request(prompts, keys, n, sampling, max_new, start, temperature)
+    check_prompts(engine, request)
     mine = shard_prompts(strategy, len(prompts))
-    rows = slice(mine.start * n, mine.stop * n)
-    of_rows = {name: x[rows] for name, x in requests.given(max_new, start, temperature).items()}
-
-    prompts = own_part(strategy, prompts)
+    own = request.part(mine)._replace(prompts=own_part(strategy, prompts))
     strategy.make_room()
     engine.wake()
     refused: requests.BadRequest | None = None
@@ -58,7 +55,7 @@ def gather_and_generate(
     with strategy.session.phase("generate"):
         try:
             # also on a rank without prompts: ranks may share an engine, or agree on whether it lives
-            rollout = engine.generate(prompts, keys[mine], n=n, sampling=sampling, **of_rows)
+            rollout = own.ask(engine)
         except requests.BadPrompt as error:
             refused = error.moved(mine.start)  # numbered in the global batch
         except requests.BadRequest as error:
@@ -76,42 +73,21 @@ def gather_and_generate(
         engine.sleep()
 
     # groups are numbered over the global batch; an engine of a user's need not know of the field
-    rollout = requests.drawn_with(rollout, sampling, of_rows.get("temperature"))
+    rollout = requests.drawn_with(rollout, sampling, own.temperature)
     rollout = tree.replace(rollout, group=rollout.group + mine.start)
     with strategy.session.phase("gather"):
         return strategy.gather(rollout)
 
 
-def check_prompts(
-    engine: Engine,
-    prompts: Sequence[Any],
-    keys: Sequence[Any],
-    *,
-    n: int,
-    sampling: Sampling,
-    max_new: Sequence[int] | None = None,
-    start: Sequence[int] | None = None,
-    temperature: Sequence[float] | None = None,
-) -> None:
+def check_prompts(engine: Engine, request: Request) -> None:
     """Raise BadRequest for a prompt of the global batch that is empty or too long.
 
     Every rank has all of the prompts, so all ranks refuse the same one. Texts are left to the engine.
     """
-    if any(isinstance(prompt, str) for prompt in prompts):
-        requests.check_rows(
-            len(prompts), keys, n, sampling, max_new=max_new, start=start, temperature=temperature
-        )
+    if any(isinstance(prompt, str) for prompt in request.prompts):
+        request.check_rows()
         return
-    requests.check(
-        requests.token_ids(prompts),
-        keys,
-        n,
-        sampling,
-        engine.status().get("window"),
-        max_new=max_new,
-        start=start,
-        temperature=temperature,
-    )
+    request.check(requests.token_ids(request.prompts), engine.status().get("window"))
 
 
 # ---------- the media of prompts and rollouts

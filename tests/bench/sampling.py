@@ -146,7 +146,7 @@ def main():
     if given.long_tail:
         limits[::2] = [max(given.tokens // 4, 1)] * len(limits[::2])
     sampling = Sampling(max_new=given.tokens, top_p=given.top_p)
-    rows = requests.rows(range(count), SAMPLES, sampling, max_new=limits)
+    rows = requests.Request([], range(count), SAMPLES, sampling, limits).rows()
     way = find_batching(lm, 0)
     ways = {
         "transformers' cache": way._replace(room=False, joins=False, shares=False),

@@ -107,7 +107,7 @@ def test_buffers_give_what_transformers_own_layers_give(kind):
     sampling = rft.Sampling(temperature=0.9, max_new=90)
     ids, shown = [list(p) for p in PROMPTS], prompt_media.text(PROMPTS)
     limits = [90, 3, 7, 90, 12, 1, 80, 5, 5, 90]
-    asked = requests.rows(KEYS, 2, sampling, max_new=limits)
+    asked = requests.Request(PROMPTS, KEYS, 2, sampling, limits).rows()
     found = []
     for batching in (way, way._replace(room=False)):
         sampler = Sampler(lm, batching, sampling, Stop(None, frozenset(), ()), 0, 10)
@@ -126,7 +126,7 @@ def sampled(
     sampling = rft.Sampling(max_new=max(limits), **{"temperature": 0.9} | chosen)
     sampler = Sampler(lm, batching, sampling, Stop(None, frozenset(ends), ()), 0, batch, every)
     with torch.no_grad():
-        asked = requests.rows(keys, 2, sampling, max_new=limits, temperature=warm)
+        asked = requests.Request(prompts, keys, 2, sampling, limits, temperature=warm).rows()
         return sampler.responses(prompts, prompt_media.text(prompts), asked)
 
 

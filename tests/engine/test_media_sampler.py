@@ -74,7 +74,7 @@ def test_in_float64(name):
     stop = Stop(None, requests.end_tokens(lm, tiny.tokenizer()), ())
     sampler = Sampler(lm, batching, SAMPLING, stop, 0, 64)
     with torch.no_grad():
-        found = sampler.responses(ids, shown, requests.rows(KEYS, 2, SAMPLING))
+        found = sampler.responses(ids, shown, requests.Request(prompts, KEYS, 2, SAMPLING).rows())
     rollout = requests.assemble(ids, found, pad=0, version=0, media=prompt_media.tensors(shown))
     want = trained(lm, rollout)
     got = torch.tensor([p for row in found for p in row.logp], dtype=torch.float64)
@@ -131,7 +131,7 @@ def test_every_way_to_batch_is_right(name):
     for batching, every in ((even, 1), (single, 1), (Batching(None), 1), (best, 4), (Batching(None), 4)):
         sampler = Sampler(lm, batching, SAMPLING, Stop(None, ends, ()), 0, 64, every)
         with torch.no_grad():
-            found = sampler.responses(ids, shown, requests.rows(KEYS, 3, SAMPLING))
+            found = sampler.responses(ids, shown, requests.Request(prompts, KEYS, 3, SAMPLING).rows())
         for b, response in enumerate(found):
             assert response.tokens == rollout.tokens[b][rollout.mask[b]].tolist()
             want = rollout.logp[b][rollout.mask[b]]
