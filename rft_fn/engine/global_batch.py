@@ -103,9 +103,13 @@ def own_part(strategy: Strategy, prompts: Sequence[Any]) -> list[Any]:
     part = list(prompts[mine])
     if strategy.world == 1:
         return part
-    gathered = [p.prompt.batch for p in prompts if isinstance(p, Prefix) and isinstance(p.prompt, Owner)]
-    for batch in {id(batch): batch for batch in gathered}.values():
-        rows = [i for i, p in enumerate(part) if getattr(getattr(p, "prompt", None), "batch", None) is batch]
+
+    def gathered(p: Any) -> Media | None:
+        return p.prompt.batch if isinstance(p, Prefix) and isinstance(p.prompt, Owner) else None
+
+    batches = [batch for p in prompts if (batch := gathered(p)) is not None]
+    for batch in {id(batch): batch for batch in batches}.values():
+        rows = [i for i, p in enumerate(part) if gathered(p) is batch]
         of = [int(batch.of[part[i].prompt.row]) for i in rows]
         fetched = dist.fetch_media(batch, of)
         assert fetched is not None

@@ -246,7 +246,7 @@ class _Process:
         sent = prompt_media.to_send(request.prompts)
         with self.end_on_failure("generate"):
             rollout = self.call("generate", request._replace(prompts=sent, keys=list(request.keys)))
-        media = [getattr(p, "media", None) for p in sent]
+        media = [p.media if isinstance(p, prompt_media.Sent) else None for p in sent]
         return tree.replace(rollout, media=Media.of_prompts(media, request.n))
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 import math
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from itertools import chain
 from operator import index
 from typing import Any, NamedTuple
@@ -182,7 +182,7 @@ def _ids(number: int, prompt: Any, tokenizer: Any) -> list[int]:
 
 def _check_size(name: str, numbers: Sequence[Any], size: int) -> None:
     """Raise BadRequest unless there is a number for each of `size` rows."""
-    if not hasattr(numbers, "__len__"):
+    if not isinstance(numbers, Sized):
         raise BadRequest(f"{name}: expected one for each row, B = {size}, got {numbers!r}")
     if len(numbers) != size:
         raise BadRequest(f"{name}: expected one for each row, B = {size}, got B = {len(numbers)}")

@@ -11,9 +11,9 @@ from rft_fn import logprob, tree
 from rft_fn import model as model_lib
 from rft_fn.engine import prompt_media, requests
 from rft_fn.engine.engine_config import EngineConfig
-from rft_fn.engine.hf.probe import find_batching
-from rft_fn.engine.hf.prompt_cache import media_arguments
-from rft_fn.engine.hf.row_batch import Batching
+from rft_fn.engine.hf.probe import find_cache_support
+from rft_fn.engine.hf.row_batch import CacheSupport
+from rft_fn.engine.hf.row_media import media_arguments
 from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.lifetime import EngineCore, supervised
 from rft_fn.engine.requests import Request, Stop
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["build", "check_config", "hf"]
 
 _LONG = 512  # tokens of a prompt from which on a GPU gains by reading it once, not for each of its samples
-_EVERY = 16  # tokens after which the host looks at them, where it would wait for the device each time
+_CHECK_EVERY = 16  # tokens after which the host looks at them, where it would wait for the device each time
 
 
 def check_config(config: EngineConfig) -> None:
@@ -110,7 +110,7 @@ class _InProcess:
         self.manifest = manifest(lm)
         self.ends = requests.end_tokens(lm, tokenizer)
         self.window: int | None = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-        self.batching: Batching | None = None  # set before the first sample
+        self.batching: CacheSupport | None = None  # set before the first sample
         self.version = 0
         self.asleep = False
 
@@ -127,12 +127,12 @@ class _InProcess:
         self.wake()
         pad = self.tokenizer.pad_token_id
         if self.batching is None:
-            self.batching = find_batching(self.lm, pad)
+            self.batching = find_cache_support(self.lm, pad)
         alone = request.n == 1 or (self.lm.device.type != "cpu" and max(map(len, ids)) < _LONG)
         batching = self.batching._replace(shares=False) if alone else self.batching
         stop = Stop(self.tokenizer, self.ends, request.sampling.stop)
-        every = 1 if self.lm.device.type == "cpu" else _EVERY
-        sampler = Sampler(self.lm, batching, request.sampling, stop, pad, self.batch, every)
+        check_every = 1 if self.lm.device.type == "cpu" else _CHECK_EVERY
+        sampler = Sampler(self.lm, batching, request.sampling, stop, pad, self.batch, check_every)
         with packed(self.lm):
             responses = sampler.responses(ids, media, request.rows())
         return requests.assemble(
