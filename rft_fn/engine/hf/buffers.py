@@ -28,9 +28,9 @@ def fits(layer: object) -> bool:
 
 
 def buffer_cache(cache: Any, max_tokens: int, *, wide: bool = False) -> None:
-    """Put buffers in place of a cache's plain keys and values, for at most `max_tokens` more tokens of a row.
+    """Put buffers in place of a cache's plain keys and values.
 
-    With `wide` they hold 16 bits in float32.
+    They are for at most `max_tokens` more tokens of a row. With `wide` they hold 16 bits in float32.
     """
     layers = getattr(cache, "layers", None)
     if isinstance(layers, list):

@@ -1,4 +1,4 @@
-"""Rows of tokens that grow together: their prefill, their decode steps and their place in the KV cache.
+"""Rows of tokens that grow together: their prefill, decode steps and place in the KV cache.
 
 Where a model's cache allows it, rows of different lengths are padded on the left, and others join them.
 """
