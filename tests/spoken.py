@@ -29,10 +29,11 @@ class Spoken:
 
     def generate(self, prompts, keys, *, n=1, sampling, max_new=None):
         ids = requests.token_ids(prompts)
-        requests.check(ids, keys, n, sampling, window=None, max_new=max_new)
+        request = requests.Request(prompts, keys, n, sampling, max_new)
+        request.check(ids, window=None)
         self.calls.append(ids)
         found = []
-        for b, row in enumerate(requests.rows(keys, n, sampling, max_new=max_new)):
+        for b, row in enumerate(request.rows()):
             prompt = ids[b // n]
             tokens, ended = self.speak(prompt, row.key, row.max_new)
             logp = [-(len(prompt) + i) / 100 for i in range(len(tokens))]

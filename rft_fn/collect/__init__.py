@@ -3,17 +3,14 @@
 from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, Weights, due, version_of
 from rft_fn.collect.batches import Batch, Collector, Source, collector, sample_ahead
 from rft_fn.collect.episodes import Played
-from rft_fn.collect.gather import (
-    check_reward,
-    gather_and_generate,
-    gather_and_judge,
-    gather_and_judge_rows,
+from rft_fn.collect.inference_engine import (
     inference_engine_status,
     setup_inference_engine,
     sleep_inference_engine,
     update_engine_weights,
     wakeup_inference_engine,
 )
+from rft_fn.collect.judging import check_reward, gather_and_judge, gather_and_judge_rows
 from rft_fn.collect.mismatch import (
     CORRECTIONS,
     MISMATCH,
@@ -28,6 +25,7 @@ from rft_fn.collect.mismatch import (
 )
 from rft_fn.collect.partial import VariedGroups, Waiting, judged_groups, sample_partial, sample_varied_groups
 from rft_fn.collect.turns import play
+from rft_fn.engine import gather_and_generate
 
 __all__ = [
     "AsyncSampler", "Batch", "Collector", "Played", "Source", "check_reward", "collector", "due",

@@ -22,8 +22,15 @@ from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.check import printable
-from rft_fn.collect.gather import check_prompts, gather_and_generate, shard_prompts, with_media, without_media
 from rft_fn.engine import EngineConfig, EngineDead
+from rft_fn.engine.global_batch import (
+    check_prompts,
+    gather_and_generate,
+    shard_prompts,
+    with_media,
+    without_media,
+)
+from rft_fn.engine.requests import Request
 from rft_fn.sync import CanaryError
 from rft_fn.types import Engine, Rollout, Sampling, Strategy, record
 from rft_fn.types.engine import Delivered, EngineStatus
@@ -134,29 +141,27 @@ class EngineWorker:
     def wake(self) -> None:
         """Do nothing: the engine is always awake."""
 
-    def begin(self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int, sampling: Sampling) -> None:
+    def begin(self, request: Request) -> None:
         """Queue a rollout with the newest weights; `generate` with its keys waits for it."""
-        self.begun[name_of(keys, n, sampling)] = self.submit(
-            lambda engine: engine.generate(prompts, keys, n=n, sampling=sampling)
-        )
+        self.begun[name_of(request.keys, request.n, request.sampling)] = self.submit(request.ask)
 
     def generate(
-        self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **rows: Any
+        self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **of_rows: Any
     ) -> Rollout:
         """Return the rollout that was begun with these keys, or sample one.
 
         EngineDead for an engine that was built again and fails its check.
         """
-        rollout = self._sample(prompts, keys, n=n, sampling=sampling, **rows)
+        rollout = self._sample(prompts, keys, n=n, sampling=sampling, **of_rows)
         self._check_rebuilt()
         return rollout
 
     def _sample(
-        self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **rows: Any
+        self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **of_rows: Any
     ) -> Rollout:
-        part = None if rows else self.begun.pop(name_of(keys, n, sampling), None)
+        part = None if of_rows else self.begun.pop(name_of(keys, n, sampling), None)
         if part is None:
-            part = self.submit(lambda engine: engine.generate(prompts, keys, n=n, sampling=sampling, **rows))
+            part = self.submit(Request(prompts, keys, n, sampling, **of_rows).ask)
         return part.result()
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
@@ -268,12 +273,9 @@ def split_threads(config: EngineConfig, threads: int) -> tuple[EngineConfig, int
 
 
 class _Begun(NamedTuple):
-    """The arguments of a rollout that is under way."""
+    """A rollout that is under way."""
 
-    prompts: Sequence[Any]
-    keys: Sequence[int]
-    n: int
-    sampling: Sampling
+    request: Request
     weights: Weights | None  # that sample it
 
 
@@ -323,17 +325,18 @@ class AsyncSampler:
         if calls is None or name in self._begun or name in self._done:
             return
 
-        check_prompts(self.engine, prompts, keys, n=n, sampling=sampling)
+        request = Request(prompts, keys, n, sampling)
+        check_prompts(self.engine, request)
 
         # the newest weights come back after the older ones
         newest = calls.newest
         older = self._older.pop(name, None)
-        self._begun[name] = _Begun(prompts, keys, n, sampling, older or newest)
+        self._begun[name] = _Begun(request, older or newest)
         if older is not None:
             older.load(calls.engine())
         mine = shard_prompts(self.strategy, len(prompts))
         if mine.start < mine.stop:
-            calls.begin(prompts[mine], keys[mine], n=n, sampling=sampling)
+            calls.begin(request.part(mine))
         if older is not None and newest is not None:
             newest.load(calls.engine())
 
@@ -343,14 +346,15 @@ class AsyncSampler:
         if name in self._done:
             rollout = with_media(self.strategy, self._done.pop(name), prompts)
         else:
-            rollout = self._sampled(prompts, keys, n, sampling)
+            rollout = self._sampled(Request(prompts, keys, n, sampling))
         if name in self._asked:
             self._asked.remove(name)
             self._used[name] = rollout
         return rollout
 
-    def _sampled(self, prompts: Sequence[Any], keys: Sequence[int], n: int, sampling: Sampling) -> Rollout:
+    def _sampled(self, request: Request) -> Rollout:
         """Sample a rollout; one that is lost with its engine counts as begun."""
+        prompts, keys, n, sampling = request[:4]
         try:
             rollout = gather_and_generate(self.engine, self.strategy, prompts, keys, n=n, sampling=sampling)
         except EngineDead:
@@ -369,7 +373,7 @@ class AsyncSampler:
         """
         with suppress(EngineDead):
             for name, begun in list(self._begun.items()):
-                self._done[name] = self._sampled(begun.prompts, begun.keys, begun.n, begun.sampling)
+                self._done[name] = self._sampled(begun.request)
         # a run with other options does not ask for all that was saved
         done = {name: self._done[name] for name in self._asked & set(self._done)}
         if self._dead:

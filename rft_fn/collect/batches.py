@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from rft_fn import data
 from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, due
-from rft_fn.collect.gather import gather_and_generate
 from rft_fn.collect.partial import VariedGroups, judged_groups, sample_partial, sample_varied_groups
-from rft_fn.data.curriculum import by_prompt, by_source
+from rft_fn.data.curriculum import Rule, by_prompt, by_source
+from rft_fn.engine.global_batch import gather_and_generate
 from rft_fn.reward import Judged
 from rft_fn.rollout import without_truncated
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
@@ -53,7 +54,6 @@ class Collector(NamedTuple):
     save: Callable[[State], State]  # finishes the rollouts under way, and puts them into the state
 
 
-# Its functions share what it is given: they are read in the order in which a step calls them.
 def collector(
     source: Source,
     *,
@@ -86,92 +86,143 @@ def collector(
     ways that exclude each other.
     """
     check_ways(ahead=ahead, partial_budget=partial_budget, rounds=rounds, curriculum=curriculum)
-    samples = source.samples
-    sampling = source.sampling
-    rule = None
-    if curriculum and (prompt_shares or len(source.dataset.parts) > 1):
-        rule_of = by_prompt if prompt_shares else by_source
-        rule = rule_of(source.dataset, seed=source.seed, window=curriculum, floor=floor)
-    elif curriculum:
-        source.strategy.print(f"curriculum: off, for there is one source of data, {source.dataset.name}")
+    batches = _Batches(source, prompts, group, greedy, mask_truncated)
+    if partial_budget:
+        return _partial_rollouts(batches, partial_budget)
+    rule = _rule(source, curriculum, floor, prompt_shares) if curriculum else None
+    if rule is not None:
+        return _by_success(batches, rounds, rule)
+    return _by_step(batches, rounds, ahead)
+
+
+class _Batches(NamedTuple):
+    """What the batches of a run have in common, however their groups are collected."""
+
+    source: Source
+    prompts: int  # N
+    group: int  # G
+    greedy: bool
+    mask_truncated: bool
+
+    def draw(self, step: int, i: int = 0) -> tuple[list[Any], list[int]]:
+        """Return the prompts of round i of a step, and a key for each."""
+        return data.draw(self.source.dataset, self.prompts, step, self.source.seed, round=i)
+
+    def answer(self, step: int, asked: Sequence[Any], keys: Sequence[int]) -> tuple[Rollout, Judged]:
+        """Return G responses to each prompt, and their rewards [N, G]."""
+        return self._answer(step, asked, keys, self.group, self.source.sampling)
+
+    def batch(self, groups: VariedGroups, step: int, metrics: Mapping[str, float] | None = None) -> Batch:
+        """Return the batch of these groups, with what the options add to it."""
+        answers = None
+        if self.greedy:  # for which keys do not matter
+            keys = range(len(groups.prompts))
+            likeliest = Sampling(temperature=0, max_new=self.source.sampling.max_new)
+            answers = self._answer(step, groups.prompts, keys, 1, likeliest)
+        learned = without_truncated(groups.rollout) if self.mask_truncated else groups.rollout
+        found = groups.metrics() | dict(metrics or {})
+        return Batch(groups.prompts, groups.rollout, groups.judged, answers, found, learned)
+
+    def save(self, state: State) -> State:
+        """Finish the rollouts under way, and return the state with them."""
+        return {**state, "ahead": self.source.samples.save()}
+
+    def _answer(
+        self, step: int, asked: Sequence[Any], keys: Sequence[int], n: int, sampling: Sampling
+    ) -> tuple[Rollout, Judged]:
+        with self.source.sampling_block():
+            rollout = self.source.samples.generate(asked, keys, n=n, sampling=sampling)
+        return rollout, self.source.judge(rollout, asked, step)
+
+
+def _by_step(batches: _Batches, rounds: int, ahead: int) -> Collector:
+    """Collect by the step's own prompts, whose responses may have been sampled `ahead` steps before."""
+    samples = batches.source.samples
 
     def init() -> State:
-        return {"ahead": [], "waiting": None, "curriculum": None if rule is None else rule.init()}
-
-    def draw(step: int, i: int = 0) -> tuple[list[Any], list[int]]:
-        """Return the prompts of round i of a step, and a key for each."""
-        return data.draw(source.dataset, prompts, step, source.seed, round=i)
-
-    def answer(
-        asked: Sequence[Any], keys: Sequence[int], step: int, n: int = group, sampling: Sampling = sampling
-    ) -> tuple[Rollout, Judged]:
-        """Return n responses to each prompt, and their rewards [N, n]."""
-        with source.sampling_block():
-            rollout = samples.generate(asked, keys, n=n, sampling=sampling)
-        return rollout, source.judge(rollout, asked, step)
-
-    def finished(step: int, waiting: Any) -> tuple[VariedGroups, Any]:
-        """Return the groups that are finished after each response grew, and those that wait."""
-        with source.sampling_block():
-            asked, rollout, waiting = sample_partial(
-                partial(gather_and_generate, samples.engine, source.strategy),
-                draw,
-                step,
-                n=group,
-                sampling=sampling,
-                budget=partial_budget,
-                waiting=waiting,
-                strategy=source.strategy,
-            )
-        return judged_groups(asked, rollout, source.judge(rollout, asked, step)), waiting
-
-    def varied(step: int, levels: Any) -> tuple[VariedGroups, Any]:
-        """Return the groups of all rounds, and the shares after their rewards."""
-
-        def draw_round(i: int) -> tuple[list[Any], list[int]]:
-            nonlocal levels
-            if rule is None:
-                return draw(step, i)
-            asked, keys, levels = rule.draw(levels, prompts, step)
-            return asked, keys
-
-        def answer_round(asked: Sequence[Any], keys: Sequence[int]) -> tuple[Rollout, Judged]:
-            nonlocal levels
-            rollout, judged = answer(asked, keys, step)
-            if rule is not None:
-                levels = rule.observe(levels, asked, judged.reward)
-            return rollout, judged
-
-        return sample_varied_groups(answer_round, draw_round, prompts, rounds=rounds), levels
+        return {"ahead": [], "waiting": None, "curriculum": None}
 
     def next_batch(state: State, step: int) -> tuple[Batch, State]:
         samples.resume(state["ahead"])
-        if ahead:
-            for later in due(step, ahead, source.steps):
-                samples.begin(*draw(later), n=group, sampling=sampling)
+        for later in due(step, ahead, batches.source.steps) if ahead else ():
+            samples.begin(*batches.draw(later), n=batches.group, sampling=batches.source.sampling)
+        groups = sample_varied_groups(
+            partial(batches.answer, step), partial(batches.draw, step), batches.prompts, rounds=rounds
+        )
+        return batches.batch(groups, step), {**state, "ahead": []}
 
-        waiting = state["waiting"]
-        levels = state["curriculum"]
-        if partial_budget:
-            groups, waiting = finished(step, waiting)
-        else:
-            groups, levels = varied(step, levels)
+    return Collector(init, next_batch, batches.save)
 
-        graded = None
-        if greedy:  # for which keys do not matter
-            keys = range(len(groups.prompts))
-            graded = answer(groups.prompts, keys, step, 1, Sampling(temperature=0, max_new=sampling.max_new))
-        metrics = groups.metrics()
-        if rule is not None:
-            metrics |= rule.metrics(levels)
-        learned = without_truncated(groups.rollout) if mask_truncated else groups.rollout
-        batch = Batch(groups.prompts, groups.rollout, groups.judged, graded, metrics, learned)
-        return batch, {"ahead": [], "waiting": waiting, "curriculum": levels}
 
-    def save(state: State) -> State:
-        return {**state, "ahead": samples.save()}
+def _partial_rollouts(batches: _Batches, budget: int) -> Collector:
+    """Collect the groups that are finished after each response grew by `budget` tokens; others wait."""
+    source = batches.source
 
-    return Collector(init, next_batch, save)
+    def init() -> State:
+        return {"ahead": [], "waiting": None, "curriculum": None}
+
+    def next_batch(state: State, step: int) -> tuple[Batch, State]:
+        with source.sampling_block():
+            asked, rollout, waiting = sample_partial(
+                partial(gather_and_generate, source.samples.engine, source.strategy),
+                batches.draw,
+                step,
+                n=batches.group,
+                sampling=source.sampling,
+                budget=budget,
+                waiting=state["waiting"],
+                strategy=source.strategy,
+            )
+        groups = judged_groups(asked, rollout, source.judge(rollout, asked, step))
+        return batches.batch(groups, step), {**state, "ahead": [], "waiting": waiting}
+
+    return Collector(init, next_batch, batches.save)
+
+
+def _by_success(batches: _Batches, rounds: int, rule: Rule) -> Collector:
+    """Collect by prompts whose shares of the batch are a rule of their success so far."""
+
+    def init() -> State:
+        return {"ahead": [], "waiting": None, "curriculum": rule.init()}
+
+    def next_batch(state: State, step: int) -> tuple[Batch, State]:
+        batches.source.samples.resume(state["ahead"])
+        shares = _Shares(batches, step, rule, state["curriculum"])
+        groups = sample_varied_groups(shares.answer, shares.draw, batches.prompts, rounds=rounds)
+        batch = batches.batch(groups, step, rule.metrics(shares.levels))
+        return batch, {**state, "ahead": [], "curriculum": shares.levels}
+
+    return Collector(init, next_batch, batches.save)
+
+
+@dataclass
+class _Shares:
+    """The shares of prompts within a step, which the rewards of each of its rounds change."""
+
+    batches: _Batches
+    step: int
+    rule: Rule
+    levels: Any
+
+    def draw(self, i: int) -> tuple[list[Any], list[int]]:
+        """Return the prompts of the next round, and a key for each."""
+        asked, keys, self.levels = self.rule.draw(self.levels, self.batches.prompts, self.step)
+        return asked, keys
+
+    def answer(self, asked: Sequence[Any], keys: Sequence[int]) -> tuple[Rollout, Judged]:
+        """Return the responses and their rewards, which count in the shares from now on."""
+        rollout, judged = self.batches.answer(self.step, asked, keys)
+        self.levels = self.rule.observe(self.levels, asked, judged.reward)
+        return rollout, judged
+
+
+def _rule(source: Source, window: int, floor: float, prompt_shares: bool) -> Rule | None:
+    """Return the rule of the shares; None, said once, where there is one source to choose from."""
+    if not prompt_shares and len(source.dataset.parts) <= 1:
+        source.strategy.print(f"curriculum: off, for there is one source of data, {source.dataset.name}")
+        return None
+    rule_of = by_prompt if prompt_shares else by_source
+    return rule_of(source.dataset, seed=source.seed, window=window, floor=floor)
 
 
 def check_ways(*, ahead: int, partial_budget: int, rounds: int, curriculum: int) -> None:

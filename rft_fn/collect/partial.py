@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from rft_fn import reward_shaping, tree
-from rft_fn.collect.gather import has_media, with_media, without_media
+from rft_fn.engine.global_batch import has_media, with_media, without_media
 from rft_fn.reward import Judged, select
 from rft_fn.reward import concat as concat_judged
 from rft_fn.rollout import Prefix, concat, extend, prefixes, take

@@ -19,7 +19,7 @@ from rft_fn.collect.episodes import (
     read_step,
     step_environments,
 )
-from rft_fn.collect.gather import gather_and_generate, has_media, shard_prompts, with_media
+from rft_fn.engine.global_batch import gather_and_generate, has_media, shard_prompts, with_media
 from rft_fn.environment import Environment, Renderer
 from rft_fn.rollout import Prefix
 from rft_fn.types import Engine, Sampling, Strategy

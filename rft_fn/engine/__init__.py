@@ -2,24 +2,26 @@
 
 A new engine is one file next to `hf`, with a `build` and a `check_config`, and a row of `ENGINES`. All
 engines share `requests` (checks of prompts, the end of a response, assembly of a Rollout), `weight_folder`
-(checks of the weights that are loaded), `lifetime` (dead after a failure) and `time_limit` (the time of a
-call in this process). `openai` and `sglang` are protocols of `servers`, over `pool` (retries) and
+(checks of the weights that are loaded), `lifetime` (in time, and dead after a failure) and `time_limit` (the
+time of a call in this process). `openai` and `sglang` are protocols of `servers`, over `pool` (retries) and
 `server_protocol` (requests with deadlines). An engine that only one script needs can do without a row: every
 function that takes an Engine takes any such record.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from rft_fn import check, dist
 from rft_fn import model as model_lib
 from rft_fn.engine import openai, sglang, vllm
+from rft_fn.engine.engine_config import EngineConfig, config_of
+from rft_fn.engine.global_batch import gather_and_generate
 from rft_fn.engine.hf import build as build_hf
 from rft_fn.engine.hf import check_config as check_hf
 from rft_fn.engine.hf import hf
-from rft_fn.engine.lifetime import EngineConfig, EngineDead, config_of, dead_after_failure, limited
+from rft_fn.engine.lifetime import EngineCore, EngineDead, dead_after_failure, supervised
 from rft_fn.engine.pool import check_servers, refuse_media
 from rft_fn.engine.process import own_process
 from rft_fn.engine.requests import BadRequest
@@ -29,8 +31,8 @@ from rft_fn.types import Engine
 __all__ = ["ENGINES", "BadRequest", "Engine", "EngineConfig", "EngineDead", "config_of", "get_engine", "hf"]
 
 
-# (config, model, tokenizer) -> an engine with weights of `model`, a name or a module, by `dead_after_failure`
-Build = Callable[[EngineConfig, str | nn.Module, Any], Engine]
+# (config, model, tokenizer) -> an engine with weights of `model`, a name or a module; cores get `supervised`
+Build = Callable[[EngineConfig, str | nn.Module, Any], EngineCore | Engine]
 
 
 class EngineType(NamedTuple):
@@ -93,20 +95,10 @@ def get_engine(
     build, overtime = ENGINES[config.type].build, ENGINES[config.type].overtime
     if config.process:
         return own_process(build, config, model, tokenizer)
-    engine = build(config, model, tokenizer)
 
     # the ranks that share an engine wait for each other, which is for their process group to limit
-    if overtime is None or config.tp_size > 1:
+    timeout = None if overtime is None or config.tp_size > 1 else config.timeout + overtime
+    engine = build(config, model, tokenizer)
+    if isinstance(engine, Engine) and timeout is None:
         return engine
-    return limited(engine, config.timeout + overtime, several=dist.started() > 1)
-
-
-if not TYPE_CHECKING:  # where every name would be an attribute
-
-    def __getattr__(name: str) -> Any:
-        """Return `gather_and_generate` of `collect`, which programs call by this name."""
-        if name == "gather_and_generate":
-            from rft_fn import collect  # to the right, and only when somebody asks for it
-
-            return collect.gather_and_generate
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return supervised(engine, timeout=timeout, loads_together=dist.started() > 1)

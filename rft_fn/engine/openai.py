@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from rft_fn import border
-from rft_fn.engine.lifetime import EngineConfig
+from rft_fn.engine.engine_config import EngineConfig
+from rft_fn.engine.lifetime import EngineCore
 from rft_fn.engine.server_protocol import (
     Ask,
     Client,
@@ -29,7 +30,6 @@ from rft_fn.engine.server_protocol import (
     ranked,
 )
 from rft_fn.engine.servers import serve
-from rft_fn.types import Engine
 
 __all__ = ["build", "protocol"]
 
@@ -38,7 +38,7 @@ COMPLETIONS = "/v1/completions"
 QUICK = 60.0  # seconds for anything but samples and weights
 
 
-def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
+def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> EngineCore:
     """Build the engine on `config.servers`."""
     client = Client(config.key_env)
     return serve(config, _VLLM(client, config.timeout), client, model, tokenizer)

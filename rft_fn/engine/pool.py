@@ -12,7 +12,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from rft_fn import check
-from rft_fn.engine.lifetime import EngineConfig
+from rft_fn.engine.engine_config import EngineConfig
 from rft_fn.engine.server_protocol import Client, Described, Fault, Refused
 from rft_fn.patience import DEADLINE, FIRST, pause
 

@@ -30,9 +30,11 @@ from rft_fn import tree
 from rft_fn.border import contained
 from rft_fn.check import error_text
 from rft_fn.engine import prompt_media
-from rft_fn.engine.lifetime import EngineConfig, EngineDead, dead_after_failure
+from rft_fn.engine.engine_config import EngineConfig
+from rft_fn.engine.lifetime import EngineCore, EngineDead, supervised
+from rft_fn.engine.requests import Request
 from rft_fn.types import Engine, Media, Rollout, Sampling
-from rft_fn.types.engine import Delivered, EngineStatus, record
+from rft_fn.types.engine import Delivered, EngineStatus
 
 __all__ = ["Answer", "Place", "main", "own_process"]
 
@@ -112,17 +114,17 @@ class _Server:
             if options["device"] is not None:
                 torch.cuda.set_device(options["device"])
             build, config, model, tokenizer = args
-            self.engine = build(config, model, tokenizer)
+            self.engine = supervised(build(config, model, tokenizer))
             return None
         assert self.engine is not None
         if name == "load":
             places, frozen = args
             weights = _Shared(places, frozen, reduction.recv_handle(self.pipe))
             return self.engine.load(weights, **options)
-        value = getattr(self.engine, name)(*args, **options)
         if name == "generate":
-            value = tree.replace(value, media=None)  # the parent has them
-        return value
+            (request,) = args
+            return tree.replace(request.ask(self.engine), media=None)  # the parent has them
+        return getattr(self.engine, name)(*args, **options)
 
     def answer(self, request: bytes) -> Answer:
         """Return the answer to a request, also to one that fails."""
@@ -181,7 +183,7 @@ _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
 def own_process(
-    build: Callable[[EngineConfig, Any, Any], Engine],
+    build: Callable[[EngineConfig, Any, Any], EngineCore | Engine],
     config: EngineConfig,
     model: str | nn.Module,
     tokenizer: Any,
@@ -197,7 +199,7 @@ def own_process(
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     with engine.end_on_failure("build"):
         engine.call("build", build, config, model, tokenizer, threads=engine.threads, device=device)
-    return dead_after_failure(record(Engine, engine))
+    return supervised(engine)
 
 
 class _RemoteTraceback(Exception):
@@ -239,15 +241,13 @@ class _Process:
 
     # ---- the functions of the engine
 
-    def generate(
-        self, prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling, **per_row: Any
-    ) -> Rollout:
+    def sample(self, request: Request) -> Rollout:
         """Send tokens and media, a prompt's once; no media come back."""
-        sent = prompt_media.to_send(prompts)
+        sent = prompt_media.to_send(request.prompts)
         with self.end_on_failure("generate"):
-            rollout = self.call("generate", sent, list(keys), n=n, sampling=sampling, **per_row)
-        media = [getattr(p, "media", None) for p in sent]
-        return tree.replace(rollout, media=Media.of_prompts(media, n))
+            rollout = self.call("generate", request._replace(prompts=sent, keys=list(request.keys)))
+        media = [p.media if isinstance(p, prompt_media.Sent) else None for p in sent]
+        return tree.replace(rollout, media=Media.of_prompts(media, request.n))
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
         with self.end_on_failure("score"):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rft_fn.engine.requests import BadPrompt, token_ids
 from rft_fn.model.media_inputs import media_inputs, placeholders
-from rft_fn.rollout import prefixes
+from rft_fn.rollout import Prefix, prefixes
 from rft_fn.types import Media, Packed, Rollout
 
 __all__ = [
@@ -116,7 +116,7 @@ def text(ids: Sequence[Sequence[int]]) -> list[PromptMedia]:
 def of_rows(rollout: Rollout, read: Tensor) -> list[PromptMedia]:
     """Return the media of the first `read[b]` tokens of each row. ValueError if another process has them."""
     return [
-        PromptMedia(getattr(row, "media", None), rollout.mask[b, : len(row)].tolist())
+        PromptMedia(row.media if isinstance(row, Prefix) else None, rollout.mask[b, : len(row)].tolist())
         for b, row in enumerate(prefixes(rollout, read))
     ]
 

@@ -3,7 +3,7 @@
 import math
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from itertools import chain
 from operator import index
 from typing import Any, NamedTuple
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from rft_fn import rng, tree
 from rft_fn.data.responses import render
 from rft_fn.model.media_inputs import placeholder_ids
-from rft_fn.types import Media, Rollout, Sampling
+from rft_fn.types import Engine, Media, Rollout, Sampling
 
 __all__ = [
-    "BadPrompt", "BadRequest", "Response", "Row", "Stop", "assemble", "check", "check_rows", "drawn_with",
-    "empty", "end_tokens", "given", "rows", "token_ids",
+    "BadPrompt", "BadRequest", "Request", "Response", "Row", "Stop", "assemble", "drawn_with", "empty",
+    "end_tokens", "token_ids",
 ]  # fmt: skip
 
 
@@ -59,6 +59,104 @@ class Row(NamedTuple):
     temperature: float = 1.0  # 0 is greedy
 
 
+class Request(NamedTuple):
+    """A call of `generate`, whose arguments these are: n responses to each of N prompts, in B = N n rows."""
+
+    prompts: Sequence[Any]  # N
+    keys: Sequence[Any]  # N
+    n: int
+    sampling: Sampling
+    max_new: Sequence[int] | None = None  # B
+    start: Sequence[int] | None = None  # B
+    temperature: Sequence[float] | None = None  # B
+
+    def ask(self, engine: Engine) -> Rollout:
+        """Return what an engine samples; one without the last three can answer all other requests."""
+        options = {"max_new": self.max_new, "start": self.start, "temperature": self.temperature}
+        given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
+        return engine.generate(self.prompts, self.keys, n=self.n, sampling=self.sampling, **given)
+
+    def part(self, shard: slice) -> "Request":
+        """Return the request for a contiguous part of the prompts, and of their rows."""
+        of_rows = slice(shard.start * self.n, shard.stop * self.n)
+        return self._replace(
+            prompts=self.prompts[shard],
+            keys=self.keys[shard],
+            max_new=None if self.max_new is None else self.max_new[of_rows],
+            start=None if self.start is None else self.start[of_rows],
+            temperature=None if self.temperature is None else self.temperature[of_rows],
+        )
+
+    def rows(self) -> list[Row]:
+        """Return the B rows; the request must be one that `check` passes."""
+        size = len(self.keys) * self.n
+        limits = [self.sampling.max_new] * size
+        if self.max_new is not None:
+            limits = [index(x) for x in self.max_new]
+        starts = [0] * size if self.start is None else [index(x) for x in self.start]
+        warmths = [self.sampling.temperature] * size
+        if self.temperature is not None:
+            warmths = [float(x) for x in self.temperature]
+        pairs = [key if isinstance(key, tuple) else (key, 0) for key in self.keys]
+        streams = [rng.fold_in(key, first + j) for key, first in pairs for j in range(self.n)]
+        return [Row(*row) for row in zip(streams, limits, starts, warmths, strict=True)]
+
+    def check(self, ids: Sequence[Sequence[int]], window: int | None) -> None:
+        """Raise BadRequest unless there is a key for each prompt and every response fits after its prompt.
+
+        `ids` are the tokens of each prompt. `window` is the most tokens that the model reads, None without a
+        limit.
+        """
+        self.check_rows()
+        n = self.n
+        longest = [self.sampling.max_new] * len(ids)
+        if self.max_new is not None:
+            longest = [max(index(x) for x in self.max_new[i * n : i * n + n]) for i in range(len(ids))]
+
+        # one bad prompt is named by its number; a response that does not fit would be cut off in silence
+        for i, (prompt, most) in enumerate(zip(ids, longest, strict=True)):
+            if any(isinstance(token, str) for token in prompt):
+                raise BadPrompt(i, "token ids", "text", "; encode it with the tokenizer")
+            if not prompt:
+                raise BadPrompt(i, "at least one token", "none")
+            if window and len(prompt) + most > window:
+                raise BadPrompt(
+                    i,
+                    f"prompt + max_new <= the model's window of {window} tokens",
+                    f"{len(prompt)} + {most}",
+                    "; lower max_new, or drop long prompts (max_prompt)",
+                )
+
+    def check_rows(self) -> None:
+        """Raise BadRequest unless N prompts have a key each, and B = N n rows a number in range."""
+        count, keys, n = len(self.prompts), self.keys, self.n
+        if count != len(keys) or n < 1:
+            raise BadRequest(
+                f"prompts: expected a key for each and n >= 1, got {count} prompts, {len(keys)} keys, n = {n}"
+            )
+        for i, key in enumerate(keys):
+            parts = key if isinstance(key, tuple) else (key, 0)
+            whole = len(parts) == 2 and all(isinstance(x, int) and not isinstance(x, bool) for x in parts)
+            if not whole or parts[1] < 0:
+                raise BadRequest(
+                    f"keys: expected an int, or a pair (int, number of the first sample), got {key!r} "
+                    f"for prompt {i}"
+                )
+        if self.max_new is not None:
+            _check_numbers("max_new", self.max_new, count * n, 1, self.sampling.max_new)
+        if self.start is not None:
+            _check_numbers("start", self.start, count * n, 0)
+        if self.temperature is not None:
+            _check_size("temperature", self.temperature, count * n)
+            for b, x in enumerate(self.temperature):
+                try:
+                    fits = 0 <= float(x) < math.inf
+                except (TypeError, ValueError):
+                    fits = False
+                if not fits:
+                    raise BadRequest(f"temperature[{b}]: expected a number >= 0, got {x}")
+
+
 def token_ids(prompts: Sequence[Any], tokenizer: Any = None) -> list[list[int]]:
     """Return the token ids of each prompt: a list itself, the `.ids` of an object, an encoded text.
 
@@ -82,90 +180,9 @@ def _ids(number: int, prompt: Any, tokenizer: Any) -> list[int]:
         raise BadPrompt(number, "text that can be encoded", reason) from None
 
 
-def given(
-    max_new: Sequence[int] | None, start: Sequence[int] | None, temperature: Sequence[float] | None
-) -> dict[str, Sequence[Any]]:
-    """Return what is not None by name, so that an engine without the three can do all other requests."""
-    options = {"max_new": max_new, "start": start, "temperature": temperature}
-    return {name: x for name, x in options.items() if x is not None}
-
-
-def check(
-    prompts: Sequence[Sequence[int]],
-    keys: Sequence[Any],
-    n: int,
-    sampling: Sampling,
-    window: int | None,
-    *,
-    max_new: Sequence[int] | None = None,
-    start: Sequence[int] | None = None,
-    temperature: Sequence[float] | None = None,
-) -> None:
-    """Raise BadRequest unless there is a key for each prompt and every response fits after its prompt.
-
-    `window` is the most tokens that the model reads, None without a limit.
-    """
-    check_rows(len(prompts), keys, n, sampling, max_new=max_new, start=start, temperature=temperature)
-    longest = [sampling.max_new] * len(prompts)
-    if max_new is not None:
-        longest = [max(index(x) for x in max_new[i * n : i * n + n]) for i in range(len(prompts))]
-
-    # one bad prompt is named by its number; a response that does not fit would be cut off in silence
-    for i, (prompt, most) in enumerate(zip(prompts, longest, strict=True)):
-        if any(isinstance(token, str) for token in prompt):
-            raise BadPrompt(i, "token ids", "text", "; encode it with the tokenizer")
-        if not prompt:
-            raise BadPrompt(i, "at least one token", "none")
-        if window and len(prompt) + most > window:
-            raise BadPrompt(
-                i,
-                f"prompt + max_new <= the model's window of {window} tokens",
-                f"{len(prompt)} + {most}",
-                "; lower max_new, or drop long prompts (max_prompt)",
-            )
-
-
-def check_rows(
-    count: int,
-    keys: Sequence[Any],
-    n: int,
-    sampling: Sampling,
-    *,
-    max_new: Sequence[int] | None = None,
-    start: Sequence[int] | None = None,
-    temperature: Sequence[float] | None = None,
-) -> None:
-    """Raise BadRequest unless `count` prompts have a key each, and B = count n rows a number in range."""
-    if count != len(keys) or n < 1:
-        raise BadRequest(
-            f"prompts: expected a key for each and n >= 1, got {count} prompts, {len(keys)} keys, n = {n}"
-        )
-    for i, key in enumerate(keys):
-        parts = key if isinstance(key, tuple) else (key, 0)
-        whole = len(parts) == 2 and all(isinstance(x, int) and not isinstance(x, bool) for x in parts)
-        if not whole or parts[1] < 0:
-            raise BadRequest(
-                f"keys: expected an int, or a pair (int, number of the first sample), got {key!r} "
-                f"for prompt {i}"
-            )
-    if max_new is not None:
-        _check_numbers("max_new", max_new, count * n, 1, sampling.max_new)
-    if start is not None:
-        _check_numbers("start", start, count * n, 0)
-    if temperature is not None:
-        _check_size("temperature", temperature, count * n)
-        for b, x in enumerate(temperature):
-            try:
-                fits = 0 <= float(x) < math.inf
-            except (TypeError, ValueError):
-                fits = False
-            if not fits:
-                raise BadRequest(f"temperature[{b}]: expected a number >= 0, got {x}")
-
-
 def _check_size(name: str, numbers: Sequence[Any], size: int) -> None:
     """Raise BadRequest unless there is a number for each of `size` rows."""
-    if not hasattr(numbers, "__len__"):
+    if not isinstance(numbers, Sized):
         raise BadRequest(f"{name}: expected one for each row, B = {size}, got {numbers!r}")
     if len(numbers) != size:
         raise BadRequest(f"{name}: expected one for each row, B = {size}, got B = {len(numbers)}")
@@ -184,25 +201,6 @@ def _check_numbers(name: str, numbers: Sequence[int], size: int, least: int, mos
             fits = False
         if not fits:
             raise BadRequest(f"{name}[{b}]: expected {expected}, got {x}")
-
-
-def rows(
-    keys: Sequence[Any],
-    n: int,
-    sampling: Sampling,
-    *,
-    max_new: Sequence[int] | None = None,
-    start: Sequence[int] | None = None,
-    temperature: Sequence[float] | None = None,
-) -> list[Row]:
-    """Return the B = len(keys) n rows of a request that `check` has passed."""
-    size = len(keys) * n
-    limits = [sampling.max_new] * size if max_new is None else [index(x) for x in max_new]
-    starts = [0] * size if start is None else [index(x) for x in start]
-    warmths = [sampling.temperature] * size if temperature is None else [float(x) for x in temperature]
-    pairs = [key if isinstance(key, tuple) else (key, 0) for key in keys]
-    streams = [rng.fold_in(key, first + j) for key, first in pairs for j in range(n)]
-    return [Row(*row) for row in zip(streams, limits, starts, warmths, strict=True)]
 
 
 def drawn_with(rollout: Rollout, sampling: Sampling, temperature: Sequence[float] | None = None) -> Rollout:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rft_fn import border, check
 from rft_fn.engine import openai, sglang
-from rft_fn.engine.lifetime import EngineConfig, EngineDead
+from rft_fn.engine.engine_config import EngineConfig
+from rft_fn.engine.lifetime import EngineDead
 from rft_fn.engine.server_protocol import Client, Described, Fault, Refused, ServerProtocol, checked
 from rft_fn.patience import Patience
 from rft_fn.types import Rollout

@@ -8,10 +8,10 @@ answer; weights by way of a folder; and servers that failed are taken back once 
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from rft_fn import border, dist, tree
 from rft_fn.engine import prompt_media, requests, weight_folder
-from rft_fn.engine.lifetime import EngineConfig, dead_after_failure, on_rank0
+from rft_fn.engine.engine_config import EngineConfig
+from rft_fn.engine.lifetime import EngineCore
 from rft_fn.engine.pool import COMPARED, Pool, compare_servers
-from rft_fn.engine.requests import BadRequest, Response, Stop
+from rft_fn.engine.requests import BadRequest, Request, Response, Stop
 from rft_fn.engine.server_protocol import (
     Ask,
     Client,
@@ -37,22 +38,24 @@ from rft_fn.engine.server_protocol import (
     remote_model,
 )
 from rft_fn.engine.weight_folder import LoadCheck
-from rft_fn.types import Engine, Rollout, Sampling
-from rft_fn.types.engine import Delivered, EngineStatus, record
+from rft_fn.types import Rollout, Sampling
+from rft_fn.types.engine import Delivered, EngineStatus
 
 __all__ = ["serve"]
+
+ResultT = TypeVar("ResultT")
 
 
 def serve(
     config: EngineConfig, protocol: ServerProtocol, client: Client, model: str | nn.Module, tokenizer: Any
-) -> Engine:
+) -> EngineCore:
     """Build the engine on `config.servers`, after samples that show whether each honours every option.
 
     ValueError for one that does not; a server that does not answer is tried again later.
     """
     engine = _Servers(config, protocol, client, remote_model(model, tokenizer), tokenizer)
     engine.begin()
-    return dead_after_failure(record(Engine, engine))
+    return engine
 
 
 class _Servers:
@@ -108,8 +111,8 @@ class _Servers:
         if self.config.alone:
             self.known, working = describe_all()
         else:
-            self.known, working = on_rank0(describe_all)
-            self.run = on_rank0(lambda: self.run)
+            self.known, working = _on_rank0(describe_all)
+            self.run = _on_rank0(lambda: self.run)
         self.labels = {server: x.label for server, x in self.known.items()}
         self.mixed = len({*self.labels.values()}) > 1
         self.pool.leave(working, "did not answer the first rank")
@@ -153,15 +156,13 @@ class _Servers:
         ask = Ask([min(self.model.ends, default=0)], 0, Sampling(), 1, ())
         self.reply(ask, server)
 
-    def generate(
-        self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **per_row: Any
-    ) -> Rollout:
+    def sample(self, request: Request) -> Rollout:
         """Sample as `Generate` says. A seed names a whole sample here, so none can `start` in its middle."""
-        ids = prompt_media.text_ids(prompts, self.tokenizer, self.protocol.name)
-        requests.check(ids, keys, n, sampling, self.window(), **per_row)
-        start = per_row.get("start")
-        if start is not None and any(start):
-            raise BadRequest(f"start: expected zeros for {self.protocol.name}, got {list(start)}")
+        n, sampling = request.n, request.sampling
+        ids = prompt_media.text_ids(request.prompts, self.tokenizer, self.protocol.name)
+        request.check(ids, self.window())
+        if request.start is not None and any(request.start):
+            raise BadRequest(f"start: expected zeros for {self.protocol.name}, got {list(request.start)}")
         self.protocol.check(sampling)
         if not ids:
             return requests.empty(self.version)
@@ -172,7 +173,7 @@ class _Servers:
         ends = sorted(stop.ids)
         asks = [
             Ask(ids[b // n], row.key, tree.replace(sampling, temperature=row.temperature), row.max_new, ends)
-            for b, row in enumerate(requests.rows(keys, n, sampling, **per_row))
+            for b, row in enumerate(request.rows())
         ]
         responses = self.pool.run([partial(self.response, ask, stop) for ask in asks])
         return requests.assemble(
@@ -268,7 +269,7 @@ class _Servers:
         present = check.names | frozen
         tied = weight_folder.tied(self.model.manifest.required, present)
         self.names = len(present) + len(tied)
-        folder, working = on_rank0(partial(self.publish, writer, tied, label, problem))
+        folder, working = _on_rank0(partial(self.publish, writer, tied, label, problem))
         self.folder = folder
         self.labels = dict.fromkeys(self.config.servers, label)
         self.pool.leave(working, "did not take the weights")
@@ -319,14 +320,14 @@ class _Servers:
         if self.asleep or not self.can_sleep():
             return
         dist.barrier()
-        on_rank0(lambda: self.pool.each(self.protocol.sleep, self.pool.working()))
+        _on_rank0(lambda: self.pool.each(self.protocol.sleep, self.pool.working()))
         self.asleep = True
 
     def wake(self) -> None:
         """Let the servers take their memory again."""
         if not self.asleep:
             return
-        on_rank0(lambda: self.pool.each(self.protocol.wake, self.pool.working()))
+        _on_rank0(lambda: self.pool.each(self.protocol.wake, self.pool.working()))
         self.asleep = False
 
     def can_sleep(self) -> bool:
@@ -354,3 +355,17 @@ class _Servers:
         self.tidy()
         if self.temporary is not None:
             self.temporary.cleanup()
+
+
+def _on_rank0(f: Callable[[], ResultT]) -> ResultT:
+    """Run f on rank 0, and return its result, or raise its exception, on every rank."""
+    answer: tuple[ResultT | None, Exception | None] = None, None
+    if dist.is_main():
+        try:
+            answer = f(), None
+        except Exception as error:
+            answer = None, error
+    result, error = dist.all_gather_object(answer)[0]
+    if error is not None:
+        raise error
+    return result

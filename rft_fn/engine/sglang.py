@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from rft_fn import border
-from rft_fn.engine.lifetime import EngineConfig
+from rft_fn.engine.engine_config import EngineConfig
+from rft_fn.engine.lifetime import EngineCore
 from rft_fn.engine.requests import BadRequest
 from rft_fn.engine.server_protocol import (
     Ask,
@@ -27,7 +28,7 @@ from rft_fn.engine.server_protocol import (
     ranked,
 )
 from rft_fn.engine.servers import serve
-from rft_fn.types import Engine, Sampling
+from rft_fn.types import Sampling
 
 __all__ = ["build", "protocol"]
 
@@ -35,7 +36,7 @@ QUICK = 60.0  # seconds for anything but samples and weights
 TAGS = ["kv_cache", "weights"]
 
 
-def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
+def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> EngineCore:
     """Build the engine on `config.servers`."""
     client = Client(config.key_env)
     return serve(config, _SGLang(client, config.timeout), client, model, tokenizer)

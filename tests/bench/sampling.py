@@ -23,7 +23,7 @@ from torch import nn
 
 from rft_fn import model as models
 from rft_fn.engine import prompt_media, requests
-from rft_fn.engine.hf.probe import find_batching
+from rft_fn.engine.hf.probe import find_cache_support
 from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.requests import Stop
 from rft_fn.model.quantize import packed, set_fast
@@ -146,8 +146,8 @@ def main():
     if given.long_tail:
         limits[::2] = [max(given.tokens // 4, 1)] * len(limits[::2])
     sampling = Sampling(max_new=given.tokens, top_p=given.top_p)
-    rows = requests.rows(range(count), SAMPLES, sampling, max_new=limits)
-    way = find_batching(lm, 0)
+    rows = requests.Request([], range(count), SAMPLES, sampling, limits).rows()
+    way = find_cache_support(lm, 0)
     ways = {
         "transformers' cache": way._replace(room=False, joins=False, shares=False),
         "buffers": way._replace(shares=False),

@@ -13,7 +13,7 @@ import rft_fn as rft
 from rft_fn import engine, rng, tree
 from rft_fn.collect import asynchronous, due, version_of
 from rft_fn.engine import EngineConfig
-from rft_fn.engine.requests import Response, assemble, rows
+from rft_fn.engine.requests import Request, Response, assemble
 from rft_fn.types.engine import Delivered
 
 SAMPLING, GREEDY = rft.Sampling(max_new=3), rft.Sampling(max_new=2, temperature=0)
@@ -44,7 +44,7 @@ class Plain:
         self.step("generate")
         drawn = [
             [3 + rng.fold_in(row.key, row.start + t, str(self.weights)) % 40 for t in range(row.max_new)]
-            for row in rows(keys, n, sampling, max_new=max_new, start=start)
+            for row in Request(prompts, keys, n, sampling, max_new, start).rows()
         ]
         responses = [
             Response(tokens, [self.weights - t for t in range(len(tokens))], True) for tokens in drawn

@@ -24,7 +24,7 @@ class Recorded:
 
     def generate(self, prompts, keys, *, n=1, sampling):
         ids = requests.token_ids(prompts)
-        requests.check(ids, keys, n, sampling, window=None)
+        requests.Request(prompts, keys, n, sampling).check(ids, window=None)
         responses = []
         for prompt in ids:
             for text in self.answers[tuple(prompt)][:n]:

@@ -16,7 +16,7 @@ from script_runs import alone
 
 import rft_fn as rft
 from rft_fn import collect, data, dist, reward
-from rft_fn.engine import lifetime
+from rft_fn.engine import time_limit
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
 G = 3
@@ -298,12 +298,12 @@ def hangs_and_catches_all(completions):
     "fn", [hangs, hangs_on_a_lock, hangs_on_a_server, hangs_async, hangs_and_catches, hangs_and_catches_all]
 )
 def test_a_reward_that_hangs_is_interrupted_and_named(fn):
-    handler, began = signal.getsignal(lifetime.SIGNAL), time.monotonic()
+    handler, began = signal.getsignal(time_limit.SIGNAL), time.monotonic()
     message = "^reward 'mine': expected a result within 0.2 s, the limit for a batch, got none"
     with pytest.raises(TimeoutError, match=message):
         judged_by(get_fake_strategy(), fn, timeout=0.2)
     assert time.monotonic() - began < 10
-    assert signal.getsignal(lifetime.SIGNAL) == handler
+    assert signal.getsignal(time_limit.SIGNAL) == handler
     judged_by(get_fake_strategy(), digits)
 
 
@@ -321,10 +321,10 @@ def test_the_phase_is_the_reward():
 
 STUBBORN = """
 import re, time, test_judging
-from rft_fn.engine import lifetime
+from rft_fn.engine import time_limit
 from rft_fn.strategy import get_fake_strategy
 
-lifetime.GRACE = 0.3
+time_limit.GRACE = 0.3
 
 def stubborn(completions):
     end = time.monotonic() + 60
@@ -347,10 +347,10 @@ def test_a_reward_that_cannot_be_interrupted_ends_the_process_with_a_line():
 
 GREEDY = """
 import ctypes, test_judging
-from rft_fn.engine import lifetime
+from rft_fn.engine import time_limit
 from rft_fn.strategy import get_fake_strategy
 
-lifetime.GRACE = 0.3
+time_limit.GRACE = 0.3
 
 def greedy(completions):
     ctypes.PyDLL(None).sleep(60)  # C code that keeps the lock of the interpreter

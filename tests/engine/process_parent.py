@@ -10,7 +10,7 @@ from rft_fn.engine import EngineConfig, own_process
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
 engine = own_process(faulty.build, EngineConfig(), "", None)
-pid = engine.generate.__self__.engine.generate.__self__.process.pid
+pid = engine.generate.__self__.core.process.pid
 busy = threading.Thread(target=lambda: engine.generate([[1]], [0], sampling=rft.Sampling()), daemon=True)
 if sys.argv[1] == "close":
     engine.close()

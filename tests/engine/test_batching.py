@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 import rft_fn as rft
 from rft_fn import engine, model, packing, rng, weight
 from rft_fn.engine import prompt_media, requests
-from rft_fn.engine.hf import fixed_steps, probe, prompt_cache
+from rft_fn.engine.hf import cache_rows, fixed_steps, probe
 from rft_fn.engine.hf.fixed_steps import FixedSteps
-from rft_fn.engine.hf.row_batch import Batch, Batching, start
+from rft_fn.engine.hf.row_batch import Batch, CacheSupport, prefill
 from rft_fn.engine.hf.sampler import Sampler, filled
 from rft_fn.engine.requests import Stop
 from rft_fn.model import packed_attention
 from rft_fn.strategy import get_fake_strategy
 
-join, append = Batch.join, Batch.append
+join, decode_step = Batch.join, Batch.decode_step
 PADDED = (
     "Llama",
     "Gemma2",
@@ -53,7 +53,7 @@ def _said():
 def batching_of(lm):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return probe.find_batching(lm, 0)
+        return probe.find_cache_support(lm, 0)
 
 
 @each("kind", [*PADDED, *ROWS])
@@ -107,7 +107,7 @@ def test_buffers_give_what_transformers_own_layers_give(kind):
     sampling = rft.Sampling(temperature=0.9, max_new=90)
     ids, shown = [list(p) for p in PROMPTS], prompt_media.text(PROMPTS)
     limits = [90, 3, 7, 90, 12, 1, 80, 5, 5, 90]
-    asked = requests.rows(KEYS, 2, sampling, max_new=limits)
+    asked = requests.Request(PROMPTS, KEYS, 2, sampling, limits).rows()
     found = []
     for batching in (way, way._replace(room=False)):
         sampler = Sampler(lm, batching, sampling, Stop(None, frozenset(), ()), 0, 10)
@@ -126,7 +126,7 @@ def sampled(
     sampling = rft.Sampling(max_new=max(limits), **{"temperature": 0.9} | chosen)
     sampler = Sampler(lm, batching, sampling, Stop(None, frozenset(ends), ()), 0, batch, every)
     with torch.no_grad():
-        asked = requests.rows(keys, 2, sampling, max_new=limits, temperature=warm)
+        asked = requests.Request(prompts, keys, 2, sampling, limits, temperature=warm).rows()
         return sampler.responses(prompts, prompt_media.text(prompts), asked)
 
 
@@ -171,7 +171,7 @@ DRAWS = {
 def test_steps_of_fixed_shapes_give_the_same_rows(kind, name, monkeypatch):
     """Rows that end early, join and leave; in buffers that grow and are moved to the front."""
     lm = small(kind, torch.float32)
-    way, fixed = batching_of(lm), probe.find_batching(lm, 0, fixed=True)
+    way, fixed = batching_of(lm), probe.find_cache_support(lm, 0, fixed=True)
     assert fixed.fixed and fixed.shares and not way.fixed
     ran = []
     run = FixedSteps.run
@@ -190,13 +190,13 @@ def test_steps_of_fixed_shapes_give_the_same_rows(kind, name, monkeypatch):
 @each("kind", ["Bloom", "Gemma3Text", "Mamba"])
 def test_steps_of_fixed_shapes_need_attention_of_ours(kind):
     """Biases by position, windows and states are left to the model."""
-    assert not probe.find_batching(small(kind, torch.float32), 0, fixed=True).fixed
+    assert not probe.find_cache_support(small(kind, torch.float32), 0, fixed=True).fixed
 
 
 def test_a_row_waits_where_top_p_may_go_further(monkeypatch):
     """Steps that look at 3 ranks leave its next token to a draw from all, and then look at more."""
     lm = small("Llama", torch.float32)
-    fixed = probe.find_batching(lm, 0, fixed=True)
+    fixed = probe.find_cache_support(lm, 0, fixed=True)
     monkeypatch.setattr(fixed_steps, "_RANKS", 3)
     waited = []
     count = FixedSteps.count_unsure
@@ -211,7 +211,7 @@ def test_a_row_waits_where_top_p_may_go_further(monkeypatch):
 def test_a_graph_that_cannot_be_captured_is_tried_once(monkeypatch):
     """Steps then run one by one, here for want of a driver; the next call does not try again."""
     lm = small("Llama", torch.float32)
-    fixed = probe.find_batching(lm, 0, fixed=True)
+    fixed = probe.find_cache_support(lm, 0, fixed=True)
     want = sampled(lm, fixed, 4, every=7)
     start, capture, tried = FixedSteps.__init__, FixedSteps._capture, []
 
@@ -252,7 +252,7 @@ def test_a_failed_capture_gives_the_stream_back(monkeypatch):
             raise RuntimeError("operation failed due to a previous error during capture")
 
     lm = small("Llama", torch.float32)
-    fixed = probe.find_batching(lm, 0, fixed=True)
+    fixed = probe.find_cache_support(lm, 0, fixed=True)
     start = FixedSteps.__init__
 
     def captures(own, *args, **kwargs):
@@ -305,7 +305,7 @@ def test_a_long_row_does_not_run_alone(monkeypatch):
     lm = small("Llama", torch.float32)
     widths = []
     monkeypatch.setattr(
-        Batch, "append", lambda own, lm, token: widths.append(len(token)) or append(own, lm, token)
+        Batch, "decode_step", lambda own, lm, token: widths.append(len(token)) or decode_step(own, lm, token)
     )
     way = batching_of(lm)
     widths.clear()
@@ -338,11 +338,11 @@ def test_every_tensor_of_a_state_with_rows_is_selected(kind):
     """Keys, values, convolutions, recurrent states, in whatever they are kept: rows [1, 1, 0] of two."""
     lm = small(kind, torch.float32)
     with torch.no_grad():
-        one = start(lm, Batching(rows={}), [[3, 4, 5]], [1], 0).cache
-        two = start(lm, Batching(rows={}), [[3, 4, 5], [6, 7, 8]], [1, 1], 0).cache
-    rows = prompt_cache.compare(one, two)
-    before = {path: x.clone() for path, x in prompt_cache.tensors(two).items()}
-    after = prompt_cache.tensors(prompt_cache.select(two, rows, torch.tensor([1, 1, 0]), [0, 2]))
+        one = prefill(lm, CacheSupport(rows={}), [[3, 4, 5]], [1], 0).cache
+        two = prefill(lm, CacheSupport(rows={}), [[3, 4, 5], [6, 7, 8]], [1, 1], 0).cache
+    rows = cache_rows.compare(one, two)
+    before = {path: x.clone() for path, x in cache_rows.tensors(two).items()}
+    after = cache_rows.tensors(cache_rows.select(two, rows, torch.tensor([1, 1, 0]), [0, 2]))
     assert after.keys() == before.keys()
     held = [path for path, x in before.items() if x.numel() > 1]
     assert set(held) == set(rows)
@@ -361,10 +361,10 @@ class Kept:
 
 def test_a_state_in_containers_of_every_kind():
     one, two = Kept(1), Kept(2)
-    rows = prompt_cache.compare(one, two)
+    rows = cache_rows.compare(one, two)
     assert rows[("pair", 1, 0)] == 1
     assert sorted(map(len, rows)) == [2, 2, 3, 3]
-    got = prompt_cache.select(two, rows, torch.tensor([1]), [0])
+    got = cache_rows.select(two, rows, torch.tensor([1]), [0])
     want = torch.tensor([[3.0, 4, 5]])
     assert got is two and two.me is two
     assert torch.equal(two.list[0], want)
@@ -377,7 +377,7 @@ def test_a_state_in_containers_of_every_kind():
 
 def test_states_of_other_tensors_are_refused():
     with pytest.raises(ValueError, match="cache: expected the same tensors for one row and two, got 1, 2"):
-        prompt_cache.compare([torch.zeros(1)], [torch.zeros(2), torch.zeros(2)])
+        cache_rows.compare([torch.zeros(1)], [torch.zeros(2), torch.zeros(2)])
 
 
 @each(
@@ -391,10 +391,10 @@ def test_states_of_other_tensors_are_refused():
 def test_a_slower_way_is_said_once(kind, what):
     lm = small(kind, torch.float32)
     with pytest.warns(UserWarning, match=f"sampling: {what}"):
-        probe.find_batching(lm, 0)
+        probe.find_cache_support(lm, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        probe.find_batching(lm, 0)
+        probe.find_cache_support(lm, 0)
 
 
 def test_what_padding_adds_to_a_state_is_found_in_16_bits():
@@ -418,9 +418,9 @@ def test_no_memory_is_no_answer(monkeypatch):
         raise torch.OutOfMemoryError("full")
 
     lm = small("Llama", torch.float32)
-    monkeypatch.setattr(probe, "start", full)
+    monkeypatch.setattr(probe, "prefill", full)
     with pytest.raises(torch.OutOfMemoryError):
-        probe.find_batching(lm, 0)
+        probe.find_cache_support(lm, 0)
 
 
 AROUND = [

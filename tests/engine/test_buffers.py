@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import DynamicLayer
 
 from rft_fn.engine.hf import buffers
-from rft_fn.engine.hf.buffers import Buffers
+from rft_fn.engine.hf.buffers import KVBuffers
 
 HEADS, SIZE = 2, 3
 
@@ -45,7 +45,7 @@ def test_buffers_hold_what_tensors_put_together_anew_hold(rows, width, most, ste
         )
         plain = filled(rows, width)
         assert plain.keys is not None
-        layer, want, start = Buffers(plain, most), plain.keys.clone(), 10_000
+        layer, want, start = KVBuffers(plain, most), plain.keys.clone(), 10_000
         for kind, *given_ in steps:
             start += 10_000
             if kind == "add":
@@ -62,7 +62,7 @@ def test_buffers_hold_what_tensors_put_together_anew_hold(rows, width, most, ste
                 both = [want, other.keys]
                 widest = max(x.shape[2] for x in both)
                 want = torch.cat([F.pad(x, (0, 0, widest - x.shape[2], 0)) for x in both])
-                layer.join(Buffers(other, most))
+                layer.join(KVBuffers(other, most))
             elif want.shape[2] > given_[0]:
                 want = want[:, :, given_[0] :]
                 layer.crop_left(given_[0])
@@ -74,7 +74,7 @@ def test_buffers_hold_what_tensors_put_together_anew_hold(rows, width, most, ste
 @pytest.mark.parametrize("most, room", [(1000, 64), (7, 7)])
 def test_a_token_is_written_in_place(most, room):
     """One allocation serves the samples of the prompts and 64 tokens of each, or as many as may come."""
-    layer = Buffers(filled(2, 40), most)
+    layer = KVBuffers(filled(2, 40), most)
     index = torch.arange(2).repeat_interleave(4)
     layer.take(index, index)
     assert layer.buffers[0].shape == (8, HEADS, 40 + room, SIZE)
@@ -87,7 +87,7 @@ def test_a_token_is_written_in_place(most, room):
 
 
 def test_a_full_buffer_grows_by_half():
-    layer = Buffers(filled(2, 200), 1000)
+    layer = KVBuffers(filled(2, 200), 1000)
     new = tokens(2, 1, 1000)
     layer.update(new, new)
     assert layer.buffers[0].shape[2] == 200 + 100

@@ -61,11 +61,11 @@ def test_loads_and_scores_have_the_limit_too():
         time.sleep(600)
 
     record = engine.hf(tiny.llama(), tiny.tokenizer())
-    eng = lifetime.limited(record, 0.5)
+    eng = lifetime.supervised(record, timeout=0.5)
     with pytest.raises(TimeoutError, match=r"^engine hf, load: expected"):
         eng.load(slow(), version=1)
     assert not eng.status()["alive"]
-    stuck = lifetime.limited(record._replace(score=lambda *_, **__: time.sleep(600)), 0.2)
+    stuck = lifetime.supervised(record._replace(score=lambda *_, **__: time.sleep(600)), timeout=0.2)
     with pytest.raises(TimeoutError, match=r"^engine hf, score: expected a result within 0.2 s"):
         stuck.score(None)
 
@@ -77,7 +77,7 @@ def test_on_several_processes_a_load_has_no_limit_but_theirs():
         time.sleep(0.4)
         yield from tiny.llama().named_parameters()
 
-    eng = lifetime.limited(engine.hf(tiny.llama(), tiny.tokenizer()), 0.2, several=True)
+    eng = lifetime.supervised(engine.hf(tiny.llama(), tiny.tokenizer()), timeout=0.2, loads_together=True)
     assert eng.load(late(), version=1).version == 1
 
 
@@ -103,9 +103,9 @@ def test_a_run_whose_engine_hangs_in_python_has_the_same_rows(hanging, tmp_path)
 
 HANGS = """
 import sys, faulty, test_engine_deadline, threading
-from rft_fn.engine import lifetime
+from rft_fn.engine import lifetime, time_limit
 
-lifetime.GRACE = 0.3
+time_limit.GRACE = 0.3
 
 def stuck(*args, **how):
     faulty.hang(keeps_the_lock=sys.argv[1] == "lock")
@@ -114,7 +114,7 @@ def call():
     with lifetime.saving(lambda: "; all is saved"):
         eng.generate([[3]], [1], sampling=test_engine_deadline.SAMPLING)
 
-eng = lifetime.limited(test_engine_deadline.made()._replace(generate=stuck), 1.0)
+eng = lifetime.supervised(test_engine_deadline.made()._replace(generate=stuck), timeout=1.0)
 if sys.argv[1] == "thread":
     thread = threading.Thread(target=call)
     thread.start()
@@ -141,10 +141,10 @@ RUN = """
 import sys, faulty
 from test_house import load_script
 import rft_fn as rft
-from rft_fn.engine import lifetime
+from rft_fn.engine import lifetime, time_limit
 from rft_fn.engine.hf import sampler
 
-lifetime.GRACE = 0.3
+time_limit.GRACE = 0.3
 limit, responses, calls = lifetime.time_limit, sampler.Sampler.responses, []
 
 def short(seconds, name, **how):

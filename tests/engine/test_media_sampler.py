@@ -12,8 +12,8 @@ from sees_and_hears import FAMILIES
 import rft_fn as rft
 from rft_fn import engine, model, packing, rng, weight
 from rft_fn.engine import prompt_media, requests
-from rft_fn.engine.hf.probe import find_batching
-from rft_fn.engine.hf.row_batch import Batching
+from rft_fn.engine.hf.probe import find_cache_support
+from rft_fn.engine.hf.row_batch import CacheSupport
 from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.prompt_media import Sent
 from rft_fn.engine.requests import Stop
@@ -69,12 +69,12 @@ def test_in_float64(name):
     prompts = prompts_of(FAMILIES[name])
     ids = requests.token_ids(prompts)
     shown = prompt_media.read(prompts, ids)
-    batching = find_batching(lm, 0)
+    batching = find_cache_support(lm, 0)
     assert batching.padded or lm.config.model_type == "paligemma"  # which reads a prompt both ways
     stop = Stop(None, requests.end_tokens(lm, tiny.tokenizer()), ())
     sampler = Sampler(lm, batching, SAMPLING, stop, 0, 64)
     with torch.no_grad():
-        found = sampler.responses(ids, shown, requests.rows(KEYS, 2, SAMPLING))
+        found = sampler.responses(ids, shown, requests.Request(prompts, KEYS, 2, SAMPLING).rows())
     rollout = requests.assemble(ids, found, pad=0, version=0, media=prompt_media.tensors(shown))
     want = trained(lm, rollout)
     got = torch.tensor([p for row in found for p in row.logp], dtype=torch.float64)
@@ -124,14 +124,20 @@ def test_every_way_to_batch_is_right(name):
     bound = tiny.logp_rounding(lm)
     ids = requests.token_ids(prompts)
     shown = prompt_media.read(prompts, ids)
-    best = find_batching(lm, 0)
+    best = find_cache_support(lm, 0)
     ends = requests.end_tokens(lm, tiny.tokenizer())
     best = best._replace(joins=False, shares=False)
     even, single = best._replace(padded=False), best._replace(padded=False, single=True)
-    for batching, every in ((even, 1), (single, 1), (Batching(None), 1), (best, 4), (Batching(None), 4)):
+    for batching, every in (
+        (even, 1),
+        (single, 1),
+        (CacheSupport(None), 1),
+        (best, 4),
+        (CacheSupport(None), 4),
+    ):
         sampler = Sampler(lm, batching, SAMPLING, Stop(None, ends, ()), 0, 64, every)
         with torch.no_grad():
-            found = sampler.responses(ids, shown, requests.rows(KEYS, 3, SAMPLING))
+            found = sampler.responses(ids, shown, requests.Request(prompts, KEYS, 3, SAMPLING).rows())
         for b, response in enumerate(found):
             assert response.tokens == rollout.tokens[b][rollout.mask[b]].tolist()
             want = rollout.logp[b][rollout.mask[b]]

@@ -26,8 +26,8 @@ PROMPTS, KEYS, SAMPLING = [[3, 4, 5], [6, 7]], [1, 2], rft.Sampling(max_new=5)
 
 
 def process_of(eng):
-    """The record that knows the process: behind that of its lifetime."""
-    return eng.generate.__self__.engine.generate.__self__
+    """What knows the process, which is supervised."""
+    return eng.generate.__self__.core
 
 
 def made(model="", **options):

@@ -16,10 +16,10 @@ from transformers.cache_utils import DynamicLayer
 
 import rft_fn as rft
 from rft_fn import engine
-from rft_fn.engine.hf import buffers, prompt_cache
-from rft_fn.engine.hf.buffers import Buffers
-from rft_fn.engine.hf.prompt_cache import Layer, Prompts
-from rft_fn.engine.hf.row_batch import start
+from rft_fn.engine.hf import buffers, shared_prefix
+from rft_fn.engine.hf.buffers import KVBuffers
+from rft_fn.engine.hf.row_batch import prefill
+from rft_fn.engine.hf.shared_prefix import Layer, SharedPrefixes
 
 HEADS, GROUPED, SIZE = 2, 3, 4  # heads of keys, queries to each, numbers of a head
 MODULE = types.SimpleNamespace(layer_idx=0)
@@ -43,7 +43,7 @@ class Rows:
         plain = DynamicLayer()
         keys, values = (drawn(self.rng, len(lengths), HEADS, width, SIZE) for _ in range(2))
         plain.update(keys, values)
-        layer = Buffers(plain, 1000)
+        layer = KVBuffers(plain, 1000)
         of = [p for p, count in enumerate(counts) for _ in range(count)]
         seen = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
         known = [
@@ -51,7 +51,7 @@ class Rows:
             for p, size, count in zip(range(len(lengths)), lengths, counts)
             for _ in range(count)
         ]
-        return Prompts([Layer(*layer.lift(len(of)))], seen, of), layer, known
+        return SharedPrefixes([Layer(*layer.take_prompt_cache(len(of)))], seen, of), layer, known
 
     def add(self):
         """One more token of each row; what every row gets from all of its own."""
@@ -66,7 +66,7 @@ class Rows:
         mask = None
         if not self.seen.all():
             mask = self.seen[:, None, None]
-        found, _ = prompt_cache.attention(MODULE, query, keys, values, mask, rft_prompts=self.prompts)
+        found, _ = shared_prefix.attention(MODULE, query, keys, values, mask, rft_prompts=self.prompts)
         want = [ref.attention(query[r, :, 0], *self.known[r]) for r in range(len(self.known))]
         np.testing.assert_allclose(found[:, 0].numpy(), np.stack(want), rtol=0, atol=1e-12)
 
@@ -127,14 +127,16 @@ def test_samples_are_those_without(kind, monkeypatch):
     way = batching_of(lm)
     assert way.shares
     read = []
-    scores = Prompts.scores
-    monkeypatch.setattr(Prompts, "scores", lambda own, *args: read.append(len(own.of)) or scores(own, *args))
+    scores = SharedPrefixes.scores
+    monkeypatch.setattr(
+        SharedPrefixes, "scores", lambda own, *args: read.append(len(own.of)) or scores(own, *args)
+    )
     want = sampled(lm, way._replace(shares=False), 4)
     assert not read
     got = sampled(lm, way, 4)
     assert read
     same(got, want, lm)
-    batch = start(lm, way, PROMPTS, [3] * len(PROMPTS), 0)
+    batch = prefill(lm, way, PROMPTS, [3] * len(PROMPTS), 0)
     assert batch.cache.get_seq_length() == 0
     assert [len(x) for x in batch.prompts.layers] == [2] * lm.config.num_hidden_layers
 
@@ -144,8 +146,10 @@ def test_one_sample_shares_with_nobody(monkeypatch):
     lm = small("Llama", torch.float32)
     eng = engine.hf(lm, tiny.tokenizer(), batch=4)
     read = []
-    scores = Prompts.scores
-    monkeypatch.setattr(Prompts, "scores", lambda own, *args: read.append(len(own.of)) or scores(own, *args))
+    scores = SharedPrefixes.scores
+    monkeypatch.setattr(
+        SharedPrefixes, "scores", lambda own, *args: read.append(len(own.of)) or scores(own, *args)
+    )
     eng.generate(PROMPTS, KEYS, n=1, sampling=rft.Sampling(max_new=1))
     read.clear()  # what was tried before the first sample
     eng.generate(PROMPTS, KEYS, n=1, sampling=rft.Sampling(max_new=3))
@@ -165,7 +169,7 @@ def test_a_feature_is_refused_by_its_name(name):
     rows = Rows(0, [2], [1])
     new = torch.zeros(1, HEADS, 1, SIZE, dtype=torch.float64)
     with pytest.raises(ValueError, match=f"expected no {name}, got 3"):
-        prompt_cache.attention(MODULE, new, new, new, None, rft_prompts=rows.prompts, **{name: 3})
+        shared_prefix.attention(MODULE, new, new, new, None, rft_prompts=rows.prompts, **{name: 3})
 
 
 def test_sixteen_bits_share_with_keys_and_values_in_float32():
@@ -175,13 +179,15 @@ def test_sixteen_bits_share_with_keys_and_values_in_float32():
         plain = DynamicLayer()
         rng = np.random.default_rng(0)
         plain.update(*(drawn(rng, 2, HEADS, 5, SIZE).bfloat16().to(dtype) for _ in range(2)))
-        layer = Buffers(plain, 1000, wide=True)
-        prompts = Prompts([Layer(*layer.lift(3))], torch.ones(2, 5, dtype=torch.bool), [0, 0, 1])
+        layer = KVBuffers(plain, 1000, wide=True)
+        prompts = SharedPrefixes(
+            [Layer(*layer.take_prompt_cache(3))], torch.ones(2, 5, dtype=torch.bool), [0, 0, 1]
+        )
         new = [drawn(rng, 3, HEADS, 1, SIZE).bfloat16().to(dtype) for _ in range(2)]
         query = drawn(rng, 3, HEADS * GROUPED, 1, SIZE).bfloat16().to(dtype)
         keys, values = layer.update(*new)
         assert keys.dtype == values.dtype == torch.float32
-        found.append(prompt_cache.attention(MODULE, query, keys, values, None, rft_prompts=prompts)[0])
+        found.append(shared_prefix.attention(MODULE, query, keys, values, None, rft_prompts=prompts)[0])
         assert found[-1].dtype == dtype
     assert torch.equal(found[0], found[1].bfloat16())
 
@@ -190,7 +196,7 @@ def test_the_models_attention_is_its_own_again():
     """Also when a forward fails."""
     lm = small("Llama", torch.float32)
     usual = lm.config._attn_implementation
-    with pytest.raises(ZeroDivisionError), prompt_cache.shared_attention(lm):
+    with pytest.raises(ZeroDivisionError), shared_prefix.shared_attention(lm):
         assert lm.config._attn_implementation != usual
         raise ZeroDivisionError
     assert lm.config._attn_implementation == usual

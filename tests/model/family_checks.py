@@ -17,7 +17,7 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import engine, metric, model, optim, packing, rng, tree, weight
-from rft_fn.engine.hf.probe import find_batching
+from rft_fn.engine.hf.probe import find_cache_support
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
 
@@ -130,7 +130,7 @@ def sampler(kind):
     lm = small(kind, torch.float32)
     eng, worst = sampled(lm, PROMPTS, 64)
     _check_greedy(eng)
-    return Measured(worst, word(find_batching(lm, 0)))
+    return Measured(worst, word(find_cache_support(lm, 0)))
 
 
 def sampled(lm, prompts, budget):

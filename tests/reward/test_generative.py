@@ -20,7 +20,7 @@ import rft_fn as rft
 from rft_fn import reward, rng
 from rft_fn.data.chat import Chat
 from rft_fn.data.medium import Medium
-from rft_fn.engine.lifetime import time_limit
+from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import forms, verdicts
 from rft_fn.types import Sampling
 

@@ -33,7 +33,7 @@ def build(module_or_name=NAME, **options):
 
 def inside(eng):
     """The InProcess of an engine."""
-    return eng.status.__self__.engine.status.__self__
+    return eng.status.__self__.core
 
 
 def prompts_of(count):

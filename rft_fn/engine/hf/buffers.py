@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from rft_fn.engine.hf.prompt_cache import OwnRows
+from rft_fn.engine.hf.cache_rows import BufferedLayer
 from rft_fn.precision import widen
 
-__all__ = ["Buffers", "fits", "make_room"]
+__all__ = ["KVBuffers", "buffer_cache", "fits"]
 
 _ROOM = 64  # tokens that a new buffer has room for, at least, where so many may come
 
@@ -27,22 +27,22 @@ def fits(layer: object) -> bool:
     return layer.keys.dim() == layer.values.dim() == 4 and layer.keys.shape[:3] == layer.values.shape[:3]
 
 
-def make_room(cache: Any, most: int, *, wide: bool = False) -> None:
-    """Put buffers in place of a cache's plain keys and values, for at most `most` more tokens of a row.
+def buffer_cache(cache: Any, max_tokens: int, *, wide: bool = False) -> None:
+    """Put buffers in place of a cache's plain keys and values.
 
-    With `wide` they hold 16 bits in float32.
+    They are for at most `max_tokens` more tokens of a row. With `wide` they hold 16 bits in float32.
     """
     layers = getattr(cache, "layers", None)
     if isinstance(layers, list):
-        layers[:] = [Buffers(layer, most, wide=wide) if fits(layer) else layer for layer in layers]
+        layers[:] = [KVBuffers(layer, max_tokens, wide=wide) if fits(layer) else layer for layer in layers]
 
 
-class Buffers(DynamicLayer, OwnRows):
+class KVBuffers(DynamicLayer, BufferedLayer):
     """A layer of R rows of W tokens in buffers [R', H, W', D], between the columns `first` and `end`."""
 
-    def __init__(self, plain: DynamicLayer, most: int, *, wide: bool = False):
+    def __init__(self, plain: DynamicLayer, max_tokens: int, *, wide: bool = False):
         super().__init__()
-        self.most = most  # more tokens than this come to no row
+        self.max_tokens = max_tokens  # more tokens than this come to no row
         assert plain.keys is not None and plain.values is not None
         held = [widen(x) if wide else x for x in (plain.keys, plain.values)]
         self.dtype, self.device = held[0].dtype, held[0].device
@@ -60,7 +60,7 @@ class Buffers(DynamicLayer, OwnRows):
     ) -> None:
         """Copy keys and values, or their rows `index`, into buffers for `rows` rows and `more` tokens."""
         self.at = None
-        room = max(min(max(_ROOM, width // 2), self.most), more)
+        room = max(min(max(_ROOM, width // 2), self.max_tokens), more)
         count = len(held[0]) if index is None else len(index)
         self.buffers = []
         for x in held:
@@ -115,7 +115,7 @@ class Buffers(DynamicLayer, OwnRows):
             for buffer, x in zip(self.buffers, held):
                 buffer[:rows, :, :width] = x.clone()
         else:
-            shape = min(_power(rows), most), _power(width + max(more, min(_ROOM, self.most)))
+            shape = min(_power(rows), most), _power(width + max(more, min(_ROOM, self.max_tokens)))
             for k, x in enumerate(held):
                 self.buffers[k] = x.new_zeros(shape[0], x.shape[1], shape[1], x.shape[3])
                 self.buffers[k][:rows, :, :width] = x
@@ -140,7 +140,7 @@ class Buffers(DynamicLayer, OwnRows):
                 buffer[moved, :, self.first : self.end] = x[index[moved]]
         self._show(len(index), self.first)
 
-    def join(self, other: "Buffers") -> None:
+    def join(self, other: "KVBuffers") -> None:
         """Append the rows of another layer, with the last tokens of all side by side."""
         held, new = self.held(), other.held()
         rows, width = len(held[0]), held[0].shape[-2]
@@ -156,7 +156,7 @@ class Buffers(DynamicLayer, OwnRows):
             buffer[rows:total, :, self.end - x.shape[2] : self.end] = x
         self._show(total, first)
 
-    def lift(self, rows: int) -> tuple[Tensor, Tensor]:
+    def take_prompt_cache(self, rows: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all rows; leave `rows` rows without any."""
         lifted = self.held()
         self.buffers = [x.new_empty(rows, x.shape[1], 0, x.shape[3]) for x in lifted]

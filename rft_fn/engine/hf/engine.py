@@ -1,6 +1,6 @@
 """Samples by transformers only, on a model in this process."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,12 +10,13 @@ from torch.nn import functional as F
 from rft_fn import logprob, tree
 from rft_fn import model as model_lib
 from rft_fn.engine import prompt_media, requests
-from rft_fn.engine.hf.probe import find_batching
-from rft_fn.engine.hf.prompt_cache import media_arguments
-from rft_fn.engine.hf.row_batch import Batching
+from rft_fn.engine.engine_config import EngineConfig
+from rft_fn.engine.hf.probe import find_cache_support
+from rft_fn.engine.hf.row_batch import CacheSupport
+from rft_fn.engine.hf.row_media import media_arguments
 from rft_fn.engine.hf.sampler import Sampler
-from rft_fn.engine.lifetime import EngineConfig, dead_after_failure
-from rft_fn.engine.requests import Stop
+from rft_fn.engine.lifetime import EngineCore, supervised
+from rft_fn.engine.requests import Request, Stop
 from rft_fn.engine.weight_folder import LoadCheck, manifest
 from rft_fn.model import quantize
 from rft_fn.model.copies import mover_of
@@ -26,7 +27,7 @@ from rft_fn.model.quantize import packed, set_fast
 from rft_fn.model.router import without_groups
 from rft_fn.rollout import take
 from rft_fn.types import Engine, Rollout, Sampling
-from rft_fn.types.engine import Delivered, EngineStatus, record
+from rft_fn.types.engine import Delivered, EngineStatus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["build", "check_config", "hf"]
 
 _LONG = 512  # tokens of a prompt from which on a GPU gains by reading it once, not for each of its samples
-_EVERY = 16  # tokens after which the host looks at them, where it would wait for the device each time
+_CHECK_EVERY = 16  # tokens after which the host looks at them, where it would wait for the device each time
 
 
 def check_config(config: EngineConfig) -> None:
@@ -55,13 +56,13 @@ def check_config(config: EngineConfig) -> None:
             raise ValueError(f"engine_{name}: expected {getattr(usual, name)!r} for hf, got {got!r}")
 
 
-def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
+def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> EngineCore:
     """Build an engine with weights of `model`, which is loaded by its name or taken over."""
     if config.bf16:
         lm = model_lib.load(model, quantize="none", dtype=torch.bfloat16)
     else:
         lm = model_lib.load(model, quantize="none")
-    return hf(lm, tokenizer, batch=config.batch, sleep=config.sleep, fast_linear=config.fast_linear)
+    return _in_process(lm, tokenizer, batch=config.batch, sleep=config.sleep, fast_linear=config.fast_linear)
 
 
 def hf(
@@ -77,6 +78,11 @@ def hf(
     not allow it (a few random tokens before the first sample show it). Rows that ended leave the batch at
     once. ValueError for a quantised model, and for one that is not of transformers.
     """
+    return supervised(_in_process(lm, tokenizer, batch=batch, sleep=sleep, fast_linear=fast_linear))
+
+
+def _in_process(lm: nn.Module, tokenizer: Any, *, batch: int, sleep: bool, fast_linear: bool) -> "_InProcess":
+    """Prepare a model for sampling."""
     from transformers import PreTrainedModel
 
     quantize.require_whole(lm, "an engine")
@@ -88,7 +94,7 @@ def hf(
     leave_out_plans()
     set_fast(plain, fast_linear, narrow=plain.dtype == torch.bfloat16)
     without_groups(plain)
-    return dead_after_failure(record(Engine, _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep)))
+    return _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep)
 
 
 class _InProcess:
@@ -104,18 +110,16 @@ class _InProcess:
         self.manifest = manifest(lm)
         self.ends = requests.end_tokens(lm, tokenizer)
         self.window: int | None = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-        self.batching: Batching | None = None  # set before the first sample
+        self.batching: CacheSupport | None = None  # set before the first sample
         self.version = 0
         self.asleep = False
 
     @torch.no_grad()
-    def generate(
-        self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **per_row: Any
-    ) -> Rollout:
+    def sample(self, request: Request) -> Rollout:
         """Sample as `Generate` says, awake from then on."""
-        ids = requests.token_ids(prompts, self.tokenizer)
-        requests.check(ids, keys, n, sampling, self.window, **per_row)
-        media = prompt_media.read(prompts, ids, per_row.get("start"))
+        ids = requests.token_ids(request.prompts, self.tokenizer)
+        request.check(ids, self.window)
+        media = prompt_media.read(request.prompts, ids, request.start)
         prompt_media.check(self.lm, ids, media)
         if not ids:
             return requests.empty(self.version)
@@ -123,15 +127,14 @@ class _InProcess:
         self.wake()
         pad = self.tokenizer.pad_token_id
         if self.batching is None:
-            self.batching = find_batching(self.lm, pad)
-        alone = n == 1 or (self.lm.device.type != "cpu" and max(map(len, ids)) < _LONG)
+            self.batching = find_cache_support(self.lm, pad)
+        alone = request.n == 1 or (self.lm.device.type != "cpu" and max(map(len, ids)) < _LONG)
         batching = self.batching._replace(shares=False) if alone else self.batching
-        stop = Stop(self.tokenizer, self.ends, sampling.stop)
-        every = 1 if self.lm.device.type == "cpu" else _EVERY
-        sampler = Sampler(self.lm, batching, sampling, stop, pad, self.batch, every)
-        rows = requests.rows(keys, n, sampling, **per_row)
+        stop = Stop(self.tokenizer, self.ends, request.sampling.stop)
+        check_every = 1 if self.lm.device.type == "cpu" else _CHECK_EVERY
+        sampler = Sampler(self.lm, batching, request.sampling, stop, pad, self.batch, check_every)
         with packed(self.lm):
-            responses = sampler.responses(ids, media, rows)
+            responses = sampler.responses(ids, media, request.rows())
         return requests.assemble(
             ids,
             responses,
@@ -236,3 +239,6 @@ class _InProcess:
         if len(types) == 1:
             status["dtype"] = types.pop()
         return status
+
+    def close(self) -> None:
+        """Do nothing: the model goes with this object."""

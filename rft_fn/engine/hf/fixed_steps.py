@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from rft_fn import logprob
-from rft_fn.engine.hf import prompt_cache
+from rft_fn.engine.hf import cache_rows
 from rft_fn.engine.hf.draws import draw_token
-from rft_fn.engine.hf.prompt_cache import OPTION, Prompts, shared_attention
 from rft_fn.engine.hf.row_batch import Batch
+from rft_fn.engine.hf.shared_prefix import OPTION, SharedPrefixes, shared_attention
 from rft_fn.model.packed_attention import warn_once
 from rft_fn.sampling import truncated_on_device
 from rft_fn.types import Sampling
@@ -39,18 +39,25 @@ class FixedSteps:
     """The steps of one batch as its rows end and others join, in tensors for R rows and W columns."""
 
     def __init__(
-        self, lm: "PreTrainedModel", sampling: Sampling, *, pad: int, ends: Tensor, every: int, rows: int
+        self,
+        lm: "PreTrainedModel",
+        sampling: Sampling,
+        *,
+        pad: int,
+        ends: Tensor,
+        check_every: int,
+        rows: int,
     ):
         self.lm = lm
         self.sampling = sampling
         self.pad = pad
         self.ends = ends  # [V] bool, tokens that end a row
-        self.every = every  # steps at a time, at most
+        self.check_every = check_every  # steps at a time, at most
         self.rows = rows  # at a time, at most
         self.captures = lm.device.type == "cuda" and lm not in _UNCAPTURED
         self.graph: torch.cuda.CUDAGraph | None = None
         self.shape: tuple[Any, ...] = ()
-        self.prompts: Prompts | None = None  # where rows share them
+        self.prompts: SharedPrefixes | None = None  # where rows share them
         self.ranks = _RANKS
         self.exact = False  # whether the next token is drawn from all
         self.at = torch.zeros(1, dtype=torch.long, device=lm.device)  # the column of the next token
@@ -101,7 +108,7 @@ class FixedSteps:
 
     def _load(self, batch: Batch, count: int, depth: int, warm: bool) -> None:
         """Copy the state of a batch into tensors that stay where they are, for `count` more tokens."""
-        parts: list[Any] = prompt_cache.own(batch.cache)
+        parts: list[Any] = cache_rows.buffered_layers(batch.cache)
         for part in parts:
             part.fix(self.rows, count)
             part.at = self.at
@@ -136,10 +143,10 @@ class FixedSteps:
         self.position = batch.before.new_zeros(rows, 1)
         self.ended = self.ends.new_zeros(rows)
         self.waits = self.ends.new_zeros(rows)
-        self.u = z.new_zeros(rows, self.every, depth, dtype=torch.float64)
+        self.u = z.new_zeros(rows, self.check_every, depth, dtype=torch.float64)
         self.temperature = z.new_ones(rows, dtype=torch.float32) if warm else None
-        self.tokens = batch.tokens.new_zeros(rows, self.every)
-        self.logp = z.new_zeros(rows, self.every, dtype=torch.promote_types(z.dtype, torch.float32))
+        self.tokens = batch.tokens.new_zeros(rows, self.check_every)
+        self.logp = z.new_zeros(rows, self.check_every, dtype=torch.promote_types(z.dtype, torch.float32))
 
     def _process(self, logits: Tensor, sampling: Sampling, *, temperature: Tensor | None = None) -> Tensor:
         """Return logits as `logprob.process_logits` does; rows that are not sure of them wait."""
@@ -207,7 +214,7 @@ class FixedSteps:
         batch.tokens = self.tokens[:live, count - 1 : count]
         batch.seen = torch.cat([batch.seen, self.tokens[:live, :count] >= 0], -1)
         batch.length = [size + count for size in batch.length]
-        parts: list[Any] = prompt_cache.own(batch.cache)
+        parts: list[Any] = cache_rows.buffered_layers(batch.cache)
         for part in parts:
             part.advance(count)
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rft_fn.engine.hf import prompt_cache
+from rft_fn.engine.hf import cache_rows
 from rft_fn.engine.hf.fixed_steps import FixedSteps
-from rft_fn.engine.hf.prompt_cache import can_replace, media_arguments
-from rft_fn.engine.hf.row_batch import Batching, start
+from rft_fn.engine.hf.row_batch import CacheSupport, prefill
+from rft_fn.engine.hf.row_media import media_arguments
+from rft_fn.engine.hf.shared_prefix import can_replace
 from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.model.forward import rope_switch
 from rft_fn.model.packed_attention import warn_once
@@ -25,17 +26,17 @@ from rft_fn.types import Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["find_batching"]
+__all__ = ["find_cache_support"]
 
 LENGTHS = (5, 5, 3, 1)  # of the prompts that are tried: two of one length, and one of a single token
 MORE = 8  # tokens that each is continued by
 NEAR = 4  # thresholds of length: below some of the prompts, and crossed by the others
-NO_CACHE = Batching(rows=None)
+NO_CACHE = CacheSupport(rows=None)
 
 
 @torch.no_grad()
-def find_batching(lm: "PreTrainedModel", pad: int, *, fixed: bool | None = None) -> Batching:
-    """Return the fastest Batching under which every row is the same as by itself.
+def find_cache_support(lm: "PreTrainedModel", pad: int, *, fixed: bool | None = None) -> CacheSupport:
+    """Return the fastest CacheSupport under which every row is the same as by itself.
 
     In this order: padded, rows of one length, one row at a time, and without a cache, which always is
     correct. Warns once where it is not the first of these.
@@ -80,17 +81,14 @@ def _attempt(f: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-def _with_cache(lm: "PreTrainedModel", pad: int, fixed: bool | None) -> list[tuple[Batching, str]]:
+def _with_cache(lm: "PreTrainedModel", pad: int, fixed: bool | None) -> list[tuple[CacheSupport, str]]:
     """Return `_plain`, before each the same with buffers, and with joins if they hold all of its cache."""
     plain = _plain(lm, pad)
-    roomy = _attempt(start, lm, Batching(rows={}, room=True), [[pad] * 3], [1], pad)
-    ways: list[tuple[Batching, str]] = []
+    roomy = _attempt(prefill, lm, CacheSupport(rows={}, room=True), [[pad] * 3], [1], pad)
+    ways: list[tuple[CacheSupport, str]] = []
     for batching, note in plain:
-        if roomy is not None and prompt_cache.own(roomy.cache):
-            if (
-                batching.padded
-                and not prompt_cache.tensors(roomy.cache).keys() & (batching.rows or {}).keys()
-            ):
+        if roomy is not None and cache_rows.buffered_layers(roomy.cache):
+            if batching.padded and not cache_rows.tensors(roomy.cache).keys() & (batching.rows or {}).keys():
                 joining = batching._replace(room=True, joins=True)
                 if can_replace(lm) and (lm.device.type != "cpu" if fixed is None else fixed):
                     # a CPU has no products of 16 bits with wide sums
@@ -105,36 +103,36 @@ def _with_cache(lm: "PreTrainedModel", pad: int, fixed: bool | None) -> list[tup
     return ways
 
 
-def _plain(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
-    """Return each Batching that uses the model's cache, with its warning; none without a cache.
+def _plain(lm: "PreTrainedModel", pad: int) -> list[tuple[CacheSupport, str]]:
+    """Return each CacheSupport that uses the model's cache, with its warning; none without a cache.
 
     Where a model has other rotary factors after some length, rows of one length reach it together.
     """
 
-    def cache_of(batching: Batching, prompts: list[list[int]]) -> Any:
-        return start(lm, batching, prompts, [1] * len(prompts), pad).cache
+    def cache_of(batching: CacheSupport, prompts: list[list[int]]) -> Any:
+        return prefill(lm, batching, prompts, [1] * len(prompts), pad).cache
 
-    short = cache_of(Batching(rows={}), [[pad] * 3])
+    short = cache_of(CacheSupport(rows={}), [[pad] * 3])
     if short is None:
         return []
 
     # one row is always possible; several need to know where the rows are in the cache
     switch = rope_switch(lm.config)
-    single = Batching(rows={}, single=True, switch=switch), "gets one row at a time"
-    long = _attempt(cache_of, Batching(rows={}), [[pad] * 4] * 2)
+    single = CacheSupport(rows={}, single=True, switch=switch), "gets one row at a time"
+    long = _attempt(cache_of, CacheSupport(rows={}), [[pad] * 4] * 2)
     if long is None:
         return [single]
-    rows = prompt_cache.compare(short, long)
-    even = Batching(rows, switch=switch), "gets prompts of one length at a time"
+    rows = cache_rows.compare(short, long)
+    even = CacheSupport(rows, switch=switch), "gets prompts of one length at a time"
     if switch is not None:
         return [even, single]
-    lasting = prompt_cache.constant(short, long, rows)
-    padded = Batching(rows, padded=True, grows=len(lasting) < len(rows)), ""
+    lasting = cache_rows.constant(short, long, rows)
+    padded = CacheSupport(rows, padded=True, grows=len(lasting) < len(rows)), ""
 
     # what padding adds to a state would pass for rounding in 16 bits: a row of padding must leave it at 0
     if lasting:
         nothing = _attempt(cache_of, padded[0], [[], [pad] * 3])
-        states = prompt_cache.tensors(nothing)
+        states = cache_rows.tensors(nothing)
         if nothing is None or any(states[path].select(rows[path], 0).any() for path in lasting):
             return [even, single]
     return [padded, even, single]
@@ -164,7 +162,7 @@ def _alone(lm: "PreTrainedModel", row: list[int], most: int = MORE + 1) -> Tenso
     return logits[-most:]
 
 
-def _together(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pad: int) -> Tensor:
+def _together(lm: "PreTrainedModel", batching: CacheSupport, rows: list[list[int]], pad: int) -> Tensor:
     """Return the same logits [P, MORE + 1, V] of all rows, in batches as they are sampled."""
     if batching.joins:
         return _joined(lm, batching, rows, pad)
@@ -174,7 +172,7 @@ def _together(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], 
     return torch.cat([_read_on(lm, batching, group, pad) for group in groups])
 
 
-def _read_on(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pad: int) -> Tensor:
+def _read_on(lm: "PreTrainedModel", batching: CacheSupport, rows: list[list[int]], pad: int) -> Tensor:
     """Return the logits [P, MORE + 1, V] of one batch.
 
     It starts with two samples of each prompt, and the first of them is dropped on the way.
@@ -185,18 +183,18 @@ def _read_on(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], p
     kept = torch.arange(n - 1, len(more), n, device=device)
 
     # with all rows for a token, then with those that are kept
-    batch = start(lm, batching, [row[:-MORE] for row in rows], [n] * len(rows), pad)
+    batch = prefill(lm, batching, [row[:-MORE] for row in rows], [n] * len(rows), pad)
     logits = [batch.logits[kept]]
-    batch.append(lm, more[:, 0])
+    batch.decode_step(lm, more[:, 0])
     logits.append(batch.logits[kept])
     batch.take(kept.tolist())
     for token in more[kept].T[1:]:
-        batch.append(lm, token)
+        batch.decode_step(lm, token)
         logits.append(batch.logits)
     return torch.stack(logits, 1)
 
 
-def _joined(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pad: int) -> Tensor:
+def _joined(lm: "PreTrainedModel", batching: CacheSupport, rows: list[list[int]], pad: int) -> Tensor:
     """Return the same, where the longer prompts join the others after their first token.
 
     Samples of a prompt that share it are two, and the second leaves a token earlier.
@@ -205,9 +203,9 @@ def _joined(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pa
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     early, late = order[: len(rows) // 2], order[len(rows) // 2 :]
     first = [(i, j) for i in early for j in range(n)]
-    batch = start(lm, batching, [rows[i][:-MORE] for i in early], [n] * len(early), pad)
+    batch = prefill(lm, batching, [rows[i][:-MORE] for i in early], [n] * len(early), pad)
     ends = torch.zeros(batch.logits.shape[-1], dtype=torch.bool, device=lm.device)
-    steps = FixedSteps(lm, Sampling(), pad=pad, ends=ends, every=1, rows=n * len(rows))
+    steps = FixedSteps(lm, Sampling(), pad=pad, ends=ends, check_every=1, rows=n * len(rows))
     live = first
     logits: dict[tuple[int, int], list[Tensor]] = {(i, j): [] for i in order for j in range(n)}
     while True:
@@ -226,9 +224,9 @@ def _joined(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pa
         if batching.fixed:
             steps.read(batch, token)
         else:
-            batch.append(lm, token)
+            batch.decode_step(lm, token)
         if live == first and len(logits[live[0]]) == 1:
-            batch.join(start(lm, batching, [rows[i][:-MORE] for i in late], [n] * len(late), pad))
+            batch.join(prefill(lm, batching, [rows[i][:-MORE] for i in late], [n] * len(late), pad))
             live = [*first, *((i, j) for i in late for j in range(n))]
 
 

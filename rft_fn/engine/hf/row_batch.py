@@ -1,4 +1,4 @@
-"""Rows of tokens that grow together, and a model's logits for the next token of each.
+"""Rows of tokens that grow together: their prefill, decode steps and place in the KV cache.
 
 Where a model's cache allows it, rows of different lengths are padded on the left, and others join them.
 """
@@ -14,28 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rft_fn.engine.hf import prompt_cache
-from rft_fn.engine.hf.prompt_cache import (
-    OPTION,
-    Layer,
-    Prompts,
-    media_arguments,
-    positions_ahead,
-    shared_attention,
-)
+from rft_fn.engine.hf import cache_rows
+from rft_fn.engine.hf.row_media import media_arguments, positions_ahead
+from rft_fn.engine.hf.shared_prefix import OPTION, Layer, SharedPrefixes, shared_attention
 from rft_fn.engine.prompt_media import PromptMedia, text
 
-__all__ = ["Batch", "Batching", "start"]
+__all__ = ["Batch", "CacheSupport", "prefill"]
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Batching(NamedTuple):
+class CacheSupport(NamedTuple):
     """The batching that a model is capable of, by a probe."""
 
-    rows: prompt_cache.Rows | None  # the dimension of rows in its cache; None: all tokens are read again
+    rows: cache_rows.Rows | None  # the dimension of rows in its cache; None: all tokens are read again
     padded: bool = False  # rows of different lengths together, padded on the left
     grows: bool = True  # whether the cache has a place for each token, padding too
     single: bool = False  # one row at a time
@@ -50,7 +44,7 @@ class Batching(NamedTuple):
 class Batch:
     """R rows of W tokens, as far as the next forward needs them."""
 
-    batching: Batching
+    batching: CacheSupport
     tokens: Tensor  # [R, w] not read yet: the last of W with a cache, else all
     seen: Tensor  # [R, W] bool, False on the padding
     before: Tensor  # [R], tokens of each before those W
@@ -61,9 +55,9 @@ class Batch:
     name: str = ""  # by which the model takes its cache
     cache: Any = None
     ragged: bool = True  # whether some row has padding
-    most: int = 64  # tokens that a row may still be given, for the room of buffers
-    prompts: Prompts | None = None  # shared by the rows: `seen` and the cache then leave them out
-    every: Tensor | None = None  # [R, W] all tokens, where a switch is ahead
+    max_tokens: int = 64  # tokens that a row may still be given, for the room of buffers
+    prompts: SharedPrefixes | None = None  # shared by the rows: `seen` and the cache then leave them out
+    all_tokens: Tensor | None = None  # [R, W] all tokens, where a switch is ahead
 
     def repeat(self, counts: Sequence[int]) -> None:
         """Put `counts` rows, side by side, in place of each; share the prompts where the model can."""
@@ -72,8 +66,9 @@ class Batch:
             if len(of) > len(counts):
                 self.take(of)
             return
-        layers = [Layer(*part.lift(len(of))) for part in prompt_cache.own(self.cache)]
-        self.prompts = Prompts(layers, self.seen, of)
+        layers = cache_rows.buffered_layers(self.cache)
+        prompts = [Layer(*layer.take_prompt_cache(len(of))) for layer in layers]
+        self.prompts = SharedPrefixes(prompts, self.seen, of)
         self.before = self.seen.sum(-1)
         self._pick(of)
         self.length = [0] * len(of)
@@ -86,7 +81,7 @@ class Batch:
         self.seen = self.seen[picked]
         if self.batching.rows is not None:
             moved = [place for place, row in enumerate(index) if place != row]
-            self.cache = prompt_cache.select(self.cache, self.batching.rows, picked, moved)
+            self.cache = cache_rows.select(self.cache, self.batching.rows, picked, moved)
         if self.prompts is not None:
             self.prompts.take(index)
         self._trim()
@@ -95,7 +90,7 @@ class Batch:
         """Select rows of every per-row field; return them as a tensor."""
         index = torch.tensor(rows, dtype=torch.long, device=self.logits.device)
         self.tokens = self.tokens[index]
-        self.every = None if self.every is None else self.every[index]
+        self.all_tokens = None if self.all_tokens is None else self.all_tokens[index]
         self.before = self.before[index]
         self.beyond = self.beyond[:, index]
         self.media = [self.media[r] for r in rows]
@@ -113,7 +108,7 @@ class Batch:
         self.media = [*self.media, *other.media]
         self.length = [*self.length, *other.length]
         self.logits = torch.cat([self.logits, other.logits])
-        prompt_cache.join(self.cache, other.cache)
+        cache_rows.join(self.cache, other.cache)
         if self.prompts is not None and other.prompts is not None:
             self.prompts.join(other.prompts)
         self._trim()
@@ -126,28 +121,28 @@ class Batch:
         empty = self.seen.shape[1] - longest if longest else 0
         if empty:
             self.seen = self.seen[:, empty:]
-            for part in prompt_cache.own(self.cache):
+            for part in cache_rows.buffered_layers(self.cache):
                 part.crop_left(empty)
         self.ragged = min(self.length) < self.seen.shape[1]
 
-    def append(self, lm: "PreTrainedModel", token: Tensor) -> None:
-        """Read one more token [R] of each row."""
+    def decode_step(self, lm: "PreTrainedModel", token: Tensor) -> None:
+        """Run one decode step: read one more token [R] of each row."""
         new = token[:, None]
-        if self.batching.rows is None or self.every is not None:  # all tokens are to be read once more
+        if self.batching.rows is None or self.all_tokens is not None:  # all tokens are to be read once more
             self.media = [own._replace(sampled=[*own.sampled, True]) for own in self.media]
         if self.batching.rows is None:
             new = torch.cat([self.tokens, new], -1)
-        elif self.every is not None:
-            self.every = torch.cat([self.every, new], -1)
-            if self.every.shape[1] > (self.batching.switch or 0):
+        elif self.all_tokens is not None:
+            self.all_tokens = torch.cat([self.all_tokens, new], -1)
+            if self.all_tokens.shape[1] > (self.batching.switch or 0):
                 # keys in the cache have the factors of short sequences
-                new, self.cache, self.every = self.every, None, None
+                new, self.cache, self.all_tokens = self.all_tokens, None, None
         self.tokens = new
         self.length = [size + 1 for size in self.length]
         self.seen = torch.cat([self.seen, self.seen.new_ones(len(self.seen), 1)], -1)
-        self.read(lm)
+        self.forward(lm)
 
-    def read(self, lm: "PreTrainedModel") -> None:
+    def forward(self, lm: "PreTrainedModel") -> None:
         """Run the model over the tokens: set the logits, and the cache where it is used."""
         width = self.tokens.shape[1]
         options: dict[str, Any] = {"use_cache": self.batching.rows is not None}
@@ -174,13 +169,13 @@ class Batch:
         self.logits = out.logits[:, -1]
         if self.batching.rows is not None:
             first = self.cache is None
-            self.name, self.cache = prompt_cache.cache_of(out)
+            self.name, self.cache = cache_rows.cache_of(out)
             if first and self.batching.room:
-                from rft_fn.engine.hf.buffers import make_room  # with transformers
+                from rft_fn.engine.hf.buffers import buffer_cache  # with transformers
 
                 # shared attention is computed in float32 on a CPU, by products of buffers with gaps
                 on_cpu = self.tokens.device.type == "cpu"
-                make_room(self.cache, self.most, wide=self.batching.shares and on_cpu)
+                buffer_cache(self.cache, self.max_tokens, wide=self.batching.shares and on_cpu)
 
     def position(self) -> Tensor:
         """Return positions of `tokens` without media: [R, w], or [axes, R, w] after media."""
@@ -198,19 +193,19 @@ def _can_keep_last(model: type[nn.Module]) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-def start(
+def prefill(
     lm: "PreTrainedModel",
-    batching: Batching,
+    batching: CacheSupport,
     prompts: Sequence[Sequence[int]],
     counts: Sequence[int],
     pad: int,
     media: Sequence[PromptMedia] | None = None,
-    most: int = 64,
+    max_tokens: int = 64,
 ) -> Batch:
-    """Read prompts and their media once, and return a batch of `counts` rows of each, side by side.
+    """Prefill prompts and their media once; return a batch of `counts` rows of each, side by side.
 
-    Prompts are of one length unless `batching.padded`. Buffers have room for `most` tokens of a row at the
-    start, and grow where more come.
+    Prompts are of one length unless `batching.padded`. Buffers have room for `max_tokens` tokens of a row at
+    the start, and grow where more come.
     """
     width = max(len(p) for p in prompts)
     tokens = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=lm.device)
@@ -224,12 +219,12 @@ def start(
         media=list(media or text(prompts)),
         logits=torch.empty(0),
         length=[len(p) for p in prompts],
-        most=most,
+        max_tokens=max_tokens,
     )
     if batching.joins:
         batch.ragged = min(len(p) for p in prompts) < width
     if batching.switch is not None and width <= batching.switch:
-        batch.every = tokens
-    batch.read(lm)
+        batch.all_tokens = tokens
+    batch.forward(lm)
     batch.repeat(counts)
     return batch

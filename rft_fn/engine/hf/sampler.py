@@ -1,4 +1,4 @@
-"""Samples batches with a cache; each token is drawn by numbers of its sample's own stream.
+"""Samples batches with a KV cache; each token is drawn by numbers of its sample's own stream.
 
 Where a model's cache allows it, the next prompts join the batch as rows end, so that a few long responses do
 not run by themselves. The same prompt and key give the same response in any company, order and batch size, in
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rft_fn.engine.hf.draws import draw_token, uniform_numbers
 from rft_fn.engine.hf.fixed_steps import FixedSteps
-from rft_fn.engine.hf.row_batch import Batch, Batching, start
+from rft_fn.engine.hf.row_batch import Batch, CacheSupport, prefill
 from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.engine.requests import Response, Row, Stop
 from rft_fn.model.media_inputs import placeholders
@@ -32,7 +32,7 @@ _SHARE = 8  # prompts join when one in so many rows is free, so that few are rea
 
 
 @dataclass(slots=True)
-class _Growing:
+class _Sequence:
     """A response while it is sampled."""
 
     text: list[int]  # the tokens that may hold a stop text: some before the response, and its own
@@ -43,12 +43,12 @@ class _Growing:
     ended: bool = False
 
 
-class _Job(NamedTuple):
+class _SequenceGroup(NamedTuple):
     """The rows of one prompt, which is read once for all of them."""
 
     prompt: Sequence[int]
     media: PromptMedia
-    responses: Sequence[_Growing]
+    responses: Sequence[_Sequence]
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _Rows:
     """The rows that are sampled together, in the order of `batch`."""
 
     batch: Batch
-    live: list[_Growing]
+    live: list[_Sequence]
     u: Tensor  # [R', W, D], for each of W tokens that a row may get, also of rows that have left
     places: Tensor  # [R], the row of `u` of each
     ends: Tensor  # [V] bool, tokens that end a row
@@ -67,12 +67,12 @@ class Sampler(NamedTuple):
     """Samples the batches of one call of `generate`."""
 
     lm: "PreTrainedModel"
-    batching: Batching
+    batching: CacheSupport
     sampling: Sampling
     stop: Stop
     pad: int
     batch: int  # rows at a time
-    every: int = 1  # tokens after which the host looks which rows have ended
+    check_every: int = 1  # tokens after which the host looks which rows have ended
 
     def responses(
         self, prompts: Sequence[Sequence[int]], media: Sequence[PromptMedia], rows: Sequence[Row]
@@ -81,14 +81,17 @@ class Sampler(NamedTuple):
         n = len(rows) // len(prompts)
         most = 1 if self.batching.single else self.batch
         longest = max(row.max_new for row in rows)
-        growing = []
+        sequences = []
         for b, row in enumerate(rows):
             # a stop text may begin in what the row's stream gave before
             prompt = prompts[b // n]
             before = self.stop.unfinished(prompt[max(len(prompt) - row.start, 0) :])
-            growing.append(_Growing(before, len(before), len(before) + row.max_new, [], row))
+            sequences.append(_Sequence(before, len(before), len(before) + row.max_new, [], row))
         parts = [
-            [_Job(prompts[i], media[i], growing[i * n : (i + 1) * n][first : first + most]) for i in part]
+            [
+                _SequenceGroup(prompts[i], media[i], sequences[i * n : (i + 1) * n][first : first + most])
+                for i in part
+            ]
             for part in split(prompts, self.batching, max(most // n, 1))
             for first in range(0, n, most)  # more samples than fit into a batch
         ]
@@ -98,39 +101,41 @@ class Sampler(NamedTuple):
             waiting = deque(part)
             live = None
             while waiting or live is not None:
-                live = self._step(self._admitted(live, waiting, most, longest))
-        return [Response(x.text[x.before :], x.logp, x.ended) for x in growing]
+                live = self._step(self._admit(live, waiting, max_rows=most, max_tokens=longest))
+        return [Response(x.text[x.before :], x.logp, x.ended) for x in sequences]
 
     def _joins(self) -> bool:
         """Return whether prompts may join rows that are sampled."""
         return self.batching.joins and not placeholders(self.lm.config)
 
-    def _admitted(self, rows: _Rows | None, waiting: "deque[_Job]", most: int, longest: int) -> _Rows:
-        """Add the rows of the next jobs, as many as there is room for among `most` rows."""
-        room = most
+    def _admit(
+        self, rows: _Rows | None, waiting: "deque[_SequenceGroup]", *, max_rows: int, max_tokens: int
+    ) -> _Rows:
+        """Prefill the next prompts that fit among `max_rows` rows, and add their rows."""
+        room = max_rows
         if rows is not None:
             room -= len(rows.live)
-            if not self._joins() or room * _SHARE < most:
+            if not self._joins() or room * _SHARE < max_rows:
                 return rows
-        jobs: list[_Job] = []
+        jobs: list[_SequenceGroup] = []
         while waiting and len(waiting[0].responses) <= room:
             jobs.append(waiting.popleft())
             room -= len(jobs[-1].responses)
         if not jobs and rows is not None:
             return rows
 
-        batch = start(
+        batch = prefill(
             self.lm,
             self.batching,
             [job.prompt for job in jobs],
             [len(job.responses) for job in jobs],
             self.pad,
             [job.media for job in jobs],
-            most=longest,
+            max_tokens=max_tokens,
         )
         live = [x for job in jobs for x in job.responses]
         vocab = batch.logits.shape[-1]
-        u = uniform_numbers([x.row for x in live], longest, vocab).to(self.lm.device)
+        u = uniform_numbers([x.row for x in live], max_tokens, vocab).to(self.lm.device)
         if rows is None:
             ends = torch.zeros(vocab, dtype=torch.bool)
             ends[[x for x in self.stop.ids if x < vocab]] = True
@@ -138,7 +143,12 @@ class Sampler(NamedTuple):
             steps = None
             if self.batching.fixed and self._joins():
                 steps = FixedSteps(
-                    self.lm, self.sampling, pad=self.pad, ends=ends, every=self.every, rows=most
+                    self.lm,
+                    self.sampling,
+                    pad=self.pad,
+                    ends=ends,
+                    check_every=self.check_every,
+                    rows=max_rows,
                 )
             return _Rows(batch, live, u, torch.arange(len(u), device=u.device), ends, steps)
         rows.batch.join(batch)
@@ -148,9 +158,9 @@ class Sampler(NamedTuple):
         return rows
 
     def _step(self, rows: _Rows) -> _Rows | None:
-        """Sample the next tokens of every row, and run those that have not ended one token further."""
+        """Sample the next tokens of every row, and decode those that have not ended one step further."""
         # no row passes its limit, so that all positions are the model's
-        count = min(self.every, min(x.most - len(x.text) for x in rows.live))
+        count = min(self.check_every, min(x.most - len(x.text) for x in rows.live))
         u, temperature = self._numbers(rows, count)
         if rows.steps is None:
             token, logp = self._drawn(rows, u, temperature)
@@ -187,7 +197,7 @@ class Sampler(NamedTuple):
             rows.live = [rows.live[k] for k in keep]
             rows.places = rows.places[index]
         if rows.steps is None:
-            rows.batch.append(self.lm, token)
+            rows.batch.decode_step(self.lm, token)
         return rows
 
     def _numbers(self, rows: _Rows, count: int) -> tuple[Tensor, Tensor | None]:
@@ -214,7 +224,7 @@ class Sampler(NamedTuple):
             if len(tokens) < u.shape[1]:
                 # a placeholder ends a row, and the model would look for its media
                 ended |= rows.ends[token]
-                rows.batch.append(self.lm, torch.where(ended, self.pad, token))
+                rows.batch.decode_step(self.lm, torch.where(ended, self.pad, token))
         return torch.stack(tokens, -1), torch.stack(logps, -1)
 
 
@@ -227,7 +237,7 @@ def filled(keep: Sequence[int]) -> list[int]:
     return order
 
 
-def split(prompts: Sequence[Sequence[int]], batching: Batching, most: int) -> list[list[int]]:
+def split(prompts: Sequence[Sequence[int]], batching: CacheSupport, most: int) -> list[list[int]]:
     """Return the prompts of each batch, at most `most`: of similar length, or all of the same length."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     groups = [order]

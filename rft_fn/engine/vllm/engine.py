@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from rft_fn import dist, memory
 from rft_fn.engine import prompt_media, requests
-from rft_fn.engine.lifetime import EngineConfig, dead_after_failure
-from rft_fn.engine.requests import Stop
+from rft_fn.engine.engine_config import EngineConfig
+from rft_fn.engine.lifetime import EngineCore
+from rft_fn.engine.requests import Request, Stop
 from rft_fn.engine.server_protocol import stored_tensors
 from rft_fn.engine.vllm import sampler, surroundings
 from rft_fn.engine.vllm.sampler import Asked, Sampler
@@ -24,8 +25,8 @@ from rft_fn.model.materialize import folder_of
 from rft_fn.model.media_inputs import placeholder_ids
 from rft_fn.model.model_names import resolve
 from rft_fn.model.save import save
-from rft_fn.types import Engine, Rollout, Sampling
-from rft_fn.types.engine import Delivered, EngineStatus, record
+from rft_fn.types import Rollout, Sampling
+from rft_fn.types.engine import Delivered, EngineStatus
 
 __all__ = ["InProcess", "ModelFolder", "build", "check_config", "check_media"]
 
@@ -57,12 +58,12 @@ def check_media(config: EngineConfig, model: str) -> None:
         sampler.check_family(load(base_folder(resolve(model)), meta=True))
 
 
-def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
+def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> EngineCore:
     """Build an engine with weights of `model`: a name, or a module, which is written to a folder for vLLM.
 
     All processes build it together. ImportError, with the package to install, without vLLM.
     """
-    return dead_after_failure(record(Engine, InProcess(config, model, tokenizer)))
+    return InProcess(config, model, tokenizer)
 
 
 class ModelFolder:
@@ -199,24 +200,23 @@ class InProcess:
         return {"kv_cache_memory_bytes": min(needed, size // 4)}
 
     @torch.no_grad()
-    def generate(
-        self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **per_row: Any
-    ) -> Rollout:
+    def sample(self, request: Request) -> Rollout:
         """Sample as `Generate` says, awake from then on; all ranks of a tensor-parallel group call it.
 
         vLLM's own generator, seeded with a row's key, is the row's stream, so `start` must be 0. At
         temperature 0 top_p and top_k leave log-probs as they are.
         """
+        n, sampling = request.n, request.sampling
         refused = None
         ids: list[list[int]] = []
         rows: list[requests.Row] = []
         media: list[prompt_media.PromptMedia] = []
         try:
-            ids = requests.token_ids(prompts, self.tokenizer)
-            requests.check(ids, keys, n, sampling, self.window, **per_row)
-            media = prompt_media.read(prompts, ids)
+            ids = requests.token_ids(request.prompts, self.tokenizer)
+            request.check(ids, self.window)
+            media = prompt_media.read(request.prompts, ids)
             prompt_media.check(self.folder.skeleton, ids, media)
-            rows = requests.rows(keys, n, sampling, **per_row)
+            rows = request.rows()
             self._check(ids, rows)
         except requests.BadRequest as error:
             refused = error

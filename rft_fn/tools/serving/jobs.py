@@ -15,7 +15,7 @@ from torch import Tensor
 from rft_fn.border import contained
 from rft_fn.data import Prompt
 from rft_fn.data.medium import Medium
-from rft_fn.engine.lifetime import time_limit
+from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import Scored, text
 from rft_fn.reward.calling import noted
 from rft_fn.reward.combine import Weighted, joint_names

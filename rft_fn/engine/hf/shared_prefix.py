@@ -1,77 +1,25 @@
-"""Shares prompts among their samples, and selects the rows of a model's cache, whatever it holds.
+"""Shares the KV cache of a prompt among its samples, by attention that reads it once for all of them.
 
 Attention of one new token does little else than read keys and values. The samples of a prompt have the same
 ones there, so their queries are put side by side: what was one product a row becomes one a prompt. The keys
 and values of a row's own tokens are in the model's cache, as always.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cache
-from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rft_fn import tree
-from rft_fn.engine.prompt_media import PromptMedia, as_pack
 from rft_fn.model.attention import keeps_scores, unfit_model, use
-from rft_fn.model.media_inputs import media_inputs, placeholders
 from rft_fn.model.parts import text_config
 
-__all__ = [
-    "OPTION", "Layer", "OwnRows", "Path", "Prompts", "Rows", "cache_of", "can_replace",
-    "compare", "constant", "join", "media_arguments", "own", "positions_ahead", "select", "shared_attention",
-    "tensors",
-]  # fmt: skip
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-_PER_TOKEN = ("position_ids", "mm_token_type_ids", "token_type_ids")
-
-
-# ---------- the media of rows: the arguments of a pack of the same sequences, put into rows
-
-
-def media_arguments(
-    lm: "PreTrainedModel", tokens: Tensor, seen: Tensor, media: Sequence[PromptMedia]
-) -> dict[str, Any]:
-    """Return the keyword arguments by which a model takes the media of rows [R, W], padded on either side.
-
-    Positions [axes, R, W] are among them where they differ from text's. Empty for a text model.
-    """
-    if not placeholders(lm.config):
-        return {}
-    ids = [row[real].tolist() for row, real in zip(tokens, seen)]
-    pack = tree.map(lambda x: x.to(lm.device), as_pack(ids, media))
-    given = media_inputs(lm, pack)
-    for name in _PER_TOKEN:
-        if name in given:
-            flat = given[name].squeeze(-2)  # [..., T] of [..., 1, T]
-            given[name] = flat.new_zeros(*flat.shape[:-1], *seen.shape)
-            given[name][..., seen] = flat
-    return given
-
-
-def positions_ahead(position: Tensor, seen: Tensor) -> Tensor:
-    """Return [axes, R]: by how much a new token's position exceeds the number of tokens before it.
-
-    `position` [axes, R, W] has text's axis first. On the others a token follows the largest one of its row.
-    """
-    after = position[1:].masked_fill(~seen, -1).amax((0, -1)) + 1
-    more = torch.zeros_like(position[..., 0])
-    more[1:] = after - seen.sum(-1)
-    return more
-
-
-# ---------- prompts that are held once, and attention that reads them once for all of their samples
+__all__ = ["OPTION", "Layer", "SharedPrefixes", "attention", "can_replace", "shared_attention"]
 
 NAME = "rft_prompts"  # of the attention function, in transformers' table
 OPTION = "rft_prompts"  # by which a model hands prompts on to it
@@ -84,7 +32,7 @@ class Layer(NamedTuple):
     values: Tensor  # [P, H, W, D']
 
 
-class Prompts:
+class SharedPrefixes:
     """P prompts of W tokens, and the prompt that each of R rows continues."""
 
     def __init__(self, layers: Sequence[Layer], seen: Tensor, of: Sequence[int]):
@@ -131,7 +79,7 @@ class Prompts:
             self._hide()
         self._group()
 
-    def join(self, other: "Prompts") -> None:
+    def join(self, other: "SharedPrefixes") -> None:
         """Append other prompts and their rows."""
         width = max(self.seen.shape[1], other.seen.shape[1])
         self.of += [prompt + len(self.seen) for prompt in other.of]
@@ -144,7 +92,7 @@ class Prompts:
         self._hide()
         self._group()
 
-    def fix(self, held: "Prompts | None", rows: int) -> "Prompts":
+    def fix(self, held: "SharedPrefixes | None", rows: int) -> "SharedPrefixes":
         """Return these prompts for `rows` rows in tensors that last: in those `held`, or in new ones.
 
         There is a place for more prompts, tokens and rows of each, a power of two of all three.
@@ -247,7 +195,7 @@ def attention(
     """
     dtype = query.dtype
     query = query.to(key.dtype)
-    prompts: Prompts | None = options.get(OPTION)
+    prompts: SharedPrefixes | None = options.get(OPTION)
     for name in ("sliding_window", "softcap", "s_aux", "position_bias", "dropout"):
         given = options.get(name)
         if given is not None and not (name == "dropout" and given == 0):
@@ -300,139 +248,3 @@ def _register() -> None:
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-# ---------- a model's cache of the tokens it has read: keys and values, convolutions, recurrent states
-
-Path = tuple[Any, ...]  # of attributes, keys and indices
-Rows = dict[Path, int]  # the dimension of each tensor that counts rows
-
-
-class OwnRows(ABC):
-    """A part of a cache that selects and adds rows itself, and is not searched for tensors."""
-
-    @abstractmethod
-    def take(self, index: Tensor, moved: Tensor) -> None:
-        """Keep the rows `index` [R']; `moved` are the places with a row of another place."""
-
-    @abstractmethod
-    def join(self, other: Any) -> None:
-        """Add the rows of another part of this kind."""
-
-    @abstractmethod
-    def lift(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [R, H, W, D] of all rows; leave `rows` rows without any."""
-
-    @abstractmethod
-    def crop_left(self, count: int) -> None:
-        """Drop the first `count` cache positions."""
-
-
-def own(cache: Any) -> list[OwnRows]:
-    """Return the parts of a cache that select their rows themselves."""
-    return [layer for layer in getattr(cache, "layers", []) if isinstance(layer, OwnRows)]
-
-
-def join(cache: Any, other: Any) -> None:
-    """Append the rows of another cache; every part of both must be in `own`."""
-    for mine, new in zip(own(cache), own(other), strict=True):
-        mine.join(new)
-
-
-def cache_of(output: Any) -> tuple[str, Any]:
-    """Return the cache of a model's output after the name by which the model takes it; ("", None) without."""
-    from transformers.generation.utils import ALL_CACHE_NAMES
-
-    caches = [(name, getattr(output, name, None)) for name in ALL_CACHE_NAMES]
-    return next((x for x in caches if x[1] is not None), ("", None))
-
-
-def _entries(x: Any) -> list[tuple[Any, Any]]:
-    """Return (name, part) of everything in x that may hold tensors."""
-    if isinstance(x, dict):
-        return list(x.items())
-    if isinstance(x, (list, tuple)):
-        return list(enumerate(x))
-    closed = (Tensor, nn.Module, type, FunctionType, ModuleType, OwnRows)
-    if isinstance(x, closed) or not hasattr(x, "__dict__"):
-        return []
-    return list(vars(x).items())
-
-
-def _replaced(x: Any, f: Callable[[Path, Tensor], Tensor], path: Path, seen: dict[int, Any]) -> Any:
-    """Put f(path, tensor) in place of each tensor of x; containers change in place, tuples are rebuilt."""
-    if id(x) in seen:
-        return seen[id(x)][1]
-
-    # tensors and tuples become new objects
-    new = x
-    if isinstance(x, Tensor):
-        new = f(path, x)
-    elif isinstance(x, tuple):
-        parts = [_replaced(part, f, (*path, name), seen) for name, part in _entries(x)]
-        new = type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-    seen[id(x)] = (x, new)  # x itself too: Python gives the id of an object that is gone to another one
-
-    # everything else keeps its identity, so that one object in two places stays one
-    if new is x and not isinstance(x, Tensor):
-        for name, part in _entries(x):
-            other = _replaced(part, f, (*path, name), seen)
-            if other is not part and isinstance(x, (dict, list)):
-                x[name] = other
-            elif other is not part:
-                setattr(x, name, other)
-    return new
-
-
-def tensors(cache: Any) -> dict[Path, Tensor]:
-    """Return every tensor of a cache, by its path."""
-    by_path: dict[Path, Tensor] = {}
-    _replaced(cache, by_path.setdefault, (), {})
-    return by_path
-
-
-def compare(one: Any, two: Any) -> Rows:
-    """Return the dimension of rows in each tensor, from caches of one row and of two.
-
-    ValueError where the caches differ in more than their sizes.
-    """
-    first = tensors(one)
-    second = tensors(two)
-    if first.keys() != second.keys():
-        raise ValueError(
-            f"cache: expected the same tensors for one row and two, got {len(first)}, {len(second)}"
-        )
-    rows: Rows = {}
-    for path, x in first.items():
-        sizes = list(zip(x.shape, second[path].shape))
-        if (1, 2) in sizes:
-            rows[path] = sizes.index((1, 2))
-    return rows
-
-
-def select(cache: Any, rows: Rows, index: Tensor, moved: Sequence[int]) -> Any:
-    """Return the cache of the rows `index` [R], which may repeat or leave out some.
-
-    `moved` are the places with a row of another place.
-    """
-
-    def selected(path: Path, x: Tensor) -> Tensor:
-        return x.index_select(rows[path], index.to(x.device)) if path in rows else x
-
-    parts = own(cache)
-    if parts:
-        places = torch.tensor(moved, dtype=torch.long, device=index.device)
-        for part in parts:
-            part.take(index, places)
-    return _replaced(cache, selected, (), {})
-
-
-def constant(short: Any, long: Any, rows: Rows) -> list[Path]:
-    """Return the tensors of a cache that do not grow with the tokens: recurrent states and convolutions."""
-    before = tensors(short)
-    after = tensors(long)
-
-    def rest(path: Path, x: Tensor) -> list[int]:
-        return [size for dim, size in enumerate(x.shape) if dim != rows[path]]
-
-    return [path for path in rows if rest(path, before[path]) == rest(path, after[path])]
