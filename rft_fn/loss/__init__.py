@@ -29,26 +29,7 @@ from rft_fn.loss.kl import (
     reverse_kl,
     reverse_kl_top_k,
 )
-from rft_fn.loss.policy import (
-    a_star,
-    cispo,
-    cpgd,
-    dppo_kl,
-    dppo_tv,
-    dro,
-    gmpo,
-    gspo,
-    gspo_token,
-    kl_cov,
-    ppo_clip,
-    proximal_logp,
-    ratio,
-    reinforce,
-    sapo,
-    seq_ratio,
-    vespo,
-    with_observed,
-)
+from rft_fn.loss.policy import ppo_clip, ratio, reinforce
 from rft_fn.loss.preference import (
     PREFERENCES,
     Preference,
@@ -70,6 +51,23 @@ from rft_fn.loss.preference import (
     rpo,
     simpo,
     sppo,
+)
+from rft_fn.loss.surrogates import (
+    a_star,
+    cispo,
+    cpgd,
+    dppo_kl,
+    dppo_tv,
+    dro,
+    gmpo,
+    gspo,
+    gspo_token,
+    kl_cov,
+    proximal_logp,
+    sapo,
+    seq_ratio,
+    vespo,
+    with_observed,
 )
 from rft_fn.loss.targets import (
     bradley_terry,

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from rft_fn import check, segment, tree
@@ -196,5 +195,5 @@ def sides(x: Tensor, b: Packed) -> tuple[Tensor, Tensor]:
     if b.unit != 2:
         raise ValueError(f"unit: expected a pack of pairs, shard(..., unit=2), got unit = {b.unit}")
     total = segment.sum(x, b.mask, b.seq, b.num_seqs)
-    first, second = rearrange(total, "(pair side) -> side pair", side=2)
+    first, second = total.view(-1, 2).unbind(-1)
     return first, second
