@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
-from rft_fn.logprob.of_logits import log_ratio
+from rft_fn.logprob.ratio import log_ratio
 
 __all__ = ["MAX_LOG_RATIO", "Scalar", "between", "clipped", "ppo_clip", "ratio", "reinforce"]
 

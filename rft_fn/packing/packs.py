@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rft_fn import check, segment, tree
 from rft_fn.packing.units import Unit, placeholder_size, placeholder_units, total
-from rft_fn.types import Experience, Packed
+from rft_fn.types.batch import Experience, Packed
 
 __all__ = [
     "begins",

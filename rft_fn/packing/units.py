@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
-from rft_fn.types import Packed
+from rft_fn.types.batch import Packed
 
 __all__ = [
     "Unit", "count_filled", "members_of", "placeholder_size", "placeholder_units", "total", "unit_of",
