@@ -109,7 +109,7 @@ _cpgd = per_group(advantage.cpgd)
 _best = per_group(advantage.best_minus_second)
 _centred = reinforce_pp_baseline
 
-_grpo, _clip = GRPO.advantage, GRPO.loss
+_grpo, _clip = GRPO.advantage, per_token(loss.ppo_clip)
 _clip_higher = partial(_clip, high=0.28)
 _gspo = per_sequence(loss.gspo)
 _gspo_token = per_sequence(loss.gspo_token)
