@@ -27,7 +27,7 @@ from rft_fn.weight.averages import (
     unit_mean,
     unit_sum,
 )
-from rft_fn.weight.corrections import (
+from rft_fn.weight.reweighting import (
     clip_cov,
     covariance,
     geometric_mask,
