@@ -125,7 +125,7 @@ test-all:
 
 # Wrong changes of the library, drawn by SEED, and the test that notices each; a survivor is an equivalent change, or a
 # property that no test states.
-#   make mutants SEED=7 COUNT=20 MUTANTS='--paths rft_fn/loss rft_fn/weight.py'
+#   make mutants SEED=7 COUNT=20 MUTANTS='--paths rft_fn/loss rft_fn/weight'
 COUNT ?= 100
 
 mutants: $(VENV)/test-installed

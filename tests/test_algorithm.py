@@ -5,6 +5,7 @@ import inspect
 import itertools
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -13,9 +14,9 @@ from each_case import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rft_fn import algorithm, loss, packing, testing, tree, weight
-from rft_fn.algorithm import with_metrics as stopped
-from rft_fn.algorithm.with_metrics import Evaluated
+from rft_fn import algorithm, loss, packing, segment, testing, tree, weight
+from rft_fn.algorithm import more_losses
+from rft_fn.algorithm.with_metrics import stopped
 from rft_fn.run import options
 from rft_fn.types import TokenOut, experience
 
@@ -201,6 +202,7 @@ def test_vapo_reaches_further_back_in_longer_responses_and_its_critic_sees_whole
 def test_metrics_say_how_much_each_loss_stops(name):
     """With limits that nothing passes the share is 0, with limits of nearly 0 it is most of the tokens."""
     b = packing.pack(testing.case(0).exp, range(8))
+    b = tree.replace(b, adv=segment.mean(b.adv, b.mask, b.seq, b.num_seqs)[b.seq])  # one a response
     out = testing.case(0).apply(testing.case(0).params, b)
     fn = algorithm.TABLE[name].loss
     tight, wide = {
@@ -219,25 +221,48 @@ def test_metrics_say_how_much_each_loss_stops(name):
 
 
 def test_what_counts_as_stopped_by_hand():
-    """Only where the advantage pushes further out, but for CISPO; at a limit itself nothing is stopped."""
-    ratio = torch.tensor([0.5, 0.75, 0.79, 0.9, 1.0, 1.1, 1.21, 1.25, 1.5])
-    options = {"low": 0.25, "high": 0.25}
-    edge = {"low": -torch.tensor(0.75).log(), "high": torch.tensor(1.25).log()}
+    """Tokens without a gradient in spite of an advantage; at a limit itself nothing is stopped."""
+    logp = torch.tensor([0.5, 0.75, 0.79, 0.9, 1.0, 1.1, 1.21, 1.25, 1.5]).log()
+    ratio, old, mask, seq = logp.exp(), torch.zeros(9), torch.ones(9, dtype=torch.bool), torch.arange(9)
+    clip = {"low": 1 - ratio[1].item(), "high": ratio[7].item() - 1}
+    edge = {"low": -logp[1].item(), "high": logp[7].item()}
+    of_sequences = {"mask": mask, "seq": seq, "num_seqs": 9}
     for fn, limits, up, down in (
-        (stopped.beyond_clip, options, [1.5], [0.5]),
-        (stopped.beyond_log_clip, edge, [1.5], [0.5]),
-        (stopped.beyond_log_clip, {"low": 0.25, "high": 0.2}, [1.25, 1.5], [0.5, 0.75]),
-        (stopped.outside_default_clip, {}, [1.21, 1.25, 1.5], [0.5, 0.75, 0.79]),
-        (stopped.outside_clip, options, [0.5, 1.5], [0.5, 1.5]),
+        (loss.ppo_clip, clip, [8], [0]),
+        (loss.gspo, clip | of_sequences, [8], [0]),
+        (loss.gmpo, edge | of_sequences, [8], [0]),
+        (loss.gmpo, {"low": 0.25, "high": 0.2} | of_sequences, [7, 8], [0, 1]),
+        (loss.dppo_tv, {"limit": 0.22}, [7, 8], [0, 1]),
+        (loss.reinforce, {}, [], []),
     ):
-        for adv, want in ((1.0, up), (-1.0, down), (0.0, up if fn is stopped.outside_clip else [])):
-            at = Evaluated(ratio, ratio, ratio.log(), torch.full((9,), adv), limits)
-            assert ratio[fn(at)].tolist() == want, (fn, adv)
-    zero, one = torch.zeros(4), torch.ones(4)
-    for field, want in (("loss", [False, True]), ("adv", [True, False]), ("logp", [True, False])):
-        given = {"loss": zero, "adv": one, "logp": -one} | {field: torch.tensor([1.0, 0.0, 1.0, 0.0])}
-        found = stopped.outside_trust_region(Evaluated(ratio=one, options={}, **given))
-        assert found.tolist() == want * 2, field
+        for sign, want in ((1.0, up), (-1.0, down), (0.0, [])):
+            adv = torch.full((9,), sign)
+
+            def of(x, fn=fn, limits=limits, adv=adv):
+                return fn(x, adv) if fn is loss.reinforce else fn(x, old, adv, **limits)
+
+            found = stopped(of, TokenOut(logp=logp), SimpleNamespace(adv=adv))
+            assert found.nonzero()[:, 0].tolist() == want, (fn, sign)
+
+
+def test_tokens_that_both_policies_exclude_are_not_stopped():
+    """They have no gradient, whatever the limits."""
+    logp = torch.tensor([-torch.inf, -1.0])
+    b = SimpleNamespace(adv=torch.ones(2))
+    found = stopped(lambda x: loss.ppo_clip(x, logp, b.adv), TokenOut(logp=logp), b)
+    assert found.tolist() == [False, False]
+
+
+def test_what_losses_hold_back_that_stop_no_token_by_hand():
+    """CISPO's cap whatever the advantage; soft gates where the advantage pushes further out."""
+    ratio = torch.tensor([0.5, 0.75, 0.79, 0.9, 1.0, 1.1, 1.21, 1.25, 1.5])
+    for fn, limits, up, down, zero in (
+        (more_losses.beyond_clip, {"low": 0.25, "high": 0.25, "drift": 1.0}, [1.5], [0.5], []),
+        (more_losses.beyond_clip, {}, [1.21, 1.25, 1.5], [0.5, 0.75, 0.79], []),
+        (more_losses.outside_weights, {"low": 0.25, "high": 0.25}, [0.5, 1.5], [0.5, 1.5], [0.5, 1.5]),
+    ):
+        for adv, want in ((1.0, up), (-1.0, down), (0.0, zero)):
+            assert ratio[fn(ratio, torch.full((9,), adv), **limits)].tolist() == want, (fn, adv)
 
 
 @each("name", [n for n, r in algorithm.TABLE.items() if hasattr(r, "group")])

@@ -279,10 +279,10 @@ def test_calls_are_written_out():
 
 # lines of a training script, None where it is not limited, and of its main
 PAGES = {
-    "grpo": (130, 55),
-    "ppo": (170, 75),
+    "grpo": (145, 55),
+    "ppo": (185, 75),
     "distill": (170, 60),
-    "dpo": (240, 60),
+    "dpo": (245, 60),
     "sft": (None, 60),
     "train_rm": (None, 60),
     "multi_turn": (None, 60),

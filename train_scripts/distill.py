@@ -11,6 +11,7 @@ Run the same command again to resume from the last checkpoint, to the bit.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +85,15 @@ def student_loss(cfg: Config, algo, sampled: bool, out: rft.TokenOut, b: rft.Pac
     return loss, metrics | {"distill/loss": rft.metric.sum(b.w * loss)}
 
 
+class Loop(NamedTuple):
+    """What a checkpoint brings back beside the state of the model."""
+
+    step: int = 0
+    floor: float = 0.0  # of the gap between trainer and sampler
+    collect: Any = None
+    shaping: Any = None
+
+
 def main(cfg: Config) -> None:
     algo = rft.run.objective(cfg)
     env = rft.run.setup(
@@ -94,15 +104,15 @@ def main(cfg: Config) -> None:
     collector, shaping = env.collector(), env.shaping()
     tokens = env.tokens(partial(student_loss, cfg, algo, True), group=cfg.group)
 
-    # the state of a run: the model's, and one tree of all else that a checkpoint brings back
-    loop = {"step": 0, "floor": 0.0, "collect": collector.init(), "shaping": shaping.init()}
+    # the state of a run: the model's, and a record of all else that a checkpoint brings back
+    loop = Loop(collect=collector.init(), shaping=shaping.init())
     state, loop = env.restore(env.policy.state, loop)
-    env.push(state, version=loop["step"])
+    env.push(state, version=loop.step)
 
-    for step in range(loop["step"], env.steps):
+    for step in range(loop.step, env.steps):
         # collect: the same batch on every rank, the student's responses or others
         values = env.evaluation(0) if step == 0 else {}
-        sampled, collected, gap, floor = teachers.on_policy(step), loop["collect"], {}, loop["floor"]
+        sampled, collected, gap, floor = teachers.on_policy(step), loop.collect, {}, loop.floor
         if sampled:
             batch, collected = collector.next(collected, step)
             own = env.trainer_logp(state, batch.learned, step)
@@ -114,7 +124,7 @@ def main(cfg: Config) -> None:
         taught = teachers.say(state, batch)
 
         # learn: the teacher's words for the student's forward, rewards and advantages
-        reward, moments, shaped = shaping.apply(env.reward(batch), loop["shaping"], rollout)
+        reward, moments, shaped = shaping.apply(env.reward(batch), loop.shaping, rollout)
         adv = advantages(cfg, algo, batch, reward, taught, old_logp)
         extra = taught.extra | correction | {"taught": taught.rows.float()}
         exp = rft.experience(learned, adv=adv, w=algo.weight(learned.mask), old_logp=old_logp, extra=extra)
@@ -127,7 +137,7 @@ def main(cfg: Config) -> None:
                 packs = st.shard(part, cfg.budget, halves=not logs and env.halves(step))
                 grads, metrics = st.grad(state, apply, loss_fn, packs)
                 if sampled and not logs:  # before the first update trainer and sampler have the same weights
-                    gap, floor = env.check_gap(loop["floor"], metrics, own, batch, state, packs)
+                    gap, floor = env.check_gap(loop.floor, metrics, own, batch, state, packs)
                 rate = env.policy.schedule(rft.optim.count(state.opt))
                 state, more = st.update(state, grads)
                 logs.append(rft.metric.results(metrics | more))
@@ -139,8 +149,8 @@ def main(cfg: Config) -> None:
         values |= (
             shaped | batch.metrics | rft.metric.average(logs) | gap | moved | taught.metrics | {"lr": rate}
         )
-        score = env.report(step, batch, reward, values | taught.metrics | env.evaluation(step + 1))
-        loop = {"step": step + 1, "floor": floor, "collect": collected, "shaping": moments}
+        score = env.report(step, batch, reward, values | env.evaluation(step + 1))
+        loop = Loop(step=step + 1, floor=floor, collect=collected, shaping=moments)
         env.checkpoint(state, loop, score=score, collector=collector)
     teachers.close()
     env.finish(state)

@@ -12,7 +12,7 @@ Run the same command again to resume from the last checkpoint, to the bit.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,33 +121,36 @@ def pair_loss(cfg: Config) -> Callable[..., Tensor]:
     return loss
 
 
+def of_responses(cfg: Config, x: Tensor, b: rft.Packed) -> Tensor:
+    """Return the log-prob of each response [K], from log-probs [T] of tokens: a sum, or a mean."""
+    factor = torch.ones_like(x)
+    if cfg.ld_alpha < 1:
+        factor = rft.loss.length_desensitized(b.mask, b.seq, b.num_seqs, alpha=cfg.ld_alpha)
+    reduce = rft.segment.mean if cfg.average or cfg.row.mean else rft.segment.sum
+    return reduce(factor * x, b.mask, b.seq, b.num_seqs)
+
+
+def measured(cfg: Config, name: str, logp: Tensor, ref_logp: Tensor, real: Tensor, b: rft.Packed) -> dict:
+    """Return the metrics of pairs or of labelled responses, from log-probs [K]."""
+    if not cfg.unpaired:
+        sides = *logp.view(-1, 2).T, *ref_logp.view(-1, 2).T
+        return rft.metric.pairs(name, *sides, real, beta=cfg.beta)
+    labels = rft.loss.Labels.of_pack(b)
+    baseline = (1.0 if cfg.loss == "bco" else cfg.beta) * labels.baseline
+    rows = (logp, ref_logp, labels.desirable)
+    return rft.metric.labelled(name, *rows, real, beta=cfg.beta, baseline=baseline)
+
+
 def losses(cfg: Config, name: str, logp: Tensor, real: Tensor, b: rft.Packed) -> tuple[Tensor, dict]:
     """Return the loss of each pair or single response, from log-probs [T] of tokens, and metrics."""
-    n, means = b.num_seqs, cfg.average or cfg.row.mean
-    factor = torch.ones_like(logp)
-    if cfg.ld_alpha < 1:
-        factor = rft.loss.length_desensitized(b.mask, b.seq, n, alpha=cfg.ld_alpha)
-    reduce = rft.segment.mean if means else rft.segment.sum
-    logp = reduce(factor * logp, b.mask, b.seq, n)
-    ref_logp = reduce(factor * b.ref_logp, b.mask, b.seq, n) if cfg.row.reference else torch.zeros_like(logp)
-    extra = {key: rft.segment.mean(x, b.mask, b.seq, n) for key, x in (b.extra or {}).items()}
-
-    if cfg.unpaired:
-        scale = 1.0 if cfg.loss == "bco" else cfg.beta
-        baseline = scale * extra["baseline"]
-        rows = (logp, ref_logp, extra["desirable"])
-        metrics = rft.metric.labelled(name, *rows, real, beta=cfg.beta, baseline=baseline)
-    else:
-        sides = *logp.view(-1, 2).T, *ref_logp.view(-1, 2).T
-        metrics = rft.metric.pairs(name, *sides, real, beta=cfg.beta)
-
-    if cfg.row.single:
-        return pair_loss(cfg)(logp, ref_logp, extra["desirable"], baseline=extra["baseline"]), metrics
-    loss = pair_loss(cfg)(*sides) if cfg.row.reference else pair_loss(cfg)(*sides[:2])
+    logp = of_responses(cfg, logp, b)
+    ref_logp = of_responses(cfg, b.ref_logp, b) if cfg.row.reference else torch.zeros_like(logp)
+    loss = cfg.row.of_pack(pair_loss(cfg), logp, ref_logp, b)
     if cfg.nll:
-        tokens = rft.segment.sum(b.mask.to(logp.dtype), b.mask, b.seq, n)[::2].clamp(min=1)
-        loss = loss + cfg.nll * rft.loss.nll(sides[0] if means else sides[0] / tokens)
-    return loss, metrics
+        tokens = rft.segment.sum(b.mask.to(logp.dtype), b.mask, b.seq, b.num_seqs)[::2].clamp(min=1)
+        chosen = logp[::2]
+        loss = loss + cfg.nll * rft.loss.nll(chosen if cfg.average or cfg.row.mean else chosen / tokens)
+    return loss, measured(cfg, name, logp, ref_logp, real, b)
 
 
 def policy_loss(cfg: Config, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
@@ -172,6 +175,14 @@ def evaluation(cfg: Config, held_out: rft.Experience, logp: Tensor) -> dict[str,
     return preferences.with_margin(rft.metric.results(metrics))
 
 
+class Loop(NamedTuple):
+    """What a checkpoint brings back beside the state of the model."""
+
+    step: int = 0
+    reference: Any = None
+    shift: float = 0.0  # of the rewards, which only bco reads
+
+
 def main(cfg: Config) -> None:
     preferences.check_options(cfg)
     what = "responses" if cfg.unpaired else "pairs"
@@ -182,9 +193,8 @@ def main(cfg: Config) -> None:
     loss_fn = partial(policy_loss, cfg)
     names = () if cfg.unpaired else ("chosen", "rejected")
     tokens = env.tokens(loss_fn, group=cfg.unit, unit=cfg.unit, names=names)
-    loop = {"step": 0, "reference": env.reference} | ({"shift": 0.0} if cfg.loss == "bco" else {})
-    state, loop = env.restore(env.policy.state, loop)
-    shift = loop.get("shift", 0.0)  # of the rewards, which only bco reads
+    state, loop = env.restore(env.policy.state, Loop(reference=env.reference))
+    shift = loop.shift
 
     # the rows of the evaluations, whose reference log-probs change only with the reference
     unseen, _ = rft.data.take(task.unseen, cfg.eval_pairs, cfg.seed)
@@ -197,7 +207,7 @@ def main(cfg: Config) -> None:
             logp = st.score(env.apply, state.params, batch, cfg.budget, unit=cfg.unit).logp
         return evaluation(cfg, batch, logp)
 
-    for step in range(loop["step"], env.steps):
+    for step in range(loop.step, env.steps):
         values = evaluate(state, shift) if step == 0 else {}
 
         # collect: responses, and how probable the reference finds them
@@ -219,11 +229,10 @@ def main(cfg: Config) -> None:
         if env.evaluates(step + 1):
             values |= evaluate(state, shift)
         env.run.write(step, values, tokens=int(exp.length.sum()))
-        reference = env.follow(loop["reference"], state, step + 1)
+        reference = env.follow(loop.reference, state, step + 1)
         if reference is not None and (step + 1) % cfg.ref_every == 0:
             held_out = preferences.with_reference(cfg, env, state, unseen, shift)
-        now = {"step": step + 1, "reference": reference, "shift": shift}
-        loop = {name: now[name] for name in loop}
+        loop = Loop(step=step + 1, reference=reference, shift=shift)
         env.checkpoint(state, loop)
     env.finish(state)
 

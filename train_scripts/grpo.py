@@ -7,6 +7,7 @@ Run the same command again to resume from the last checkpoint, to the bit.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -69,6 +70,17 @@ def policy_loss(cfg: Config, algo, out: rft.TokenOut, b: rft.Packed) -> tuple[Te
     return loss, metrics | rft.metric.policy(out, b)
 
 
+class Loop(NamedTuple):
+    """What a checkpoint brings back beside the state of the model."""
+
+    step: int = 0
+    floor: float = 0.0  # of the gap between trainer and sampler
+    entropy: float = 0.0  # coefficient of its bonus
+    reference: Any = None
+    collect: Any = None
+    shaping: Any = None
+
+
 def main(cfg: Config) -> None:
     algo = rft.run.objective(cfg)
     anchor = cfg.kl > 0 or cfg.kl_in_reward > 0 or algo.reference
@@ -79,23 +91,23 @@ def main(cfg: Config) -> None:
     unit = cfg.group if algo.together else 1  # rows that share a pack
     tokens = env.tokens(loss_fn, group=cfg.group, unit=unit)
 
-    # the state of a run: the model's, and one tree of all else that a checkpoint brings back
-    loop = {"step": 0, "floor": 0.0, "entropy": cfg.entropy, "reference": env.reference}
-    loop |= {"collect": collector.init(), "shaping": shaping.init()}
+    # the state of a run: the model's, and a record of all else that a checkpoint brings back
+    loop = Loop(entropy=cfg.entropy, reference=env.reference)
+    loop = loop._replace(collect=collector.init(), shaping=shaping.init())
     state, loop = env.restore(env.policy.state, loop)
-    env.push(state, version=loop["step"])
+    env.push(state, version=loop.step)
 
-    for step in range(loop["step"], env.steps):
+    for step in range(loop.step, env.steps):
         # collect: the same batch on every rank
         values = env.evaluation(0) if step == 0 else {}
-        batch, collected = collector.next(loop["collect"], step)
+        batch, collected = collector.next(loop.collect, step)
         rollout, learned = batch.rollout, batch.learned  # all responses, and what of them is learned from
         ref_logp = env.reference_logp(state, rollout)  # None without a KL
-        own = env.trainer_logp(state, learned, step, entropy=loop["entropy"])  # the sampler's, or corrected
+        own = env.trainer_logp(state, learned, step, entropy=loop.entropy)  # the sampler's, or corrected
         tokens.before(step, state.params, rollout)
 
         # learn: rewards [N, G], advantages, and the weight of each token
-        reward, moments, shaped = shaping.apply(env.reward(batch), loop["shaping"], rollout, ref_logp)
+        reward, moments, shaped = shaping.apply(env.reward(batch), loop.shaping, rollout, ref_logp)
         adv = algo.advantage(reward, rollout, **env.baseline(batch))
         w = algo.weight(learned.mask)
         exp = rft.experience(learned, adv=adv, w=w, old_logp=own.old_logp, ref_logp=ref_logp, extra=own.extra)
@@ -107,7 +119,7 @@ def main(cfg: Config) -> None:
                 packs = st.shard(part, cfg.budget, unit=unit, halves=not logs and env.halves(step))
                 grads, metrics = st.grad(state, apply, loss_fn, packs)
                 if not logs:  # before the first update trainer and sampler have the same weights
-                    gap, floor = env.check_gap(loop["floor"], metrics, own, batch, state, packs)
+                    gap, floor = env.check_gap(loop.floor, metrics, own, batch, state, packs)
                 rate = env.policy.schedule(rft.optim.count(state.opt))
                 state, more = st.update(state, grads)
                 logs.append(rft.metric.results(metrics | more))
@@ -119,9 +131,9 @@ def main(cfg: Config) -> None:
         values |= shaped | batch.metrics | rft.metric.average(logs) | gap | {"lr": rate}
         values |= rft.metric.spread("adv", exp.adv, exp.mask) | env.evaluation(step + 1)
         score = env.report(step, batch, reward, values)
-        reference = env.follow(loop["reference"], state, step + 1)
-        loop = {"step": step + 1, "floor": floor, "entropy": own.entropy, "reference": reference}
-        loop |= {"collect": collected, "shaping": moments}
+        reference = env.follow(loop.reference, state, step + 1)
+        loop = loop._replace(step=step + 1, floor=floor, entropy=own.entropy, reference=reference)
+        loop = loop._replace(collect=collected, shaping=moments)
         env.checkpoint(state, loop, score=score, collector=collector)
     env.finish(state)
 

@@ -9,7 +9,7 @@ from the last checkpoint, to the bit.
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -152,6 +152,13 @@ def policy_loss(cfg: Config, algo, out: rft.TokenOut, b: rft.Packed) -> tuple[Te
     return loss, metrics | rft.metric.policy(out, b)
 
 
+class Loop(NamedTuple):
+    """What a checkpoint brings back beside the state of the model."""
+
+    step: int = 0
+    floor: float = 0.0  # of the gap between trainer and sampler
+
+
 def main(cfg: Config) -> None:
     algo = rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group)
     check(cfg, algo)
@@ -163,11 +170,11 @@ def main(cfg: Config) -> None:
     loss_fn = partial(policy_loss, cfg, algo)
     tokens = env.tokens(loss_fn, group=cfg.group, unit=unit)
 
-    # the state of a run: the model's, and one tree of all else that a checkpoint brings back
-    state, loop = env.restore(env.policy.state, {"step": 0, "floor": 0.0})
-    env.push(state, version=loop["step"])
+    # the state of a run: the model's, and a record of all else that a checkpoint brings back
+    state, loop = env.restore(env.policy.state, Loop())
+    env.push(state, version=loop.step)
 
-    for step in range(loop["step"], env.steps):
+    for step in range(loop.step, env.steps):
         # collect: conversations; only what the policy sampled is in the mask
         values = evaluate(env, world, 0) if step == 0 else {}
         prompts, keys = rft.data.draw(env.task.dataset, cfg.prompts, step, cfg.seed)
@@ -190,7 +197,7 @@ def main(cfg: Config) -> None:
         with env.phase("train"):
             packs = st.shard(exp, cfg.budget, unit=unit, halves=env.halves(step))
             grads, metrics = st.grad(state, env.apply, loss_fn, packs)
-            gap, floor = env.check_gap(loop["floor"], metrics, own, batch, state, packs)
+            gap, floor = env.check_gap(loop.floor, metrics, own, batch, state, packs)
             rate = env.policy.schedule(rft.optim.count(state.opt))
             state, more = st.update(state, grads)
         values |= env.update_kl(state, rollout, own)
@@ -203,7 +210,7 @@ def main(cfg: Config) -> None:
         if env.evaluates(step + 1):
             values |= evaluate(env, world, step)
         score = env.report(step, batch, played.reward, values)
-        loop = {"step": step + 1, "floor": floor}
+        loop = Loop(step=step + 1, floor=floor)
         env.checkpoint(state, loop, score=score)
     env.finish(state)
 

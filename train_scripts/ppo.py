@@ -7,6 +7,7 @@ second optimizer. Run the same command again to resume from the last checkpoint,
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,6 +89,18 @@ def actor_loss(cfg: Config, row, out: rft.TokenOut, b: rft.Packed) -> tuple[Tens
     return loss + b.extra["positive"] * nll, metrics | rft.metric.policy(out, b)
 
 
+class Loop(NamedTuple):
+    """What a checkpoint brings back beside the state of the model."""
+
+    step: int = 0
+    floor: float = 0.0  # of the gap between trainer and sampler
+    kl: float = 0.0  # coefficient of its penalty
+    entropy: float = 0.0  # coefficient of its bonus
+    reference: Any = None
+    collect: Any = None
+    shaping: Any = None
+
+
 # The run is one function, read in the order in which it happens.
 def main(cfg: Config) -> None:
     row = rft.run.actor_critic(cfg)
@@ -97,27 +110,27 @@ def main(cfg: Config) -> None:
     loss_fn = partial(actor_loss, cfg, row)
     tokens = env.tokens(loss_fn, group=cfg.group)
 
-    # the state of a run: those of both models, and one tree of all else that a checkpoint brings back
-    loop = {"step": 0, "floor": 0.0, "kl": cfg.kl, "entropy": cfg.entropy, "reference": env.reference}
-    loop |= {"collect": collector.init(), "shaping": shaping.init()}
+    # the state of a run: those of both models, and a record of all else that a checkpoint brings back
+    loop = Loop(kl=cfg.kl, entropy=cfg.entropy, reference=env.reference)
+    loop = loop._replace(collect=collector.init(), shaping=shaping.init())
     states, loop = env.restore({"actor": env.policy.state, "critic": env.critic.state}, loop)
     actor, critic = states["actor"], states["critic"]
-    env.push(actor, version=loop["step"])
+    env.push(actor, version=loop.step)
 
-    for step in range(loop["step"], env.steps):
+    for step in range(loop.step, env.steps):
         # collect: the same batch on every rank; values and log-probs are [B, S]
         values = env.evaluation(0) if step == 0 else {}
-        batch, collected = collector.next(loop["collect"], step)
+        batch, collected = collector.next(loop.collect, step)
         rollout, mask = batch.rollout, batch.rollout.mask
         ref_logp = env.reference_logp(actor, rollout) if cfg.kl else rollout.logp
-        own = env.trainer_logp(actor, rollout, step, entropy=loop["entropy"])  # the sampler's, or corrected
+        own = env.trainer_logp(actor, rollout, step, entropy=loop.entropy)  # the sampler's, or corrected
         value = env.value(critic, rollout)
         tokens.before(step, actor.params, rollout)
 
         # learn: rewards with the KL, advantages and returns of each token [B, S]
-        reward, moments, _ = shaping.apply(env.reward(batch), loop["shaping"], rollout)
+        reward, moments, _ = shaping.apply(env.reward(batch), loop.shaping, rollout)
         flat = reward.flatten()
-        token_reward = rft.reward_shaping.kl_in_reward(flat, rollout.logp, ref_logp, mask, coef=loop["kl"])
+        token_reward = rft.reward_shaping.kl_in_reward(flat, rollout.logp, ref_logp, mask, coef=loop.kl)
         adv, ret = row.advantage(token_reward, value, mask)
         values |= rft.metric.spread("adv", adv, mask) | rft.metric.spread("return", ret, mask)
         adv = rft.advantage.whiten(adv, mask) if cfg.whiten else adv
@@ -141,7 +154,7 @@ def main(cfg: Config) -> None:
                     grads, more = st.grad(actor, env.apply, loss_fn, packs + env.example_packs(step, i))
                     metrics |= more
                 if i == 0:  # before the first update trainer and sampler have the same weights
-                    gap, floor = env.check_gap(loop["floor"], metrics, own, batch, actor, packs)
+                    gap, floor = env.check_gap(loop.floor, metrics, own, batch, actor, packs)
                 rate = env.policy.schedule(rft.optim.count(actor.opt))
                 if learns:
                     actor, more = st.update(actor, grads)
@@ -153,13 +166,13 @@ def main(cfg: Config) -> None:
 
         # report, evaluate, save, and stop where a signal asked for it
         kl = float((rollout.logp - ref_logp)[mask].double().mean())
-        values |= rft.metric.average(logs) | gap | {"kl/coef": loop["kl"], "kl/ref": kl, "lr": rate}
+        values |= rft.metric.average(logs) | gap | {"kl/coef": loop.kl, "kl/ref": kl, "lr": rate}
         values["value/explained_variance"] = rft.model.explained_variance(value, ret, mask)
         score = env.report(step, batch, reward, values | env.evaluation(step + 1))
-        coef = env.steered(loop["kl"], kl, len(mask))
-        reference = env.follow(loop["reference"], actor, step + 1)
-        loop = {"step": step + 1, "floor": floor, "kl": coef, "entropy": own.entropy, "reference": reference}
-        loop |= {"collect": collected, "shaping": moments}
+        coef = env.steered(loop.kl, kl, len(mask))
+        reference = env.follow(loop.reference, actor, step + 1)
+        loop = loop._replace(step=step + 1, floor=floor, kl=coef, entropy=own.entropy, reference=reference)
+        loop = loop._replace(collect=collected, shaping=moments)
         env.checkpoint({"actor": actor, "critic": critic}, loop, score=score, collector=collector)
     if cfg.save_critic:
         st.save_pretrained(env.run.folder / "critic", env.critic.module, None, st.export(critic))

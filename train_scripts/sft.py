@@ -9,7 +9,7 @@ Run the same command again to resume from the last checkpoint, to the bit.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import rft_fn as rft
 from rft_fn.check import Count, Filled, Free, Share, Warmup
@@ -90,6 +90,12 @@ def nll(cfg: Config, out: rft.TokenOut, b: rft.Packed):
     return loss + cfg.router_aux * out.aux, rft.metric.router(out, b)
 
 
+class Loop(NamedTuple):
+    """What a checkpoint brings back beside the state of the model."""
+
+    step: int = 0
+
+
 def main(cfg: Config) -> None:
     check(cfg)
     size = cfg.strategy.train_batch_size or cfg.batch
@@ -97,9 +103,9 @@ def main(cfg: Config) -> None:
     cfg, st, task = env.cfg, env.st, env.task
     loss_fn = partial(nll, cfg)
     tokens = env.tokens(loss_fn)
-    state, loop = env.restore(env.policy.state, {"step": 0})
+    state, loop = env.restore(env.policy.state, Loop())
 
-    for step in range(loop["step"], env.steps):
+    for step in range(loop.step, env.steps):
         # examples
         prompts, _ = rft.data.draw(task.dataset, size, step, cfg.seed)
         exp = lessons(cfg, prompts, task.tokenizer)
@@ -116,7 +122,7 @@ def main(cfg: Config) -> None:
         # report, save, and stop where a signal asked for it
         values = rft.metric.results(metrics | more) | {"lr": rate}
         env.run.write(step, values, tokens=int(exp.length.sum()))
-        env.checkpoint(state, {"step": step + 1})
+        env.checkpoint(state, Loop(step=step + 1))
     env.finish(state)
 
 

@@ -261,6 +261,12 @@ def load(cfg: Config, st: rft.Strategy) -> rft.run.Task:
     return rft.run.Task(tokenizer, dataset, unseen, None, processing)
 
 
+class Loop(NamedTuple):
+    """What a checkpoint brings back beside the state of the model."""
+
+    step: int = 0
+
+
 def main(cfg: Config) -> None:
     check(cfg)
     env = rft.run.setup(
@@ -273,7 +279,7 @@ def main(cfg: Config) -> None:
         sampled=False,
     )
     cfg, st, task, kind = env.cfg, env.st, env.task, KINDS[cfg.kind]
-    state, loop = env.restore(env.policy.state, {"step": 0})
+    state, loop = env.restore(env.policy.state, Loop())
     loss_fn = partial(kind.loss, cfg, cfg.kind)
     unseen, _ = rft.data.take(task.unseen, cfg.eval_items, cfg.seed)
     held_out, unit_of_held_out = kind.batch(unseen)
@@ -292,7 +298,7 @@ def main(cfg: Config) -> None:
             metrics |= pairs_by_negative(unseen, out, b)
         return rft.metric.results(metrics | {"eval/loss": rft.metric.sum(b.w * loss)})
 
-    for step in range(loop["step"], env.steps):
+    for step in range(loop.step, env.steps):
         values = evaluate(state) if step == 0 else {}
 
         # learn
@@ -309,7 +315,7 @@ def main(cfg: Config) -> None:
         if env.evaluates(step + 1):
             values |= evaluate(state)
         env.run.write(step, values, tokens=int(exp.length.sum()))
-        env.checkpoint(state, {"step": step + 1})
+        env.checkpoint(state, Loop(step=step + 1))
 
     # the calibration of the scores by held-out rows, with its picture
     module = env.policy.module

@@ -6,6 +6,12 @@ size. A group of equal rewards has no preference to teach: its advantages are ex
 rounding of a mean.
 """
 
+from rft_fn.advantage.best_of_group import (
+    best_against_worst,
+    best_minus_second,
+    max_at_k,
+    pass_at_k,
+)
 from rft_fn.advantage.by_group import (
     cpgd_by,
     gdpo_by,
@@ -19,22 +25,20 @@ from rft_fn.advantage.by_group import (
     rloo_by,
 )
 from rft_fn.advantage.groups import (
+    grpo,
+    opo,
+    remax,
+    rloo,
+)
+from rft_fn.advantage.of_groups import (
     a_star,
-    best_against_worst,
-    best_minus_second,
     cpgd,
     gdpo,
     gpg,
-    grpo,
     lite_ppo,
-    max_at_k,
     maxrl,
-    opo,
-    pass_at_k,
     quantile,
     reinforce_pp_baseline,
-    remax,
-    rloo,
 )
 from rft_fn.advantage.of_tokens import (
     decoupled_gae,

@@ -7,7 +7,8 @@ from einops import rearrange
 from torch import Tensor
 
 from rft_fn import check, segment
-from rft_fn.advantage.groups import advantage_of_subsets, place_of_quantile
+from rft_fn.advantage.best_of_group import advantage_of_subsets
+from rft_fn.advantage.of_groups import place_of_quantile
 
 __all__ = [
     "cpgd_by", "gdpo_by", "grpo_by", "opo_by", "pass_at_k_by", "quantile_by", "rae",

@@ -10,16 +10,17 @@ loss takes the options of that function, with its defaults: a row states only th
 changes.
 """
 
+from rft_fn.algorithm.more_losses import per_sequence
 from rft_fn.algorithm.published import (
     TABLE,
     ActorCritic,
-    Algorithm,
     configured,
     configured_actor_critic,
     get_actor_critic,
     get_algorithm,
 )
-from rft_fn.algorithm.with_metrics import per_sequence, per_token
+from rft_fn.algorithm.row import Algorithm
+from rft_fn.algorithm.with_metrics import per_token
 
 __all__ = [
     "TABLE", "ActorCritic", "Algorithm", "configured", "configured_actor_critic",

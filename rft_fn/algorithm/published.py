@@ -11,23 +11,19 @@ from einops import rearrange
 from torch import Tensor
 
 from rft_fn import advantage, loss, weight
-from rft_fn.algorithm.with_metrics import (
+from rft_fn.algorithm.more_losses import (
     a_star,
     beyond_clip,
-    beyond_log_clip,
     online_dpo,
-    outside_clip,
-    outside_default_clip,
-    outside_trust_region,
+    outside_weights,
     per_sequence,
-    per_token,
     reinforce,
-    token_ratio,
     value_clip,
-    with_options_of,
 )
+from rft_fn.algorithm.row import GRPO, Algorithm, per_group, rows
+from rft_fn.algorithm.with_metrics import per_token, token_ratio
 from rft_fn.reward_shaping import last_token, on_last_token
-from rft_fn.types import AdvantageFn, CriticAdvantageFn, LossFn, Rollout, WeightFn
+from rft_fn.types import CriticAdvantageFn, LossFn, Rollout, WeightFn
 from rft_fn.weight import get_weight
 
 __all__ = [
@@ -38,56 +34,33 @@ __all__ = [
 R = TypeVar("R")
 
 
-# ---------- advantages of rows: rewards [N, G] to [B, 1] of responses, or [B, S] of tokens
-
-
-def _rows(adv: Tensor, rollout: Rollout) -> Tensor:
-    """Reshape one number per row, [N, G] -> [B, 1]. ValueError unless N G are the rows of the rollout."""
-    rows = len(rollout.mask)
-    if adv.dim() != 2 or adv.numel() != rows:
-        raise ValueError(
-            f"reward: expected [N, G] with N G = {rows} rows of the rollout, got {list(adv.shape)}"
-        )
-    return rearrange(adv, "n g -> (n g) 1")
-
-
-def per_group(estimator: Callable[[Tensor], Tensor]) -> AdvantageFn:
-    """Adapt an estimator that reads only rewards [N, G]."""
-
-    def advantage_fn(reward: Tensor, rollout: Rollout, /) -> Tensor:
-        return _rows(estimator(reward), rollout)
-
-    return advantage_fn
-
-
 def raw(reward: Tensor, rollout: Rollout, /) -> Tensor:
     """Return the rewards themselves, [B, 1]."""
-    return _rows(reward, rollout).clone()
+    return rows(reward, rollout).clone()
 
 
 def remax(reward: Tensor, rollout: Rollout, /, *, greedy_reward: Tensor) -> Tensor:
     """Return `advantage.remax` of each row, [B, 1]."""
-    return _rows(advantage.remax(reward, greedy_reward), rollout)
+    return rows(advantage.remax(reward, greedy_reward), rollout)
 
 
 def opo(reward: Tensor, rollout: Rollout, /) -> Tensor:
     """Return `advantage.opo` of each row, [B, 1], by the tokens that were sampled."""
-    _rows(reward, rollout)  # an error about the rewards comes before one about their lengths
+    rows(reward, rollout)  # an error about the rewards comes before one about their lengths
     length = rearrange(rollout.mask.sum(-1), "(n g) -> n g", n=len(reward))
-    return _rows(advantage.opo(reward, length.to(reward.dtype)), rollout)
+    return rows(advantage.opo(reward, length.to(reward.dtype)), rollout)
 
 
-@with_options_of(advantage.reinforce_pp)
-def reinforce_pp(reward: Tensor, rollout: Rollout, /, **options: Any) -> Tensor:
+def reinforce_pp(reward: Tensor, rollout: Rollout, /, *, gamma: float = 1.0) -> Tensor:
     """Return whitened returns [B, S] of rewards on last tokens."""
-    token_reward = on_last_token(_rows(reward, rollout)[:, 0], rollout.mask)
-    returns = advantage.reinforce_pp(token_reward, rollout.mask, **options)
+    token_reward = on_last_token(rows(reward, rollout)[:, 0], rollout.mask)
+    returns = advantage.reinforce_pp(token_reward, rollout.mask, gamma=gamma)
     return advantage.whiten(returns, rollout.mask)
 
 
 def reinforce_pp_baseline(reward: Tensor, rollout: Rollout, /) -> Tensor:
     """Return rewards less their group's mean, whitened over the tokens of the batch, [B, S]."""
-    centred = _rows(advantage.reinforce_pp_baseline(reward), rollout)
+    centred = rows(advantage.reinforce_pp_baseline(reward), rollout)
     return advantage.whiten(centred * rollout.mask, rollout.mask)
 
 
@@ -96,40 +69,28 @@ def _discount(token_reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return torch.where(last_token(mask), 0.0, gamma).to(token_reward.dtype)
 
 
-@with_options_of(advantage.gae, "lambda_")
 def ppo(
-    token_reward: Tensor, value: Tensor, mask: Tensor, /, *, gamma: float = 1.0, **options: Any
+    token_reward: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    /,
+    *,
+    gamma: float = 1.0,
+    lambda_: float | Tensor = 0.95,
 ) -> tuple[Tensor, Tensor]:
     """Return GAE with one lambda for actor and critic: (adv, ret), [B, S]."""
     discount = _discount(token_reward, mask, gamma)
-    return advantage.gae(token_reward, value, discount, mask=mask, **options)
+    return advantage.gae(token_reward, value, discount, lambda_, mask=mask)
 
 
-@with_options_of(advantage.length_adaptive_lambda)
 def vapo(
-    token_reward: Tensor, value: Tensor, mask: Tensor, /, *, gamma: float = 1.0, **options: Any
+    token_reward: Tensor, value: Tensor, mask: Tensor, /, *, gamma: float = 1.0, alpha: float = 0.05
 ) -> tuple[Tensor, Tensor]:
     """Return GAE with a lambda by length for the actor, 1 for the critic: (adv, ret), [B, S]."""
     length = mask.sum(-1, keepdim=True)
-    policy_lambda = advantage.length_adaptive_lambda(length, **options)
+    policy_lambda = advantage.length_adaptive_lambda(length, alpha=alpha)
     discount = _discount(token_reward, mask, gamma)
     return advantage.decoupled_gae(token_reward, value, discount, policy_lambda=policy_lambda, mask=mask)
-
-
-# ---------- a row of the table: the functions that make an algorithm, and their signatures
-
-
-class Algorithm(NamedTuple):
-    """An algorithm without a critic."""
-
-    advantage: AdvantageFn
-    loss: LossFn
-    weight: WeightFn
-    paper: str  # arXiv id
-    group: int = 1  # fewest responses per prompt for which the advantage is defined
-    greedy: bool = False  # whether `advantage` also takes greedy_reward [N]
-    reference: bool = False  # whether `loss` reads the initial model's log-probs, b.ref_logp
-    together: bool = False  # whether all rows of a group share a pack, because `loss` compares them
 
 
 class ActorCritic(NamedTuple):
@@ -142,35 +103,31 @@ class ActorCritic(NamedTuple):
     paper: str  # arXiv id
 
 
-# ---------- the table of published algorithms, and its rows by name
-
-
-_grpo = per_group(advantage.grpo)
 _dr_grpo = per_group(partial(advantage.grpo, scale=False))
 _rloo = per_group(advantage.rloo)
 _cpgd = per_group(advantage.cpgd)
 _best = per_group(advantage.best_minus_second)
 _centred = reinforce_pp_baseline
 
-_clip = per_token(loss.ppo_clip, beyond_clip)
+_grpo, _clip = GRPO.advantage, per_token(loss.ppo_clip)
 _clip_higher = partial(_clip, high=0.28)
-_gspo = per_sequence(loss.gspo, beyond_clip)
-_gspo_token = per_sequence(loss.gspo_token, beyond_clip)
-_gmpo = per_sequence(loss.gmpo, beyond_log_clip, ratio=token_ratio)
-_cispo = per_token(loss.cispo, outside_clip)
-_sapo = per_token(loss.sapo, outside_default_clip)
+_gspo = per_sequence(loss.gspo)
+_gspo_token = per_sequence(loss.gspo_token)
+_gmpo = per_sequence(loss.gmpo, ratio=token_ratio)
+_cispo = per_token(loss.cispo, outside_weights)
+_sapo = per_token(loss.sapo, beyond_clip)
 _cpgd_loss = per_token(loss.cpgd, beyond_clip)
-_dppo_tv = per_token(loss.dppo_tv, outside_trust_region)
-_dppo_kl = per_token(loss.dppo_kl, outside_trust_region)
+_dppo_tv = per_token(loss.dppo_tv)
+_dppo_kl = per_token(loss.dppo_kl)
 
 _luspo = partial(_gspo, low=2e-3, high=2.5e-3)
-_vespo = per_sequence(loss.vespo, outside_default_clip)
-_dro = per_token(loss.dro, outside_default_clip)
+_vespo = per_sequence(loss.vespo, beyond_clip)
+_dro = per_token(loss.dro, beyond_clip)
 
 _constant = partial(weight.constant, length=1024)  # any fixed length: it only scales the loss
 
 TABLE: dict[str, Algorithm | ActorCritic] = {
-    "grpo": Algorithm(_grpo, _clip, weight.seq_mean, "2402.03300", 2),
+    "grpo": GRPO,
     "dr_grpo": Algorithm(_dr_grpo, _clip, _constant, "2503.20783", 2),
     "dapo": Algorithm(_grpo, _clip_higher, weight.token_mean, "2503.14476", 2),
     "gspo": Algorithm(_grpo, _gspo, weight.seq_mean, "2507.18071", 2),

@@ -6,9 +6,9 @@ from rft_fn.logprob.of_logits import (
     entropy_from_logits,
     log_probs_and_entropy,
     log_probs_from_logits,
-    log_ratio,
     sum_p2,
 )
+from rft_fn.logprob.ratio import log_ratio
 from rft_fn.sampling import process_logits
 
 __all__ = [

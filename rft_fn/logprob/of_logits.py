@@ -1,7 +1,5 @@
 """Log-probs and entropies of tokens, from logits."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -9,19 +7,8 @@ from rft_fn import check
 from rft_fn.precision import widen
 
 __all__ = [
-    "entropy_from_logits", "log_probs_and_entropy", "log_probs_from_logits", "log_ratio", "sum_p2",
+    "entropy_from_logits", "log_probs_and_entropy", "log_probs_from_logits", "sum_p2",
 ]  # fmt: skip
-
-
-def log_ratio(logp: Tensor, old_logp: Tensor, *, limit: float = math.inf) -> Tensor:
-    """Return log(pi / pi_old) = logp - old_logp, [*] nats, clamped to +-limit.
-
-    A token that both exclude (-inf, e.g. by top_k) has a ratio of 1: 0 here, without a gradient.
-    """
-    check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."))
-    excluded = (logp == -torch.inf) & (old_logp == -torch.inf)
-    ratio = torch.where(excluded, 0, logp) - torch.where(excluded, 0, old_logp)
-    return ratio.clamp(-limit, limit)
 
 
 def log_probs_from_logits(logits: Tensor, target: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:

@@ -29,28 +29,10 @@ from rft_fn.loss.kl import (
     reverse_kl,
     reverse_kl_top_k,
 )
-from rft_fn.loss.policy import (
-    a_star,
-    cispo,
-    cpgd,
-    dppo_kl,
-    dppo_tv,
-    dro,
-    gmpo,
-    gspo,
-    gspo_token,
-    kl_cov,
-    ppo_clip,
-    proximal_logp,
-    ratio,
-    reinforce,
-    sapo,
-    seq_ratio,
-    vespo,
-    with_observed,
-)
+from rft_fn.loss.policy import ppo_clip, ratio, reinforce
 from rft_fn.loss.preference import (
     PREFERENCES,
+    Labels,
     Preference,
     apo_down,
     apo_zero,
@@ -71,6 +53,23 @@ from rft_fn.loss.preference import (
     simpo,
     sppo,
 )
+from rft_fn.loss.surrogates import (
+    a_star,
+    cispo,
+    cpgd,
+    dppo_kl,
+    dppo_tv,
+    dro,
+    gmpo,
+    gspo,
+    gspo_token,
+    kl_cov,
+    proximal_logp,
+    sapo,
+    seq_ratio,
+    vespo,
+    with_observed,
+)
 from rft_fn.loss.targets import (
     bradley_terry,
     centering,
@@ -84,13 +83,13 @@ from rft_fn.loss.targets import (
 )
 
 __all__ = [
-    "DIVERGENCES", "PREFERENCES", "Preference", "a_star", "adaptive_entropy", "apo_down", "apo_zero",
-    "bco", "bco_pair", "bradley_terry", "centering", "cispo", "cpgd", "cpo", "divergence", "dpo",
-    "dppo_kl", "dppo_tv", "dro", "entropy_bonus", "exo", "forward_kl", "gmpo", "gspo", "gspo_token",
-    "hinge", "hps", "ipo", "jsd", "kl", "kl_cov", "kl_k1", "kl_k2", "kl_k3", "kto", "length_desensitized",
-    "log_exp", "nca", "nll", "online_dpo", "orpo", "plackett_luce", "ppo_clip", "proximal_logp", "ratio",
-    "reinforce", "reverse_kl", "reverse_kl_top_k", "robust_dpo", "rpo", "sapo", "score_bce", "score_mse",
-    "seq_ratio", "simpo", "skew_forward_kl", "skew_reverse_kl", "sppo", "teacher_advantage",
-    "token_gradient", "top_1_agreement", "value_clip", "vespo", "with_observed", "with_tail",
-    "without_gradient",
+    "DIVERGENCES", "PREFERENCES", "Labels", "Preference", "a_star", "adaptive_entropy", "apo_down",
+    "apo_zero", "bco", "bco_pair", "bradley_terry", "centering", "cispo", "cpgd", "cpo", "divergence",
+    "dpo", "dppo_kl", "dppo_tv", "dro", "entropy_bonus", "exo", "forward_kl", "gmpo", "gspo",
+    "gspo_token", "hinge", "hps", "ipo", "jsd", "kl", "kl_cov", "kl_k1", "kl_k2", "kl_k3", "kto",
+    "length_desensitized", "log_exp", "nca", "nll", "online_dpo", "orpo", "plackett_luce", "ppo_clip",
+    "proximal_logp", "ratio", "reinforce", "reverse_kl", "reverse_kl_top_k", "robust_dpo", "rpo", "sapo",
+    "score_bce", "score_mse", "seq_ratio", "simpo", "skew_forward_kl", "skew_reverse_kl", "sppo",
+    "teacher_advantage", "token_gradient", "top_1_agreement", "value_clip", "vespo", "with_observed",
+    "with_tail", "without_gradient",
 ]  # fmt: skip

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rft_fn import tree
-from rft_fn.types import LossFn, Packed, TokenOut
+from rft_fn.types.batch import Packed, TokenOut
+from rft_fn.types.functions import LossFn
 
 __all__ = ["REMEDY", "evaluate", "token_gradient", "without_gradient"]
 

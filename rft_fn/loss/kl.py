@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
-from rft_fn.logprob import log_ratio
+from rft_fn.logprob.ratio import log_ratio
 
 __all__ = [
     "adaptive_entropy", "divergence_terms", "entropy_bonus", "kl", "kl_k1", "kl_k2", "kl_k3",

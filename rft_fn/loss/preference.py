@@ -17,10 +17,12 @@ from torch import Tensor
 
 from rft_fn import check, segment
 from rft_fn.loss.targets import smoothed
+from rft_fn.types.batch import Packed
 
 __all__ = [
-    "PREFERENCES", "Preference", "apo_down", "apo_zero", "bco", "bco_pair", "cpo", "dpo", "exo", "hinge",
-    "ipo", "kto", "length_desensitized", "nca", "online_dpo", "orpo", "robust_dpo", "rpo", "simpo", "sppo",
+    "PREFERENCES", "Labels", "Preference", "apo_down", "apo_zero", "bco", "bco_pair", "cpo", "dpo", "exo",
+    "hinge", "ipo", "kto", "length_desensitized", "nca", "online_dpo", "orpo", "robust_dpo", "rpo",
+    "simpo", "sppo",
 ]  # fmt: skip
 
 Scalar = float | Tensor
@@ -411,6 +413,19 @@ def length_desensitized(mask: Tensor, seq: Tensor, num_seqs: int, *, alpha: floa
     return torch.where(place <= shared[seq], 1.0, alpha)
 
 
+class Labels(NamedTuple):
+    """What losses of single responses read of each response, [K]."""
+
+    desirable: Tensor  # 1 or 0, or a share
+    baseline: Tensor
+
+    @classmethod
+    def of_pack(cls, b: Packed) -> "Labels":
+        """Return the labels of the responses of a pack, from `extra` of their tokens."""
+        given = b.extra or {}
+        return cls(*(segment.mean(given[name], b.mask, b.seq, b.num_seqs) for name in cls._fields))
+
+
 class Preference(NamedTuple):
     """A loss of preferences with the settings of its paper."""
 
@@ -421,6 +436,17 @@ class Preference(NamedTuple):
     mean: bool = False  # log-probs are means over tokens, not sums
     reference: bool = True  # takes ref_chosen and ref_rejected after chosen and rejected
     single: bool = False  # takes (logp, ref_logp, desirable), and a baseline
+
+    def of_pack(self, loss: Callable[..., Tensor], logp: Tensor, ref_logp: Tensor, b: Packed) -> Tensor:
+        """Return the loss of each pair of a pack, or of each response, from log-probs [K] of its sequences.
+
+        `loss` is that of the row, with its options. Sequences 2i and 2i + 1 are a pair.
+        """
+        if self.single:
+            labels = Labels.of_pack(b)
+            return loss(logp, ref_logp, labels.desirable, baseline=labels.baseline)
+        chosen, rejected = logp.view(-1, 2).T
+        return loss(chosen, rejected, *ref_logp.view(-1, 2).T) if self.reference else loss(chosen, rejected)
 
 
 PREFERENCES: dict[str, Preference] = {

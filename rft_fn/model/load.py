@@ -11,6 +11,7 @@ from rft_fn import border, check, confined, modality
 from rft_fn.modality import ActorModality
 from rft_fn.model import classifier
 from rft_fn.model import quantize as low
+from rft_fn.model.fresh import changes_of, fresh
 from rft_fn.model.layers import freeze as frozen
 from rft_fn.model.lora import CONFIG, read_adapter_config, require_plain_adapters, with_adapter
 from rft_fn.model.materialize import on_meta
@@ -63,11 +64,13 @@ def load(
     `quantize` holds the linear layers in low precision, to be frozen under adapters: "int8" by torchao,
     "nf4" by bitsandbytes; "none" is in full, even if they were saved in low; else as they were saved.
     Parts that see or hear stay in full. `freeze` names parts that are not trained, see `layers.freeze`.
-    `trust_remote_code` runs Python files of the model's folder. Further keywords go to transformers'
-    `from_pretrained`.
+    `trust_remote_code` runs Python files of the model's folder. Keywords that are fields of the config, such
+    as num_hidden_layers=1, change it: the model has that shape and fresh weights, drawn by torch's generator.
+    Others go to transformers' `from_pretrained`.
 
-    ValueError for a name that is none of these, for tensors that are missing, unexpected or of another
-    shape than the config's, for weights with NaN or inf, and for a pattern to freeze that matches nothing.
+    ValueError for a keyword that is neither, a name that is none of these, for tensors that are missing,
+    unexpected or of another shape than the config's, for weights with NaN or inf, and for a pattern to freeze
+    that matches nothing.
     """
     device = usual_device(device)
     if isinstance(path_or_module, nn.Module):
@@ -76,8 +79,17 @@ def load(
         if not any(p.is_meta for p in module.parameters()):  # one without memory gets it later
             module = module.to(device=device, dtype=dtype)
     else:
-        options = {"dtype": dtype or usual_dtype(device), "trust_remote_code": trust_remote_code} | kwargs
-        module = _named(resolve(str(path_or_module)), device, meta, quantize, options)
+        name, dtype = resolve(str(path_or_module)), dtype or usual_dtype(device)
+        changes = changes_of(base_folder(name), kwargs, trust_remote_code=trust_remote_code)
+        if changes:
+            if meta or quantize or name != base_folder(name):
+                other = "meta" if meta else "quantize" if quantize else "adapters"
+                raise ValueError(f"{next(iter(changes))}: expected no change of the config with {other}")
+            _require_language(name, trust_remote_code)
+            module = fresh(name, changes, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        else:
+            options = {"dtype": dtype, "trust_remote_code": trust_remote_code} | kwargs
+            module = _named(name, device, meta, quantize, options)
     if gradient_checkpointing:
         enable: Any = getattr(module, "activation_checkpointing_enable", None)  # its name since 5.23
         enable = enable or module.gradient_checkpointing_enable

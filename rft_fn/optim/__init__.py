@@ -6,20 +6,10 @@ Gradients and states are donated: their memory may be reused. `spec` describes t
 for backends that bring their optimizer along.
 """
 
-from rft_fn.optim.optimizers import (
-    AdamState,
-    Decays,
-    LionState,
-    Schedule,
-    SgdState,
-    adamw,
-    constant,
-    lion,
-    sgd,
-    warmup_cosine,
-    warmup_linear,
-)
+from rft_fn.optim.adamw import AdamState, Decays, Schedule, adamw, constant
 from rft_fn.optim.pure import pure
+from rft_fn.optim.schedules import warmup_cosine, warmup_linear
+from rft_fn.optim.sgd_and_lion import LionState, SgdState, lion, sgd
 from rft_fn.optim.transforms import (
     EmaState,
     MasterState,

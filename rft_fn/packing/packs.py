@@ -4,12 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from rft_fn import check, segment, tree
 from rft_fn.packing.units import common_size, placeholder_size, sizes_of, total
-from rft_fn.types import Experience, Packed
+from rft_fn.types.batch import Experience, Packed
 
 __all__ = [
     "begins",
@@ -198,5 +197,5 @@ def sides(x: Tensor, b: Packed) -> tuple[Tensor, Tensor]:
     if sizes != [2]:
         raise ValueError(f"unit: expected a pack of pairs, shard(..., unit=2), got units of {sizes} rows")
     total = segment.sum(x, b.mask, b.seq, b.num_seqs)
-    first, second = rearrange(total, "(pair side) -> side pair", side=2)
+    first, second = total.view(-1, 2).unbind(-1)
     return first, second

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
-from rft_fn.types import Packed
+from rft_fn.types.batch import Packed
 
 __all__ = [
     "common_size", "count_filled", "members_of", "placeholder_size", "sizes_of", "total", "unit_of",

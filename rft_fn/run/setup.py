@@ -7,7 +7,7 @@ that changes; the model's state and the loop's are arguments and results.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -35,6 +35,8 @@ from rft_fn.run.tokens import TokenLog
 from rft_fn.types import Apply, Experience, LossFn, Packed, Rollout, Sampling, Strategy, TrainState
 
 __all__ = ["Model", "Setup"]
+
+LoopState = TypeVar("LoopState", bound=NamedTuple)  # of a script, with a field `step`
 
 
 class Model(NamedTuple):
@@ -74,17 +76,19 @@ class Setup:
 
     # ---------- the beginning and the end of a run
 
-    def restore(self, state: Any, loop: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def restore(self, state: Any, loop: LoopState) -> tuple[Any, LoopState]:
         """Return (state, loop) of the newest checkpoint, or the given ones where there is none.
 
-        Donates `state`. `loop` is the tree of everything else that a run goes on from; `loop["step"]` steps
+        Donates `state`. `loop` is a NamedTuple of everything else that a run goes on from; `loop.step` steps
         are done. The files of the run are cut back to them.
         """
-        state, found = restore_latest(self.st, self.run, state, dict(loop))
+        state, found = restore_latest(self.st, self.run, state, loop._asdict())
         self.run.resume(found["step"])
         if self.reference is not None and found["reference"] is not None:
             model.assign(self.reference, found["reference"])  # a sharded model takes only its own parameters
-        return state, {**found, "reference": self.reference} if "reference" in loop else found
+        if "reference" in loop._fields:
+            found["reference"] = self.reference
+        return state, loop._replace(**{name: found[name] for name in loop._fields})
 
     def finish(self, state: TrainState, *, merge: bool = True) -> None:
         """Save the model that came out, and end the run, its engine and its processes.
@@ -341,7 +345,7 @@ class Setup:
     def checkpoint(
         self,
         state: Any,
-        loop: Mapping[str, Any],
+        loop: NamedTuple,
         *,
         score: float | None = None,
         collector: collect.Collector | None = None,
@@ -351,10 +355,12 @@ class Setup:
         With a `collector` its rollouts under way are finished for the checkpoint, and saved with it.
         """
 
+        parts = loop._asdict()
+
         def whole() -> Mapping[str, Any]:
             if collector is None:
-                return loop
-            return {**loop, "collect": collector.save(loop["collect"])}
+                return parts
+            return {**parts, "collect": collector.save(parts["collect"])}
 
         best = getattr(self.cfg, "best", 0)
-        checkpoint(self.cfg, self.st, self.run, loop["step"], state, whole, score=score, best=best)
+        checkpoint(self.cfg, self.st, self.run, parts["step"], state, whole, score=score, best=best)

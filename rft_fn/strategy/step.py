@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import dist, metric, optim, tree
-from rft_fn.loss.evaluate import evaluate
+from rft_fn.loss.gradient import gradient
 from rft_fn.model.copies import mover_of, to_device
 from rft_fn.optim.in_place import step_in_place
 from rft_fn.optim.updates import local_parts
@@ -14,49 +14,9 @@ from rft_fn.precision import wide
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
 from rft_fn.strategy.session import Session
-from rft_fn.types import Apply, LossFn, Packed, TokenOut, TrainState
+from rft_fn.types import Apply, LossFn, Packed, TrainState
 
-__all__ = [
-    "check_trains", "finite", "grad", "loss_and_metrics", "merge_metrics", "update",
-]  # fmt: skip
-
-
-def loss_and_metrics(loss_fn: LossFn, out: TokenOut, pack: Packed) -> tuple[Tensor, dict]:
-    """Return (the pack's part of the total loss [], metrics).
-
-    ValueError unless the loss is one number per token.
-    """
-    per_token, metrics = evaluate(loss_fn, out, pack)
-    if per_token.shape != pack.w.shape:
-        raise ValueError(
-            f"loss: expected [T] = {list(pack.w.shape)}, one number a token, got {list(per_token.shape)}; "
-            "the average is in w, so a loss must not reduce"
-        )
-    total = (pack.w * per_token).sum()
-    return total, {"loss": metric.sum(total.detach()), **metrics}
-
-
-def _widen_gradients(sums: dict[str, Tensor], params: Mapping[str, Tensor]) -> None:
-    """Move the 16-bit gradients of one pack from the parameters into wide sums.
-
-    The others stay where they are: the next backward adds to them, parameter by parameter, so that there are
-    never two whole gradients.
-    """
-    parts = {name: p.grad for name, p in params.items() if p.dtype != wide(p.dtype) and p.grad is not None}
-    old = [name for name in parts if name in sums]
-    if old:
-        torch._foreach_add_(local_parts([sums[name] for name in old]), local_parts([parts[n] for n in old]))
-    for name in list(parts):
-        params[name].grad = None
-        part = parts.pop(name)  # so that its memory is free before the next one is made wide
-        if name not in sums:  # in bfloat16 a sum stops growing after 256 terms
-            sums[name] = part.to(wide(part.dtype))
-
-
-def _sums(narrow: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sums so far, in the order of the parameters, of those that a loss depended on."""
-    found = {name: narrow.get(name, p.grad) for name, p in params.items()}
-    return {name: x for name, x in found.items() if x is not None}
+__all__ = ["check_trains", "finite", "grad", "merge_metrics", "update"]
 
 
 def grad(
@@ -70,37 +30,20 @@ def grad(
 ) -> tuple[tree.Named, dict[str, metric.Metric]]:
     """Return (gradients by name of the sum over packs of (w loss).sum(), merged metrics).
 
-    The only place that calls backward. A loss that does not depend on a parameter has a gradient of 0.
-    `note(i, sums)` reads the sums of gradients by name after pack i, which the next backward adds to.
-    ValueError for a parameter that no backward can reach, a copy of one: its gradient would be 0 whatever the
-    loss.
+    A loss that does not depend on a parameter has a gradient of 0. `note(i, sums)` reads the sums of
+    gradients by name after pack i, which the next backward adds to. ValueError for a parameter that no
+    backward can reach, a copy of one: its gradient would be 0 whatever the loss.
     """
-    # gradients of an earlier backward are not part of this sum
     check_trains(state.params)
-    metrics: dict[str, metric.Metric] = {}
     device = next(iter(state.params.values())).device
-    narrow: dict[str, Tensor] = {}
-    for p in state.params.values():
-        p.grad = None
-
-    for i, pack in enumerate(packs):
-        pack = to_device(pack, device)
-        with session.phase(f"forward of step {state.step + 1}"):
-            total, more = loss_and_metrics(loss_fn, apply(state.params, pack), pack)
-        with session.phase(f"backward of step {state.step + 1}"):
-            if total.requires_grad:
-                total.backward()
-        metrics = metric.merge(metrics, more)
-        _widen_gradients(narrow, state.params)
-        if note is not None:
-            note(i, _sums(narrow, state.params))
-
-    # what no pack's loss depends on has a gradient of 0
-    grads, sums = tree.Named(), _sums(narrow, state.params)
-    for name, p in state.params.items():
-        p.grad, total = None, sums.get(name)
-        grads[name] = torch.zeros_like(p, dtype=wide(p.dtype)) if total is None else total.detach()
-    return grads, metrics
+    return gradient(
+        state.params,
+        apply,
+        loss_fn,
+        (to_device(pack, device) for pack in packs),
+        phase=lambda name: session.phase(f"{name} of step {state.step + 1}"),
+        note=note,
+    )
 
 
 def merge_metrics(mine: Mapping[str, metric.Metric], step: int, session: Session) -> dict[str, metric.Metric]:

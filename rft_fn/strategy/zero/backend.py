@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rft_fn import dist, memory, metric, precision, tree
 from rft_fn import model as model_lib
+from rft_fn.loss.gradient import loss_and_metrics
 from rft_fn.model import packing_probe
 from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.copies import to_device
@@ -203,7 +204,7 @@ class ZeroBackend(Backend):
             side = None if noise is None else noise.ends(i)
             with self.session.phase(f"forward of step {state.step + 1}"):
                 out = apply(state.params, pack)
-                total, more = step.loss_and_metrics(loss_fn, out, pack)
+                total, more = loss_and_metrics(loss_fn, out, pack)
             with self.session.phase(f"backward of step {state.step + 1}"):
                 if not total.requires_grad:  # DeepSpeed counts on a backward of every pack
                     total = total + sum(0 * x.sum() for x in tree.leaves(out) if x.requires_grad)
