@@ -5,6 +5,7 @@
 """
 
 from rft_fn.model.bind import Scorer, attach_teacher, bind, revealed, score, wrap_for_training
+from rft_fn.model.frozen import freeze
 from rft_fn.model.head_folders import load_critic, load_reward, save_critic, save_reward
 from rft_fn.model.heads import (
     Critic,
@@ -17,7 +18,6 @@ from rft_fn.model.heads import (
     tempered,
     values,
 )
-from rft_fn.model.layers import freeze
 from rft_fn.model.load import (
     ActorAL,
     ActorLanguage,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from rft_fn import border
 from rft_fn.model import classifier
 from rft_fn.model.classifier import HEADS
+from rft_fn.model.frozen import freeze as frozen
 from rft_fn.model.heads import Critic, Head, Headed, RewardModel, named_heads
-from rft_fn.model.layers import freeze as frozen
 from rft_fn.model.load import base_folder, load, read_config, usual_device, usual_dtype
 from rft_fn.model.lora import BELOW, CONFIG, read_adapter_config, read_adapters, with_adapter
 from rft_fn.model.materialize import files, folder_of, on_meta

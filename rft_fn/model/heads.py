@@ -15,8 +15,8 @@ from rft_fn import check, scan, tree
 from rft_fn.model import attention, classifier
 from rft_fn.model.bind import to_params_device
 from rft_fn.model.bounds import SequenceBounds
+from rft_fn.model.dropout import disable_dropout
 from rft_fn.model.forward import POSITIONS, run
-from rft_fn.model.layers import disable_dropout
 from rft_fn.model.lora import home, merged, require_plain_adapters
 from rft_fn.model.materialize import keep_part
 from rft_fn.model.parts import find, text_config

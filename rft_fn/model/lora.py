@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import check, confined, rng
-from rft_fn.model.layers import require_all_finite, require_finite
+from rft_fn.model.finite import require_all_finite, require_finite
 from rft_fn.model.lora_targets import linear, not_taken_for_experts, target_paths, warn_of_left_out
 from rft_fn.model.quantize import is_low, whole
 from rft_fn.optim.updates import local_parts

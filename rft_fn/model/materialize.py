@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rft_fn.model.layers import is_finite
+from rft_fn.model.finite import is_finite
 from rft_fn.model.parts import path_of
 from rft_fn.model.pretrained import incomplete, kind_of, require_held, unreadable
 from rft_fn.model.save import local, put

@@ -13,7 +13,7 @@ from rft_fn import modality
 from rft_fn.modality import ActorModality
 from rft_fn.model import quantize
 from rft_fn.model.classifier import pad_alike
-from rft_fn.model.layers import require_finite
+from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import Export, merged
 from rft_fn.model.parts import inside_adapters
 
