@@ -20,7 +20,7 @@ from rft_fn.data import file_formats, messages, templates
 from rft_fn.data.medium import columns_of
 from rft_fn.engine import EngineConfig, openai, served_words, sglang
 from rft_fn.engine.server_protocol import Ask, Client, Described, Fault, check_reply
-from rft_fn.model import head_folders, lora
+from rft_fn.model import head_folders, lora_folders
 from rft_fn.reward import verdicts, wire
 from rft_fn.reward.signature import read_result
 from rft_fn.run import card, claim, config_file, files, manifest
@@ -377,7 +377,7 @@ THEIRS = {"rewards": [0.5, 1], "scores": [1, 2], "extra_logs": {"n": [1, 2], "m"
 
 
 def adapters(path):
-    return lora.read_adapter_config(path.parent)
+    return lora_folders.read_adapter_config(path.parent)
 
 
 def heads(path):
@@ -446,7 +446,7 @@ HOOKS: dict[str, Any] = {
     ),
     "run/config_file.py:_json": Reader({"lr": 0.5}, file_of("c.json", config_file._read)),
     "run/config_file.py:_yaml": Reader({"lr": 0.5}, file_of("c.yaml", config_file._read)),
-    "model/lora.py:read_adapter_config": Reader({"r": 8}, file_of("adapter_config.json", adapters)),
+    "model/lora_folders.py:read_adapter_config": Reader({"r": 8}, file_of("adapter_config.json", adapters)),
     "model/head_folders.py:_described": Reader(
         {"heads": [{"name": "a"}], "pool": "last"}, file_of(head_folders.HEADS, heads), {"/pool": a_text}
     ),
@@ -499,9 +499,9 @@ FREE = {
     "model/head_folders.py:_in_files": WEIGHTS,
     "model/load.py:load_processor": "names of towers alone are looked for",
     "model/load.py:_smolvlm": "options of a processor, which checks them",
-    "model/lora.py:read_adapters": WEIGHTS,
-    "model/materialize.py:_headers": WEIGHTS,
-    "model/materialize.py:slices": WEIGHTS,
+    "model/lora_folders.py:read_adapters": WEIGHTS,
+    "model/weight_files.py:_headers": WEIGHTS,
+    "model/weight_files.py:slices": WEIGHTS,
     "model/pretrained.py:require_held": "names of weights alone",
     "model/pretrained.py:unreadable": "a header, to say which file is broken",
     "parsing.py:_comments": "the source of this package",

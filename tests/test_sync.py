@@ -13,7 +13,7 @@ from each_case import each
 
 import rft_fn as rft
 from rft_fn import engine, optim, sync
-from rft_fn.model import finite, lora
+from rft_fn.model import finite, lora, lora_merged
 from rft_fn.run import options
 from rft_fn.run.rollout_engine import start_engine
 from rft_fn.sync.canary import uniform, weights_read_as
@@ -100,7 +100,9 @@ def test_weights_are_checked_a_bucket_at_a_time_and_the_first_bad_one_is_named(b
     one_by_one = list(st.export(state))
     checks = []
     whole = finite.require_all_finite
-    monkeypatch.setattr(lora, "require_all_finite", lambda what, pairs: checks.append(whole(what, pairs)))
+    monkeypatch.setattr(
+        lora_merged, "require_all_finite", lambda what, pairs: checks.append(whole(what, pairs))
+    )
     monkeypatch.setitem(lora.BUCKET, "cpu", 20_000)
     together = list(st.export(state))
     assert [name for name, _ in together] == [name for name, _ in one_by_one]

@@ -18,7 +18,7 @@ from rft_fn import algorithm, data, dist, engine, model, opened, optim, strategy
 from rft_fn.data.templates import fix_day
 from rft_fn.memory import Sampler
 from rft_fn.memory.phases import largest
-from rft_fn.model.media_inputs import sees_or_hears
+from rft_fn.model.placeholders import sees_or_hears
 from rft_fn.run import files, options
 from rft_fn.run.claim import Inputs, lock_folder
 from rft_fn.run.cli import without

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from rft_fn import model as model_lib
 from rft_fn import precision, rng, strategy
 from rft_fn.model.bind import Scorer
-from rft_fn.model.lora import adapted, plain_name, product
+from rft_fn.model.lora import adapted
+from rft_fn.model.lora_merged import plain_name, product
 from rft_fn.model.quantize import is_low
 from rft_fn.sync.push import push
 from rft_fn.types import Apply, Engine, Rollout, Sampling, Strategy, TrainState
