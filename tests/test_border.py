@@ -16,7 +16,7 @@ from test_house import ROOT
 
 import rft_fn as rft
 from rft_fn import border, check, ckpt
-from rft_fn.data import file_formats, messages, templates
+from rft_fn.data import file_formats, messages, template_variables
 from rft_fn.data.medium import columns_of
 from rft_fn.engine import EngineConfig, openai, served_words, sglang
 from rft_fn.engine.server_protocol import Ask, Client, Described, Fault, check_reply
@@ -460,7 +460,9 @@ HOOKS: dict[str, Any] = {
     "data/file_formats.py:_is_json": Reader([{"q": "x", "n": 1}], file_of("rows.json", rows_of)),
     "data/messages.py:_json": Reader([{"role": "user"}], spoken(messages._listed)),
     "data/medium.py:_cells": Reader(["a.png"], cells),
-    "data/templates.py:literals": Reader({"a": 1}, spoken(lambda x: templates.literals((f"name={x}",)))),
+    "data/template_variables.py:literals": Reader(
+        {"a": 1}, spoken(lambda x: template_variables.literals((f"name={x}",)))
+    ),
 }
 """What each reader is fed with; FILE:FUNCTION as `readers` finds them."""
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rft_fn.data.table import column_at
+from rft_fn.data.row_paths import column_at
 from rft_fn.reward.rubrics import verifiers
 from rft_fn.reward.signature import (
     GIVEN,

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from rft_fn.data import Processing
 from rft_fn.data.chat import Chat
+from rft_fn.data.lesson import special_tokens
 from rft_fn.data.medium import Medium
 from rft_fn.data.prompts import Prompt
 from rft_fn.data.responses import render
-from rft_fn.data.templates import fill, special_tokens
+from rft_fn.data.templates import fill
 from rft_fn.reward.verdicts import Choice, JsonNumber, Parser, TaggedNumber, TerseNumber
 
 __all__ = [

@@ -9,7 +9,7 @@ import torch
 
 from rft_fn import packing, rng
 from rft_fn.check import error_text
-from rft_fn.data.table import value_at
+from rft_fn.data.row_paths import value_at
 from rft_fn.reward.calling import media_records
 from rft_fn.reward.combine import Known, Weighted, columns
 from rft_fn.reward.foreign import Adapter, messages, texts

@@ -11,7 +11,8 @@ from fractions import Fraction
 from math import isfinite
 from typing import Any, NamedTuple, TypeVar
 
-from rft_fn.data.table import FirstFew, value_at
+from rft_fn.data.invalid_rows import FirstFew
+from rft_fn.data.row_paths import value_at
 from rft_fn.reward.mathematics import close
 
 __all__ = ["UNREADABLE", "Reference", "Survey", "alternatives", "reads_as"]

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from rft_fn.data import tasks
-from rft_fn.data.table import column_at
+from rft_fn.data.row_paths import column_at
 from rft_fn.reward import mathematics, references
 from rft_fn.reward.mathematics import extract_number, value_of
 from rft_fn.reward.references import Reference

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rft_fn import border, check
 from rft_fn.data.medium import KINDS
-from rft_fn.data.table import column_at
+from rft_fn.data.row_paths import column_at
 from rft_fn.reward.foreign import whole_texts
 from rft_fn.reward.signature import GIVEN, Columns, Scored, TrainerState, text
 

@@ -15,7 +15,7 @@ import numpy as np
 from rft_fn import opened
 from rft_fn.check import parse_json, printable
 from rft_fn.data import Dataset
-from rft_fn.data.templates import fixed_day
+from rft_fn.data.template_variables import fixed_day
 from rft_fn.run import manifest
 from rft_fn.run.files import FACTS, append_row, begun, differences, filled, settings, write_whole
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 
 from rft_fn import algorithm, data, dist, engine, model, opened, optim, strategy
-from rft_fn.data.templates import fix_day
+from rft_fn.data.template_variables import fix_day
 from rft_fn.memory import Sampler
 from rft_fn.memory.phases import largest
 from rft_fn.model.placeholders import sees_or_hears

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rft_fn import collect, data, engine, model, packing, reward, tree
 from rft_fn.data.curriculum import check_rows
-from rft_fn.data.labelled import NEW_LINE
+from rft_fn.data.reasoning_steps import NEW_LINE
 from rft_fn.engine import EngineDead
 from rft_fn.engine.lifetime import deferred
 from rft_fn.memory import Sampler

@@ -31,7 +31,7 @@ from torch import Tensor
 import rft_fn
 from rft_fn import check, ckpt, dist, optim
 from rft_fn.ckpt.folder import read_meta
-from rft_fn.data.templates import fix_day
+from rft_fn.data.template_variables import fix_day
 from rft_fn.metric import Calibration
 from rft_fn.reward import Judged
 from rft_fn.run import claim, files, options, report, signals, symptoms

@@ -10,7 +10,7 @@ import pytest
 from each_case import each
 
 from rft_fn import reward
-from rft_fn.data.templates import special_tokens
+from rft_fn.data.lesson import special_tokens
 from rft_fn.reward import forms
 from rft_fn.reward.verdicts import after_thoughts
 

@@ -23,7 +23,7 @@ from matplotlib import image
 
 from rft_fn import check, data, dist, model
 from rft_fn import run as runs
-from rft_fn.data import templates
+from rft_fn.data import template_variables
 from rft_fn.reward import Judged
 from rft_fn.run import claim, opening, options, report, signals
 from rft_fn.run import claim as lock
@@ -297,9 +297,9 @@ def test_a_run_keeps_the_date_of_its_first_start(tmp_path, monkeypatch):
         run = opening.open_folder(cfg, st)
         run.resume(steps)
         write(run, range(steps, 4))
-        run.stop_at_day = templates.fixed_day()
+        run.stop_at_day = template_variables.fixed_day()
         run.finish()
-        assert templates.fixed_day() is None  # that is, until the end of the run
+        assert template_variables.fixed_day() is None  # that is, until the end of the run
         return run.stop_at_day.isoformat()
 
     for days, day in ((0, "2026-07-30"), (1, "2026-07-30")):
