@@ -27,9 +27,6 @@ _KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: 
 _KINDS |= {list: "array", tuple: "array", dict: "object"}
 
 
-# ---------- schemas
-
-
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     """Return the JSON schema of a tool in OpenAI's form, by its signature and its docstring's first line.
 
@@ -101,9 +98,6 @@ def _value(name: str, x: Any, schema: Mapping[str, Any]) -> Any:
     if "enum" in schema and x not in schema["enum"]:
         raise ValueError(f"{name}: expected one of {schema['enum']}, got {x!r:.80}")
     return x
-
-
-# ---------- running them
 
 
 async def run_tool(
@@ -229,9 +223,6 @@ def _in_thread(
     thread = threading.Thread(target=run, daemon=True, name="rft_fn tool")
     thread.start()
     return future, thread
-
-
-# ---------- in an environment
 
 
 class Tooled(NamedTuple):
