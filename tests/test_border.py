@@ -21,8 +21,8 @@ from rft_fn.data.medium import columns_of
 from rft_fn.engine import EngineConfig, openai, served_words, sglang
 from rft_fn.engine.server_protocol import Ask, Client, Described, Fault, check_reply
 from rft_fn.model import head_folders, lora_folders
-from rft_fn.reward import verdicts, wire
-from rft_fn.reward.signature import read_result
+from rft_fn.reward import verdicts, wire, wire_openrlhf
+from rft_fn.reward.results import read_result
 from rft_fn.run import card, claim, config_file, files, manifest
 from rft_fn.strategy import diagnose
 from rft_fn.tools import plot, watch
@@ -414,14 +414,14 @@ HOOKS: dict[str, Any] = {
     "engine/server_protocol.py:Client.call": CALL,
     "reward/wire.py:read_request": Reader(REQUEST, lambda data, _: wire.read_request(data), REQUEST_MUST),
     "reward/wire.py:read_answer": Reader(ANSWER, lambda data, _: wire.read_answer(data, 2), number_or_none),
-    "reward/wire.py:read_openrlhf_request": Reader(
+    "reward/wire_openrlhf.py:read_openrlhf_request": Reader(
         {"query": ["pq"], "prompts": ["p"], "labels": ["x"]},
-        lambda data, _: wire.read_openrlhf_request(data),
+        lambda data, _: wire_openrlhf.read_openrlhf_request(data),
         {"/(query|prompts)/0": a_text},
     ),
-    "reward/wire.py:read_openrlhf_answer": Reader(
+    "reward/wire_openrlhf.py:read_openrlhf_answer": Reader(
         THEIRS,
-        lambda data, _: wire.read_openrlhf_answer(data, 2),
+        lambda data, _: wire_openrlhf.read_openrlhf_answer(data, 2),
         {
             "/(rewards|scores)/.": lambda x: x is None or number(x) or x == [1],
             "/extra_logs/n/.": lambda x: x is None or number(x),

@@ -60,12 +60,13 @@ def _by_file(read: Callable[[Path, BinaryIO, str | None], Rows]) -> Reader:
 
     def rows_of(path: Path, key: str | None) -> Rows:
         file = _open(path)
-        rows = None
         try:
             rows = read(path, file, key)
-        finally:
-            if not isinstance(rows, Records):  # which read it as long as they are there
-                file.close()
+        except BaseException:
+            file.close()
+            raise
+        if not isinstance(rows, Records):  # which read it as long as they are there
+            file.close()
         return rows
 
     def reader(paths: Sequence[Path], key: str | None) -> Table:

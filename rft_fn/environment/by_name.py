@@ -14,7 +14,7 @@ from rft_fn.environment.arithmetic import calculator
 from rft_fn.environment.guess import guess_number
 from rft_fn.environment.kuhn import kuhn_poker
 from rft_fn.environment.record import Environment, Renderer, as_messages
-from rft_fn.reward.calling import EventLoop
+from rft_fn.reward.event_loop import EventLoop
 from rft_fn.user_files import find_module
 
 __all__ = ["ENVIRONMENTS", "get_environment", "lessons", "prompts"]

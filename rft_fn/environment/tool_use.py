@@ -16,7 +16,7 @@ from rft_fn.data.messages import Turn
 from rft_fn.data.template_probe import CALL_ID
 from rft_fn.environment.record import Environment, Row, Stepped
 from rft_fn.environment.tool_calls import Call, ParseCalls, tagged_calls
-from rft_fn.reward.calling import EventLoop
+from rft_fn.reward.event_loop import EventLoop
 
 __all__ = ["Tooled", "run_tool", "tool_schema", "with_tools"]
 
