@@ -23,7 +23,7 @@ from rft_fn.engine.server_protocol import Ask, Client, Described, Fault, check_r
 from rft_fn.model import head_folders, lora_folders
 from rft_fn.reward import verdicts, wire, wire_openrlhf
 from rft_fn.reward.results import read_result
-from rft_fn.run import card, claim, config_file, files, manifest
+from rft_fn.run import card, claim, config_file, earlier_run, files, manifest, rollout_files
 from rft_fn.strategy import diagnose
 from rft_fn.tools import plot, watch
 from rft_fn.tools.page import build, recorded
@@ -431,9 +431,9 @@ HOOKS: dict[str, Any] = {
     "tools/plot.py:read_metrics": METRICS,
     "tools/page/recorded.py:read": SHOWN[:1],
     "run/files.py:keep_until": row_reader("metrics.jsonl", kept, {"/step": at_least_0}),
-    "run/files.py:settings": Reader(
+    "run/earlier_run.py:settings": Reader(
         {"lr": 0.5, "steps": 3},
-        file_of("config.json", lambda path: files.settings(path.parent)),
+        file_of("config.json", lambda path: earlier_run.settings(path.parent)),
         {"/lr": lambda x: x == x},
     ),
     "run/card.py:_rows": row_reader("metrics.jsonl", carded, {"/step": at_least_0}),
@@ -511,8 +511,8 @@ FREE = {
     "reward/mathematics.py:_serve": "lines that its parent writes",
     "rng.py:_words": "a digest that it has computed",
     "run/claim.py:Claim._first_difference": "marks of rows, compared as bytes",
-    "run/files.py:_ordered": "bytes that the library has made in the line before",
-    "run/files.py:read_rollout": "fed by test_a_rollout_file_that_lies_is_refused_in_a_line, below",
+    "run/rollout_files.py:_ordered": "bytes that the library has made in the line before",
+    "run/rollout_files.py:read_rollout": "fed by test_a_rollout_file_that_lies_is_refused_in_a_line, below",
     "strategy/config.py:_docs": "the source of this package",
     "tools/other_libraries/foreign_files.py:_parsed": PRINTED,
     "tools/other_libraries/foreign_files.py:_of_yaml": PRINTED,
@@ -689,10 +689,10 @@ def written(path, tensors, **about):
 def test_a_rollout_file_that_lies_is_refused_in_a_line(name, tmp_path):
     lie, line = ROLLOUTS[name]
     tensors = rollout_tensors()
-    files.read_rollout(written(tmp_path / "well", tensors), vocabulary=48)
+    rollout_files.read_rollout(written(tmp_path / "well", tensors), vocabulary=48)
     lie(tensors)
     with pytest.raises(ValueError, match=re.escape(line)) as error:
-        files.read_rollout(written(tmp_path / "lie", tensors), vocabulary=48)
+        rollout_files.read_rollout(written(tmp_path / "lie", tensors), vocabulary=48)
     assert str(error.value).startswith("rollouts: expected a file that --rollouts-every wrote, got ")
     assert "\n" not in str(error.value)
 
@@ -700,11 +700,11 @@ def test_a_rollout_file_that_lies_is_refused_in_a_line(name, tmp_path):
 def test_what_a_rollout_file_says_of_itself_is_checked(tmp_path):
     for about in [{"sampling": lie} for lie in SAMPLINGS] + [{"media": "True"}, {"media": ""}]:
         with pytest.raises(ValueError, match=r"^rollouts: expected a file [^\n]*$"):
-            files.read_rollout(written(tmp_path / "lie", rollout_tensors(), **about))
+            rollout_files.read_rollout(written(tmp_path / "lie", rollout_tensors(), **about))
     save_file(rollout_tensors(), tmp_path / "bare")
     for path in (tmp_path / "bare", tmp_path / "none", tmp_path):
         with pytest.raises(ValueError, match=r"^rollouts: expected a file [^\n]*$"):
-            files.read_rollout(path)
+            rollout_files.read_rollout(path)
 
 
 PLAIN = [

@@ -16,8 +16,9 @@ from rft_fn import engine, optim, sync
 from rft_fn.model import finite, lora, lora_merged
 from rft_fn.run import options
 from rft_fn.run.rollout_engine import start_engine
-from rft_fn.sync.canary import uniform, weights_read_as
+from rft_fn.sync.changed_weights import weights_read_as
 from rft_fn.sync.push import check_tensor, manifest_of
+from rft_fn.sync.wrong_tensor import uniform
 from rft_fn.types.engine import Delivered
 
 

@@ -60,9 +60,6 @@ def of(kind: type[S], cfg: Any) -> S:
     return cfg if isinstance(cfg, kind) else kind()
 
 
-# ---------- rollouts and rewards
-
-
 @dataclass(frozen=True)
 class Sampling(Options, subject="Rollouts"):
     """How tokens are drawn."""
@@ -140,9 +137,6 @@ class Shaping(Reward, subject="Rewards"):
     overlong: Whole = 0  # tokens before max_new over which a penalty rises to 1 (DAPO); 0 is off
 
 
-# ---------- the objective
-
-
 LOSSES = (
     loss.ppo_clip, loss.gspo, loss.gspo_token, loss.gmpo, loss.cispo, loss.sapo, loss.cpgd, loss.dppo_tv,
     loss.dppo_kl, loss.vespo, loss.dro, loss.a_star,
@@ -178,9 +172,6 @@ class Limits(Options):
     k_neg: AtLeast0 | None = field(default=None, metadata=_help("k_neg"))
     lambda_neg: AtLeast0 | None = field(default=None, metadata=_help("lambda_neg"))
     beta: Positive | None = field(default=None, metadata=_help("beta"))
-
-
-# ---------- learning
 
 
 @dataclass(frozen=True)
@@ -316,9 +307,6 @@ class Optimizer(Options, subject="Optimizer"):
     max_norm: Positive = 1.0  # the gradients of each model are clipped to this global norm
 
 
-# ---------- evaluation
-
-
 @dataclass(frozen=True)
 class HeldOut(Data, subject="Evaluation"):
     """The data of evaluations."""
@@ -343,9 +331,6 @@ class Reinforcement(Evaluation, Updates, Shaping, Prompts, Model):
         super().__post_init__()
         if self.overlong > self.max_new:
             raise ValueError(f"overlong: expected at most max_new = {self.max_new}, got {self.overlong}")
-
-
-# ---------- reward models
 
 
 @dataclass(frozen=True)
@@ -376,9 +361,6 @@ class Heads(Policy, subject="Model"):
     heads: tuple[str, ...] = ()  # names; pairs, points: each learns the column of its name; none: score
     pool: Literal["", "last", "mean", "attention"] = ""  # tokens that a score is of; empty: last, or as saved
     keep_heads: bool = False  # go on with the heads that the model has, in place of new ones
-
-
-# ---------- the run
 
 
 @dataclass(frozen=True)

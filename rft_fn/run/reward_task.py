@@ -20,7 +20,7 @@ from rft_fn.reward.scalar_model import check_budget
 from rft_fn.reward.veto import read_veto
 from rft_fn.run import options
 from rft_fn.run.cli import without
-from rft_fn.run.files import last_model
+from rft_fn.run.earlier_run import last_model
 from rft_fn.run.opening import (
     data_options,
     load_data,

@@ -11,7 +11,9 @@ from torch import Tensor
 from rft_fn.algorithm import get_algorithm
 from rft_fn.analysis import estimators
 from rft_fn.model.load import read_vocabulary
-from rft_fn.run.files import jsonable, last_model, read_rollout, write_whole
+from rft_fn.run.earlier_run import last_model
+from rft_fn.run.files import jsonable, write_whole
+from rft_fn.run.rollout_files import read_rollout
 from rft_fn.tools import plot
 from rft_fn.types import Experience, Rollout, Sampling
 
