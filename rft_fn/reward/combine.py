@@ -26,7 +26,7 @@ from rft_fn.reward.signature import (
 )
 from rft_fn.reward.veto import Veto, vetoed
 
-__all__ = ["Known", "Weighted", "columns", "joint_names", "label_values", "weighted"]
+__all__ = ["Known", "Weighted", "columns", "components_of", "joint_names", "label_values", "weighted"]
 
 
 Known = Callable[[], Mapping[str, Tensor]]
@@ -195,6 +195,11 @@ def weighted(**components: tuple[RewardFn | JointReward, Weight]) -> Weighted:
     return Weighted(components)
 
 
+def components_of(score: object) -> Mapping[str, tuple[RewardFn | JointReward, Weight]]:
+    """Return the rewards of a weighted sum with their weights; {} of any other score."""
+    return score.components if isinstance(score, Weighted) else {}
+
+
 def columns(score: Score) -> tuple[str, ...]:
     """Return the columns that a score cannot do without, for `data.load(..., columns=...)`.
 
@@ -203,7 +208,7 @@ def columns(score: Score) -> tuple[str, ...]:
     for a score that is not made by `weighted` or `parse`.
     """
     names: dict[str, None] = {}
-    for fn, weight in getattr(score, "components", {}).values():
+    for fn, weight in components_of(score).values():
         if isinstance(weight, RowWeights):
             names |= {weight.column: None}
         names |= dict.fromkeys(columns_of(fn))
@@ -216,7 +221,7 @@ def label_values(score: Score) -> dict[str, list[str]]:
     {} where a reward applies to all rows, and where rewards look at more than one column.
     """
     by_column: dict[str, dict[str, None]] = {}
-    for _, weight in getattr(score, "components", {}).values():
+    for _, weight in components_of(score).values():
         if not isinstance(weight, RowWeights):
             return {}
         by_column.setdefault(weight.column, {}).update(dict.fromkeys(weight.of))
@@ -225,8 +230,7 @@ def label_values(score: Score) -> dict[str, list[str]]:
 
 def joint_names(score: Score) -> list[str]:
     """Return the joint rewards among the components of a score."""
-    components = getattr(score, "components", {})
-    return [name for name, (fn, _) in components.items() if is_joint(fn)]
+    return [name for name, (fn, _) in components_of(score).items() if is_joint(fn)]
 
 
 def _check_components(components: Mapping[str, tuple[RewardFn | JointReward, Weight]]) -> None:

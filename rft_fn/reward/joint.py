@@ -10,7 +10,7 @@ from torch import Tensor
 from rft_fn.data.prompts import Prompt
 from rft_fn.reward.calling import noted
 from rft_fn.reward.combine import Known, joint_names
-from rft_fn.reward.row_weights import weights_of
+from rft_fn.reward.row_weights import RowWeights, weights_of
 from rft_fn.reward.signature import Score
 from rft_fn.rollout import take
 from rft_fn.types import Rollout
@@ -61,7 +61,7 @@ class Joint:
         """Return the rows that a reward applies to."""
         weight = self._score.components[name][1]
         owners = self._rollout.group.tolist()
-        column = getattr(weight, "column", "")
+        column = weight.column if isinstance(weight, RowWeights) else ""
         asked = {column: [self._prompts[i].columns.get(column) for i in owners]}
         applies = ~weights_of(name, weight, asked, len(owners)).isnan()
         return tuple(applies.nonzero().flatten().tolist())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.data.prompts import Prompt
+from rft_fn.reward.combine import components_of
 from rft_fn.reward.joint import Joint
 from rft_fn.reward.media_records import media_records
 from rft_fn.reward.signature import Judged, Score, Scored, TrainerState, as_messages, asks_for, taken
@@ -167,8 +168,7 @@ def _further(score: Score, batch: _Batch, owners: Sequence[int]) -> dict[str, An
     }
 
     # files are read for a reward that wants them
-    components: Mapping[str, Any] = getattr(score, "components", {})
-    if any(asks_for(fn, "media") for fn, _ in components.values()):
+    if any(asks_for(fn, "media") for fn, _ in components_of(score).values()):
         media = {i: media_records(batch.prompts[i].sources) for i in distinct}
         given["media"] = [media[i] for i in owners]
     return given
