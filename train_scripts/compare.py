@@ -15,7 +15,7 @@ from torch import Tensor
 
 import rft_fn as rft
 from rft_fn.algorithm import Algorithm, get_algorithm
-from rft_fn.analysis import estimators, loss_slopes
+from rft_fn.analysis import estimators
 from rft_fn.check import Count, Filled, Positive, Seed, Several, Share, Whole
 from rft_fn.run import options
 from rft_fn.strategy import StrategyConfig
@@ -111,7 +111,7 @@ def by_samples(cfg: Config, st, apply, state, sample) -> tuple[estimators.Refere
     """Return RLOO's gradient on fresh prompts, and what it is."""
     _, fresh, worth = sample(cfg.reference_prompts, 1)
     exp = weighted(get_algorithm("rloo"), fresh, worth)
-    slope = loss_slopes.slopes(get_algorithm("rloo").loss, exp, fresh.logp)
+    slope = estimators.slopes(get_algorithm("rloo").loss, exp, fresh.logp)
     rows = estimators.split_prompts(fresh.group, cfg.reference_prompts)
     ref = estimators.reference(st, state, apply, exp, slope, rows, budget=cfg.budget)
     return ref, f"rloo on {cfg.reference_prompts} fresh prompts"
@@ -146,7 +146,7 @@ def main(cfg: Config) -> None:
     buffers = {}
     for name, algo in rows.items():
         exp = weighted(algo, rollout, reward, **(greedy if algo.greedy else {}))
-        buffers[name] = exp, loss_slopes.slopes(algo.loss, exp, logp)
+        buffers[name] = exp, estimators.slopes(algo.loss, exp, logp)
 
     # the reference there, and the rows one after the other
     if cfg.reference == "exact":

@@ -17,12 +17,16 @@ from torch import Tensor
 
 from rft_fn import packing, rng, tree
 from rft_fn.analysis.gradients import Kept, keep, local_parts
-from rft_fn.analysis.loss_slopes import effective_size, length_slope, stopped
+from rft_fn.analysis.loss_slopes import effective_size, gains, length_slope, slopes, stopped
 from rft_fn.analysis.noise import Noise
 from rft_fn.analysis.part_sums import Parts, Totals, cosine, direction, noise, signal, standard_error, totals
 from rft_fn.types import Apply, Experience, Packed, Strategy, TokenOut, TrainState
 
-__all__ = ["Measured", "Reference", "compare", "measure", "reference", "split_prompts"]
+__all__ = [
+    "Measured", "Parts", "Reference", "Totals", "compare", "cosine", "direction", "effective_size", "gains",
+    "length_slope", "measure", "noise", "reference", "signal", "slopes", "split_prompts", "standard_error",
+    "stopped", "totals",
+]  # fmt: skip
 
 
 def split_prompts(group: Tensor, parts: int) -> list[list[int]]:
