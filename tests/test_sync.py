@@ -480,7 +480,7 @@ def test_a_canary_on_a_gpu_loads_no_model(plain, monkeypatch):
     apply, state = st.init(lm, optim.adamw(0.1), sampling=rft.Sampling(temperature=2.0))
     eng = engine.hf(tiny.llama(), tiny.tokenizer())
     with_copy = sync.canary(st, state, eng, "tiny", PROMPTS, version=1, key=5)
-    monkeypatch.setattr(import_module("rft_fn.sync.canary"), "COPIED", ())
+    monkeypatch.setattr(import_module("rft_fn.sync.changed_weights"), "COPIED", ())
     with pytest.raises(sync.CanaryError, match=f"^canary: {Q}: "):
         sync.canary(st, state, Forgetful(eng, kept_once(Q)), "tiny", PROMPTS, version=1)
     monkeypatch.setattr(rft.model, "load", None)
@@ -493,7 +493,7 @@ def test_a_canary_on_a_gpu_loads_no_model(plain, monkeypatch):
                                                         ("float32", False, 0.01)])  # fmt: skip
 def test_the_types_of_a_trainer_that_makes_the_noise_limit_the_gap(dtype, bf16, limit, monkeypatch):
     """Of an engine that does not tell what it computes in."""
-    module = import_module("rft_fn.sync.canary")
+    module = import_module("rft_fn.sync.changed_weights")
     monkeypatch.setattr(module, "COPIED", ())
     st = rft.strategy.get_strategy(rft.strategy.StrategyConfig(bf16=bf16))
     apply, state = st.init(tiny.llama(dtype=getattr(torch, dtype)), optim.adamw(0.1))
@@ -583,7 +583,7 @@ def on_two_ranks(rank, _):
     told = [max(passed.noisy, passed.floor), passed.key]
 
     # the sharded trainer itself makes the noise, as on GPUs
-    module = import_module("rft_fn.sync.canary")
+    module = import_module("rft_fn.sync.changed_weights")
     module.COPIED = ()
     passed = sync.canary(st, state, eng, "tiny", PROMPTS, version=1)
     told[0] = max(told[0], passed.noisy, passed.floor)

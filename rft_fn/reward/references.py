@@ -79,7 +79,7 @@ class Survey:
         self._parts = {}
         for name, (fn, weight) in components_of(score).items():
             if hasattr(fn, "references"):
-                column, kind = fn.references
+                column, kind = fn.__dict__["references"]
                 self._parts[name] = _Part(column, kind, weight)
 
     def see(self, row: Mapping[str, Any], place: str) -> None:
