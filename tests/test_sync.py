@@ -500,7 +500,7 @@ def test_the_types_of_a_trainer_that_makes_the_noise_limit_the_gap(dtype, bf16, 
     silent = Forgetful(engine.hf(tiny.llama(), tiny.tokenizer()), list)
     silent.status = dict
     sides = module.Sides(st, state, silent, "tiny", PROMPTS, version=1, max_new=1)
-    assert sides.trainer is apply and module._by_rounding(sides) == limit
+    assert sides.trainer is apply and import_module("rft_fn.sync.canary")._by_rounding(sides) == limit
 
 
 def test_uniform_weights_are_the_same_by_shape_and_survive_rounding():
