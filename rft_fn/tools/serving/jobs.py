@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rft_fn.border import contained
-from rft_fn.engine.lifetime import time_limit
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import Scored
 from rft_fn.reward.combine import Weighted
