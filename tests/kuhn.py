@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from itertools import permutations, product
 
 from rft_fn.environment import Renderer
-from rft_fn.environment.games import Hand
+from rft_fn.environment.kuhn import Hand
 from rft_fn.environment.record import as_messages
 
 CARDS = "jqk"

@@ -15,7 +15,7 @@ import rft_fn as rft
 from rft_fn import packing, tree
 from rft_fn.data.chat import Lesson
 from rft_fn.loss.evaluate import evaluate
-from rft_fn.reward.combine import read_veto, vetoed
+from rft_fn.reward.veto import read_veto, vetoed
 from rft_fn.run import preferences, teachers
 from rft_fn.run.setup import Model, Setup
 from rft_fn.testing import cases

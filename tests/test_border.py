@@ -16,14 +16,14 @@ from test_house import ROOT
 
 import rft_fn as rft
 from rft_fn import border, check, ckpt
-from rft_fn.data import file_formats, messages, templates
+from rft_fn.data import file_formats, messages, template_variables
 from rft_fn.data.medium import columns_of
 from rft_fn.engine import EngineConfig, openai, served_words, sglang
 from rft_fn.engine.server_protocol import Ask, Client, Described, Fault, check_reply
-from rft_fn.model import head_folders, lora
-from rft_fn.reward import verdicts, wire
-from rft_fn.reward.signature import read_result
-from rft_fn.run import card, claim, config_file, files, manifest
+from rft_fn.model import head_folders, lora_folders
+from rft_fn.reward import verdicts, wire, wire_openrlhf
+from rft_fn.reward.results import read_result
+from rft_fn.run import card, claim, config_file, earlier_run, files, manifest, rollout_files
 from rft_fn.strategy import diagnose
 from rft_fn.tools import plot, watch
 from rft_fn.tools.page import build, recorded
@@ -377,7 +377,7 @@ THEIRS = {"rewards": [0.5, 1], "scores": [1, 2], "extra_logs": {"n": [1, 2], "m"
 
 
 def adapters(path):
-    return lora.read_adapter_config(path.parent)
+    return lora_folders.read_adapter_config(path.parent)
 
 
 def heads(path):
@@ -414,14 +414,14 @@ HOOKS: dict[str, Any] = {
     "engine/server_protocol.py:Client.call": CALL,
     "reward/wire.py:read_request": Reader(REQUEST, lambda data, _: wire.read_request(data), REQUEST_MUST),
     "reward/wire.py:read_answer": Reader(ANSWER, lambda data, _: wire.read_answer(data, 2), number_or_none),
-    "reward/wire.py:read_openrlhf_request": Reader(
+    "reward/wire_openrlhf.py:read_openrlhf_request": Reader(
         {"query": ["pq"], "prompts": ["p"], "labels": ["x"]},
-        lambda data, _: wire.read_openrlhf_request(data),
+        lambda data, _: wire_openrlhf.read_openrlhf_request(data),
         {"/(query|prompts)/0": a_text},
     ),
-    "reward/wire.py:read_openrlhf_answer": Reader(
+    "reward/wire_openrlhf.py:read_openrlhf_answer": Reader(
         THEIRS,
-        lambda data, _: wire.read_openrlhf_answer(data, 2),
+        lambda data, _: wire_openrlhf.read_openrlhf_answer(data, 2),
         {
             "/(rewards|scores)/.": lambda x: x is None or number(x) or x == [1],
             "/extra_logs/n/.": lambda x: x is None or number(x),
@@ -431,9 +431,9 @@ HOOKS: dict[str, Any] = {
     "tools/plot.py:read_metrics": METRICS,
     "tools/page/recorded.py:read": SHOWN[:1],
     "run/files.py:keep_until": row_reader("metrics.jsonl", kept, {"/step": at_least_0}),
-    "run/files.py:settings": Reader(
+    "run/earlier_run.py:settings": Reader(
         {"lr": 0.5, "steps": 3},
-        file_of("config.json", lambda path: files.settings(path.parent)),
+        file_of("config.json", lambda path: earlier_run.settings(path.parent)),
         {"/lr": lambda x: x == x},
     ),
     "run/card.py:_rows": row_reader("metrics.jsonl", carded, {"/step": at_least_0}),
@@ -446,7 +446,7 @@ HOOKS: dict[str, Any] = {
     ),
     "run/config_file.py:_json": Reader({"lr": 0.5}, file_of("c.json", config_file._read)),
     "run/config_file.py:_yaml": Reader({"lr": 0.5}, file_of("c.yaml", config_file._read)),
-    "model/lora.py:read_adapter_config": Reader({"r": 8}, file_of("adapter_config.json", adapters)),
+    "model/lora_folders.py:read_adapter_config": Reader({"r": 8}, file_of("adapter_config.json", adapters)),
     "model/head_folders.py:_described": Reader(
         {"heads": [{"name": "a"}], "pool": "last"}, file_of(head_folders.HEADS, heads), {"/pool": a_text}
     ),
@@ -460,7 +460,9 @@ HOOKS: dict[str, Any] = {
     "data/file_formats.py:_is_json": Reader([{"q": "x", "n": 1}], file_of("rows.json", rows_of)),
     "data/messages.py:_json": Reader([{"role": "user"}], spoken(messages._listed)),
     "data/medium.py:_cells": Reader(["a.png"], cells),
-    "data/templates.py:literals": Reader({"a": 1}, spoken(lambda x: templates.literals((f"name={x}",)))),
+    "data/template_variables.py:literals": Reader(
+        {"a": 1}, spoken(lambda x: template_variables.literals((f"name={x}",)))
+    ),
 }
 """What each reader is fed with; FILE:FUNCTION as `readers` finds them."""
 
@@ -499,9 +501,9 @@ FREE = {
     "model/head_folders.py:_in_files": WEIGHTS,
     "model/load.py:load_processor": "names of towers alone are looked for",
     "model/load.py:_smolvlm": "options of a processor, which checks them",
-    "model/lora.py:read_adapters": WEIGHTS,
-    "model/materialize.py:_headers": WEIGHTS,
-    "model/materialize.py:slices": WEIGHTS,
+    "model/lora_folders.py:read_adapters": WEIGHTS,
+    "model/weight_files.py:_headers": WEIGHTS,
+    "model/weight_files.py:slices": WEIGHTS,
     "model/pretrained.py:require_held": "names of weights alone",
     "model/pretrained.py:unreadable": "a header, to say which file is broken",
     "parsing.py:_comments": "the source of this package",
@@ -509,8 +511,8 @@ FREE = {
     "reward/mathematics.py:_serve": "lines that its parent writes",
     "rng.py:_words": "a digest that it has computed",
     "run/claim.py:Claim._first_difference": "marks of rows, compared as bytes",
-    "run/files.py:_ordered": "bytes that the library has made in the line before",
-    "run/files.py:read_rollout": "fed by test_a_rollout_file_that_lies_is_refused_in_a_line, below",
+    "run/rollout_files.py:_ordered": "bytes that the library has made in the line before",
+    "run/rollout_files.py:read_rollout": "fed by test_a_rollout_file_that_lies_is_refused_in_a_line, below",
     "strategy/config.py:_docs": "the source of this package",
     "tools/other_libraries/foreign_files.py:_parsed": PRINTED,
     "tools/other_libraries/foreign_files.py:_of_yaml": PRINTED,
@@ -687,10 +689,10 @@ def written(path, tensors, **about):
 def test_a_rollout_file_that_lies_is_refused_in_a_line(name, tmp_path):
     lie, line = ROLLOUTS[name]
     tensors = rollout_tensors()
-    files.read_rollout(written(tmp_path / "well", tensors), vocabulary=48)
+    rollout_files.read_rollout(written(tmp_path / "well", tensors), vocabulary=48)
     lie(tensors)
     with pytest.raises(ValueError, match=re.escape(line)) as error:
-        files.read_rollout(written(tmp_path / "lie", tensors), vocabulary=48)
+        rollout_files.read_rollout(written(tmp_path / "lie", tensors), vocabulary=48)
     assert str(error.value).startswith("rollouts: expected a file that --rollouts-every wrote, got ")
     assert "\n" not in str(error.value)
 
@@ -698,11 +700,11 @@ def test_a_rollout_file_that_lies_is_refused_in_a_line(name, tmp_path):
 def test_what_a_rollout_file_says_of_itself_is_checked(tmp_path):
     for about in [{"sampling": lie} for lie in SAMPLINGS] + [{"media": "True"}, {"media": ""}]:
         with pytest.raises(ValueError, match=r"^rollouts: expected a file [^\n]*$"):
-            files.read_rollout(written(tmp_path / "lie", rollout_tensors(), **about))
+            rollout_files.read_rollout(written(tmp_path / "lie", rollout_tensors(), **about))
     save_file(rollout_tensors(), tmp_path / "bare")
     for path in (tmp_path / "bare", tmp_path / "none", tmp_path):
         with pytest.raises(ValueError, match=r"^rollouts: expected a file [^\n]*$"):
-            files.read_rollout(path)
+            rollout_files.read_rollout(path)
 
 
 PLAIN = [

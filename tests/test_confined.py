@@ -12,7 +12,7 @@ from each_case import each
 from safetensors.torch import save_file
 
 from rft_fn import confined, model
-from rft_fn.model import lora
+from rft_fn.model import lora_folders
 from rft_fn.tools.other_libraries.foreign_files import read
 
 
@@ -186,7 +186,7 @@ def test_expressions_of_an_adapter_have_limits(name, tmp_path):
     save_file({}, tmp_path / "adapter_model.safetensors")
     began = time.process_time()
     with pytest.raises(ValueError, match=r"^model: .*adapter_config.json: expected ") as error:
-        lora.with_adapter(module, tmp_path)
+        lora_folders.with_adapter(module, tmp_path)
     assert "\n" not in str(error.value) and time.process_time() - began < 5
 
 

@@ -13,11 +13,12 @@ from each_case import each
 
 import rft_fn as rft
 from rft_fn import engine, optim, sync
-from rft_fn.model import layers, lora
+from rft_fn.model import finite, lora, lora_merged
 from rft_fn.run import options
 from rft_fn.run.rollout_engine import start_engine
-from rft_fn.sync.canary import uniform, weights_read_as
+from rft_fn.sync.changed_weights import weights_read_as
 from rft_fn.sync.push import check_tensor, manifest_of
+from rft_fn.sync.wrong_tensor import uniform
 from rft_fn.types.engine import Delivered
 
 
@@ -99,8 +100,10 @@ def test_weights_are_checked_a_bucket_at_a_time_and_the_first_bad_one_is_named(b
     st, state, _ = started()
     one_by_one = list(st.export(state))
     checks = []
-    whole = layers.require_all_finite
-    monkeypatch.setattr(lora, "require_all_finite", lambda what, pairs: checks.append(whole(what, pairs)))
+    whole = finite.require_all_finite
+    monkeypatch.setattr(
+        lora_merged, "require_all_finite", lambda what, pairs: checks.append(whole(what, pairs))
+    )
     monkeypatch.setitem(lora.BUCKET, "cpu", 20_000)
     together = list(st.export(state))
     assert [name for name, _ in together] == [name for name, _ in one_by_one]
@@ -477,7 +480,7 @@ def test_a_canary_on_a_gpu_loads_no_model(plain, monkeypatch):
     apply, state = st.init(lm, optim.adamw(0.1), sampling=rft.Sampling(temperature=2.0))
     eng = engine.hf(tiny.llama(), tiny.tokenizer())
     with_copy = sync.canary(st, state, eng, "tiny", PROMPTS, version=1, key=5)
-    monkeypatch.setattr(import_module("rft_fn.sync.canary"), "COPIED", ())
+    monkeypatch.setattr(import_module("rft_fn.sync.changed_weights"), "COPIED", ())
     with pytest.raises(sync.CanaryError, match=f"^canary: {Q}: "):
         sync.canary(st, state, Forgetful(eng, kept_once(Q)), "tiny", PROMPTS, version=1)
     monkeypatch.setattr(rft.model, "load", None)
@@ -490,14 +493,14 @@ def test_a_canary_on_a_gpu_loads_no_model(plain, monkeypatch):
                                                         ("float32", False, 0.01)])  # fmt: skip
 def test_the_types_of_a_trainer_that_makes_the_noise_limit_the_gap(dtype, bf16, limit, monkeypatch):
     """Of an engine that does not tell what it computes in."""
-    module = import_module("rft_fn.sync.canary")
+    module = import_module("rft_fn.sync.changed_weights")
     monkeypatch.setattr(module, "COPIED", ())
     st = rft.strategy.get_strategy(rft.strategy.StrategyConfig(bf16=bf16))
     apply, state = st.init(tiny.llama(dtype=getattr(torch, dtype)), optim.adamw(0.1))
     silent = Forgetful(engine.hf(tiny.llama(), tiny.tokenizer()), list)
     silent.status = dict
     sides = module.Sides(st, state, silent, "tiny", PROMPTS, version=1, max_new=1)
-    assert sides.trainer is apply and module._by_rounding(sides) == limit
+    assert sides.trainer is apply and import_module("rft_fn.sync.canary")._by_rounding(sides) == limit
 
 
 def test_uniform_weights_are_the_same_by_shape_and_survive_rounding():
@@ -580,7 +583,7 @@ def on_two_ranks(rank, _):
     told = [max(passed.noisy, passed.floor), passed.key]
 
     # the sharded trainer itself makes the noise, as on GPUs
-    module = import_module("rft_fn.sync.canary")
+    module = import_module("rft_fn.sync.changed_weights")
     module.COPIED = ()
     passed = sync.canary(st, state, eng, "tiny", PROMPTS, version=1)
     told[0] = max(told[0], passed.noisy, passed.floor)

@@ -15,142 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rft_fn import check, packing, rng, tree
+from rft_fn import packing, rng, tree
 from rft_fn.analysis.gradients import Kept, keep, local_parts
+from rft_fn.analysis.loss_slopes import effective_size, gains, length_slope, slopes, stopped
 from rft_fn.analysis.noise import Noise
-from rft_fn.loss.evaluate import evaluate
-from rft_fn.types import Apply, Experience, LossFn, Packed, Strategy, TokenOut, TrainState
+from rft_fn.analysis.part_sums import Parts, Totals, cosine, direction, noise, signal, standard_error, totals
+from rft_fn.types import Apply, Experience, Packed, Strategy, TokenOut, TrainState
 
 __all__ = [
     "Measured", "Parts", "Reference", "Totals", "compare", "cosine", "direction", "effective_size", "gains",
     "length_slope", "measure", "noise", "reference", "signal", "slopes", "split_prompts", "standard_error",
     "stopped", "totals",
 ]  # fmt: skip
-
-
-# ---------- the slopes of a loss, which are all that its gradient is made of
-
-
-def slopes(loss_fn: LossFn, exp: Experience, logp: Tensor) -> Tensor:
-    """Return d (w * loss).sum() / d logp of each token [B, S], at the policy's log-probs `logp` [B, S].
-
-    0 outside mask. The loss sees no other output of a model: what it adds by an entropy is an error of its
-    own.
-    """
-    check.shapes(tokens=(exp.tokens, "B S"), logp=(logp, "B S"))
-    rows = [i for i, any_ in enumerate(exp.mask[:, 1:].any(-1).tolist()) if any_]
-    with_logp = tree.replace(exp, extra={**(exp.extra or {}), "logp at": logp}, media=None)
-    b = packing.pack(with_logp, rows)
-    assert b.extra is not None
-    at = b.extra["logp at"].detach().requires_grad_()
-    loss, _ = evaluate(loss_fn, TokenOut(logp=at), b)
-    (slope,) = torch.autograd.grad((b.w * loss).sum(), at, materialize_grads=True)
-    return packing.unpack([torch.where(b.mask, slope, 0)], [b], exp.mask)
-
-
-def stopped(slope: Tensor, adv: Tensor, mask: Tensor) -> float:
-    """Return the share of the tokens with an advantage that have no slope: the loss has stopped them."""
-    check.shapes(slope=(slope, "B S"), adv=(adv, "B S"), mask=(mask, "B S"))
-    learns = mask & (adv != 0)
-    return float(((slope == 0) & learns).sum() / learns.sum().clamp(min=1))
-
-
-def effective_size(push: Tensor) -> float:
-    """Return Kish's effective sample size (sum x)^2 / sum x^2 of the pushes [B] of responses, >= 0."""
-    push = push.double().abs()
-    return float(push.sum().square() / push.square().sum().clamp(min=1e-300))
-
-
-def length_slope(push: Tensor, length: Tensor) -> float:
-    """Return the elasticity of the push of a response [B] in its length [B] tokens.
-
-    It is the least-squares slope of log push over log length, over the responses with a push: 0 where a
-    response counts the same at any length, 1 where every token does. NaN where all have one length.
-    """
-    check.shapes(push=(push, "B"), length=(length, "B"))
-    has = (push != 0) & (length > 0)
-    x, y = length[has].double().log(), push[has].double().abs().log()
-    if not len(x) or bool((x == x[0]).all()):
-        return float("nan")
-    x = x - x.mean()
-    return float((x * y).sum() / x.square().sum())
-
-
-# ---------- a gradient as a sum over parts of the buffer, and its standard errors
-
-
-class Parts(NamedTuple):
-    """A gradient g = sum_p g_p over P parts of a buffer, each of as many independent prompts, all f64."""
-
-    square: Tensor  # [P], |g_p|^2
-    onto: Tensor  # [P], <g_p, g>
-    along: Tensor  # [P], <g_p, r> with a reference r
-
-
-class Totals(NamedTuple):
-    """Sums over all parts, then over all parts but each one: [1 + P]."""
-
-    parts: Tensor  # how many
-    square: Tensor  # |g|^2
-    squares: Tensor  # sum of |g_p|^2
-    along: Tensor  # <g, r>
-
-
-def totals(x: Parts) -> Totals:
-    """Return the sums over the whole buffer, and over the buffer without each part, [1 + P] each."""
-    n = len(x.square)
-    without = torch.cat([torch.zeros(1, dtype=torch.float64), torch.ones(n, dtype=torch.float64)])
-    left_out = Parts(*(torch.cat([torch.zeros(1, dtype=torch.float64), part.double()]) for part in x))
-    return Totals(
-        parts=n - without,
-        square=x.onto.double().sum() - 2 * left_out.onto + left_out.square,
-        squares=x.square.double().sum() - left_out.square,
-        along=x.along.double().sum() - left_out.along,
-    )
-
-
-def noise(t: Totals) -> Tensor:
-    """Return the unbiased estimate of E |g - E g|^2 over draws of the prompts.
-
-    P / (P - 1) sum_p |g_p - g / P|^2
-    """
-    return t.parts / (t.parts - 1) * (t.squares - t.square / t.parts)
-
-
-def signal(t: Totals) -> Tensor:
-    """Return the unbiased estimate of |E g|^2, which may be negative in a noisy buffer."""
-    return t.square - noise(t)
-
-
-def cosine(t: Totals, reference_square: float) -> Tensor:
-    """Return the cosine of the gradient and a reference: how far this batch points its way.
-
-    Noise and bias both lower it.
-    """
-    return t.along / (t.square * reference_square).sqrt()
-
-
-def direction(t: Totals, reference_signal: float) -> Tensor:
-    """Return the cosine of the *expected* gradient and the true reference: bias without noise.
-
-    `reference_signal` is the square of the reference's norm without its noise. NaN where no signal was seen;
-    by chance it may be above 1.
-    """
-    s = signal(t)
-    return torch.where(s > 0, t.along / (s.clamp(min=1e-300) * reference_signal).sqrt(), torch.nan)
-
-
-def standard_error(x: Tensor) -> float:
-    """Return the jackknife standard error of a statistic of `Totals`, [1 + P].
-
-    The parts are left out in turn. It errs on the safe side where noise itself lowers the statistic.
-    """
-    left_out = x[1:]
-    n = len(left_out)
-    return float(((n - 1) / n * (left_out - left_out.mean()).square().sum()).sqrt())
-
-
-# ---------- gradients of slopes, by parts
 
 
 def split_prompts(group: Tensor, parts: int) -> list[list[int]]:
@@ -326,9 +202,6 @@ def measure(
     return Measured(parts, near, tokens if probes else float("nan"), brought / square), whole
 
 
-# ---------- rows of a table of estimators
-
-
 def compare(
     st: Strategy,
     state: TrainState,
@@ -400,9 +273,3 @@ def compare(
                 "length": length_slope(torch.where(adv > 0, push / adv, 0), length),
             },
         )
-
-
-def gains(exp: Experience, slope: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (log-ratios, - slope / (w adv)) of the tokens with an advantage, [n] each."""
-    has = exp.mask & (exp.adv != 0) & (exp.w != 0)
-    return (logp - exp.old_logp)[has], -(slope / (exp.w * exp.adv))[has]

@@ -18,7 +18,7 @@ from rft_fn.data.messages import Turn
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.environment import Environment, as_messages
 from rft_fn.reward import Judged
-from rft_fn.reward.calling import EventLoop
+from rft_fn.reward.event_loop import EventLoop
 from rft_fn.types import Rollout, Sampling, Strategy
 
 __all__ = [

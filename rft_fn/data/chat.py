@@ -10,11 +10,12 @@ from functools import cache, cached_property
 from typing import Any
 
 from rft_fn.data import template_probe
+from rft_fn.data.lesson import Lesson, cut, runs, shared_prefix, span, special_tokens
 from rft_fn.data.medium import for_template, media_of_turns, placed
 from rft_fn.data.messages import Conversation, Turn, extra_keys, is_learned, text_of
 from rft_fn.data.processing import Encoded, Processing
 from rft_fn.data.table import Row
-from rft_fn.data.templates import MARK, Lesson, cut, dated, runs, shared_prefix, span, special_tokens
+from rft_fn.data.template_variables import MARK, dated
 
 __all__ = ["EXCHANGE", "LOSS_ON", "MARKED", "Chat", "learned_turns"]
 

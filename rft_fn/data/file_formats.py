@@ -88,9 +88,6 @@ def _open(path: Path) -> BinaryIO:
     return whole
 
 
-# ------------------------------------------------------------------------------------------------------- json
-
-
 def _json_lines(path: Path, file: BinaryIO, key: str | None = None) -> Records:
     """Find the records of a file with one object a line; blank lines are skipped."""
     starts = array("q")
@@ -181,9 +178,6 @@ def _is_table(x: Any) -> bool:
     return "role" not in x[0] and "from" not in x[0]
 
 
-# -------------------------------------------------------------------------------------------------------- csv
-
-
 @contextmanager
 def _long_fields() -> Iterator[None]:
     """Let the csv module read long fields: it refuses fields above 131,072 characters."""
@@ -251,9 +245,6 @@ def _below_header(path: Path, file: BinaryIO, starts: array, lines: array) -> Re
         return dict(zip(names, cells))
 
     return Records(path, file, starts[1:], lines[1:], parse)
-
-
-# ---------------------------------------------------------------------------------------------------- parquet
 
 
 def _read_parquet(paths: Sequence[Path], key: str | None) -> Table:

@@ -13,13 +13,14 @@ from typing import Any
 from rft_fn.data import tasks
 from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset
+from rft_fn.data.lesson import Lesson, shared_prefix
 from rft_fn.data.medium import columns_of
 from rft_fn.data.messages import Turn, are_messages, turns_of
 from rft_fn.data.processing import Processing
 from rft_fn.data.recipe import make_dataset
 from rft_fn.data.responses import Reading, labels_at, number, prompt_ids
 from rft_fn.data.table import Endless, InvalidRow, Row, Table
-from rft_fn.data.templates import Lesson, fill, is_empty, shared_prefix
+from rft_fn.data.templates import fill, is_empty
 from rft_fn.data.wrong_answers import task_rows, wrong_answer_of_kind
 
 __all__ = ["Pair", "pairs_from_rows", "pairs_from_task", "shared_start"]

@@ -9,13 +9,16 @@ from torch import Tensor
 from rft_fn.data import tasks
 from rft_fn.data.chat import LOSS_ON, Chat, learned_turns
 from rft_fn.data.dataset import Dataset
+from rft_fn.data.invalid_rows import TooLong, check_window
+from rft_fn.data.lesson import Lesson
 from rft_fn.data.medium import Medium, media_of_turns, shown_turns
 from rft_fn.data.messages import Conversation, Turn, conversation, text_of, tools_of, turns_of
 from rft_fn.data.processing import Encoded, Processing
 from rft_fn.data.recipe import Recipe, make_dataset
 from rft_fn.data.responses import answer_of_text, prompt_of_text
-from rft_fn.data.table import Endless, Row, Table, TooLong, check_window, column_of, value_at
-from rft_fn.data.templates import Lesson, columns_in, fill, is_empty
+from rft_fn.data.row_paths import column_of, value_at
+from rft_fn.data.table import Endless, Row, Table
+from rft_fn.data.templates import columns_in, fill, is_empty
 
 __all__ = ["Prompt", "from_rows", "from_task", "lessons"]
 

@@ -14,21 +14,12 @@ import torch
 
 from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset, ItemT
+from rft_fn.data.invalid_rows import FirstFew, TooLong, invalid_line
+from rft_fn.data.lesson import Lesson
 from rft_fn.data.medium import digest
 from rft_fn.data.messages import unread
-from rft_fn.data.table import (
-    Endless,
-    FirstFew,
-    InvalidRow,
-    Place,
-    Row,
-    Table,
-    TooLong,
-    invalid_line,
-    place_of,
-    row_at,
-)
-from rft_fn.data.templates import Lesson, fix_day, fixed_day
+from rft_fn.data.table import Endless, InvalidRow, Place, Row, Table, place_of, row_at
+from rft_fn.data.template_variables import fix_day, fixed_day
 
 __all__ = ["Recipe", "make_dataset"]
 

@@ -7,12 +7,15 @@ from typing import Any
 
 from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import ItemT
+from rft_fn.data.invalid_rows import TooLong, check_window
+from rft_fn.data.lesson import Lesson
 from rft_fn.data.medium import media_of_turns
 from rft_fn.data.messages import Conversation, Turn, opened, system_of, tools_of
 from rft_fn.data.processing import Encoded, Processing
 from rft_fn.data.recipe import Recipe
-from rft_fn.data.table import Row, TooLong, check_window, column_of
-from rft_fn.data.templates import Lesson, columns_in, is_empty
+from rft_fn.data.row_paths import column_of
+from rft_fn.data.table import Row
+from rft_fn.data.templates import columns_in, is_empty
 
 __all__ = [
     "Reading", "answer_of_text", "cells_of", "labels_at", "number", "prompt_ids", "prompt_of_text", "reading",

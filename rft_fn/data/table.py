@@ -1,7 +1,4 @@
-"""Rows that know their places, the errors of unusable ones, and values at paths into a row.
-
-Rows are records of a text file, a list, several files as one, or a part of other rows.
-"""
+"""Rows that know their places: of a text file, a list, several files as one, or a part of others."""
 
 import bisect
 import glob
@@ -17,16 +14,20 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from rft_fn import check
 
 __all__ = [
-    "Endless", "FirstFew", "InvalidRow", "Joined", "Listed", "Part", "Place", "Records", "Row", "Rows",
-    "Table", "TooLong", "check_window", "column_at", "column_of", "decode", "invalid_line", "place_of",
-    "row_at", "value_at",
-]  # fmt: skip
-
-
-# ---------- rows that cannot be used: errors for them, and one line about all
-
-
-_SHOWN = 3  # rows that an error or a warning names
+    "Endless",
+    "InvalidRow",
+    "Joined",
+    "Listed",
+    "Part",
+    "Place",
+    "Records",
+    "Row",
+    "Rows",
+    "Table",
+    "decode",
+    "place_of",
+    "row_at",
+]
 
 
 class InvalidRow(ValueError):
@@ -39,68 +40,6 @@ class InvalidRow(ValueError):
 
     def __reduce__(self):
         return InvalidRow, (self.place, self.reason)
-
-
-class TooLong(Exception):
-    """A prompt or a pair above its limit. The text is its length, as "600 tokens"."""
-
-
-def check_window(count: int, max_new: int, window: int | None, *, limit: str = "max_prompt") -> None:
-    """Raise ValueError unless the model's window holds `count` tokens and `max_new` after them.
-
-    None is no limit; `limit` is the option that leaves long rows out. Tokens of images, audio and videos are
-    counted as they are widened.
-    """
-    if window is None or count + max_new <= window:
-        return
-    if max_new:
-        size = f"{count} + {max_new} tokens with max_new, those of media among them"
-        remedy = f"lower max_new, or {limit} to leave it out"
-    else:
-        size = f"{count} tokens, those of media among them"
-        remedy = f"shorten it, or lower {limit}"
-    raise ValueError(f"the row has {size}, above the model's window of {window}; {remedy}")
-
-
-class FirstFew:
-    """The first few of many things, and the count of all."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.shown: list[Any] = []
-
-    def add(self, x: Any) -> None:
-        self.count += 1
-        if len(self.shown) < _SHOWN:
-            self.shown.append(x)
-
-    def more(self) -> str:
-        """Return the count of the others as the end of a line: "; and 4 more"."""
-        hidden = self.count - len(self.shown)
-        return f"; and {hidden} more" if hidden else ""
-
-
-def invalid_line(invalid: FirstFew, rows: "Table") -> str:
-    """Return the error for invalid rows: the first ones by reason, and their count."""
-    total = len(rows)
-    part = f" (a part of {rows.whole} rows)" if isinstance(rows, Part) else ""
-    reasons: dict[str, list[str]] = {}
-    for place, reason in invalid.shown:
-        reasons.setdefault(reason, []).append(place)
-    shown = "; ".join(f"{_join_places(places)}: {reason}" for reason, places in reasons.items())
-    more = invalid.more()
-    return f"data: {shown}{more}. {invalid.count} of {total} rows cannot be used{part}: mend or remove them"
-
-
-def _join_places(places: list[str]) -> str:
-    """Join several places to one text, such as "FILE, lines 1, 2"."""
-    heads, numbers = zip(*(place.rsplit(" ", 1) for place in places))
-    if len(places) == 1 or len(set(heads)) > 1:
-        return " and ".join(places)
-    return f"{heads[0]}s {', '.join(numbers)}"
-
-
-# ---------- rows that know their places, for errors
 
 
 Row = Mapping[str, Any]
@@ -301,50 +240,3 @@ def decode(text: bytes, start: int, place: str) -> str:
             f"byte {start + error.start} of the file, 0x{text[error.start]:02x}, is not UTF-8; convert it: "
             f"iconv -f latin1 -t utf-8 {file} > NEW",
         ) from None
-
-
-# ---------- values at a path into a row, such as "reward_model.ground_truth"
-
-
-_RAISE = object()
-
-
-def value_at(row: Mapping[str, Any], path: str, default: Any = _RAISE) -> Any:
-    """Return the value of a row at a path such as "reward_model.ground_truth".
-
-    A column with dots in its own name wins. Where there is nothing at the path: the default, or KeyError
-    without one.
-    """
-    if path in row:
-        return row[path]
-
-    # the longest column name that the path begins with, then the rest of the path inside its value
-    for cut in range(len(path) - 1, 0, -1):
-        if path[cut] != ".":
-            continue
-        inner = row.get(path[:cut])
-        if isinstance(inner, Mapping):
-            return value_at(inner, path[cut + 1 :], default)
-
-    if default is _RAISE:
-        raise KeyError(path)
-    return default
-
-
-def column_of(row: Row, column: str) -> Any:
-    """Return the cell of a column. ValueError, with the columns that there are, for a missing one."""
-    if column not in row:
-        raise ValueError(f"the row has no column {column!r}; it has {', '.join(map(repr, row))}")
-    return row[column]
-
-
-def column_at(
-    columns: Mapping[str, Sequence[Any]], path: str, count: int, default: Any = _RAISE
-) -> list[Any]:
-    """Return `value_at` for all of `count` rows that are given as columns."""
-    heads = [name for name in columns if path == name or path.startswith(f"{name}.")]
-    cells = []
-    for i in range(count):
-        row = {name: columns[name][i] for name in heads}
-        cells.append(value_at(row, path, default))
-    return cells

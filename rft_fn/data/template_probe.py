@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from rft_fn.data.templates import MARK
+from rft_fn.data.template_variables import MARK
 
 __all__ = [
     "CALL_ID", "THOUGHTS", "TOOL", "arguments_form", "as_json", "call_turn", "content_form", "id_of_call",
@@ -91,9 +91,6 @@ def _key_of(tokenizer: Any) -> str:
     return json.dumps(tokenizer.chat_template)  # a template may be replaced
 
 
-# ---------- the content of a turn
-
-
 def content_form(tokenizer: Any, role: str) -> str:
     """Return how the template reads the content of a role: "text", "parts", "none", or "" if it fails.
 
@@ -134,9 +131,6 @@ def _with_role(role: str, content: Any, form: str) -> list[list[Turn]]:
         calls = [call_turn([("rftfntool", x)]) for x in ({"rftfnkey": "x"}, '{"rftfnkey": "x"}')]
         return [[asked, call, result] for call in calls] + [[asked, _assistant(as_form(_SAID)), result]]
     return [[{"role": role, "content": content}, asked]]
-
-
-# ---------- calls of tools, tools
 
 
 def arguments_form(tokenizer: Any) -> str:
@@ -231,9 +225,6 @@ def _reads_bare_tools(tokenizer: Any, template: str) -> bool:
     return "rftfntool" in texts[0] or "rftfntool" not in texts[1]
 
 
-# ---------- thoughts
-
-
 def thought_key(tokenizer: Any) -> str:
     """Return the key of a turn that the template reads a thought from, "" where it reads none."""
     return _thought_key(tokenizer, _key_of(tokenizer))
@@ -270,9 +261,6 @@ def thought_starts(tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> b
     """Return whether the prompt ends inside a thought, so that a response begins within it."""
     text = (rendered(tokenizer, [_user()], ask=True, kwargs=kwargs) or "").rstrip()
     return any(text.endswith(opening) for opening, _ in thought_marks(tokenizer))
-
-
-# ---------- keys of a message, keywords of the template
 
 
 def reads_key(tokenizer: Any, role: str, key: str) -> bool:

@@ -14,17 +14,13 @@ from typing import Any, NamedTuple
 
 from rft_fn import rng
 from rft_fn.data import sources
-from rft_fn.data.dataset import Dataset, ItemT, Mixture
-from rft_fn.data.labelled import (
-    lists_from_rows,
-    lists_from_task,
-    points_from_rows,
-    points_from_task,
-    steps_from_rows,
-    steps_from_task,
-)
+from rft_fn.data.dataset import Dataset, ItemT
+from rft_fn.data.mixture import Mixture
 from rft_fn.data.pairs import pairs_from_rows, pairs_from_task
+from rft_fn.data.points import points_from_rows, points_from_task
 from rft_fn.data.prompts import from_rows, from_task
+from rft_fn.data.ranked import lists_from_rows, lists_from_task
+from rft_fn.data.reasoning_steps import steps_from_rows, steps_from_task
 from rft_fn.data.sources import Source, Tables
 from rft_fn.data.table import Part, Table
 

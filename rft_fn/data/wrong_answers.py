@@ -92,9 +92,6 @@ def _draw(mixture: Mapping[str, float], random_: random.Random) -> str:
     return kind
 
 
-# ---------------------------------------------------------------------------------------------- the kinds
-
-
 def _ordered(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
     """Return a guess, or the right answer with one character replaced, sorted in ascending order."""
     if random_.random() < 0.5:
@@ -150,9 +147,6 @@ share of the ordered ones is the largest: a policy ends at them if its reward mo
 _USUAL = {"guess": 0.5, "mistake": 0.5}
 
 
-# ------------------------------------------------------------------------------------------- one mistake
-
-
 def _change(text: str, random_: random.Random) -> str:
     """Return the text with one character replaced by another."""
     at = random_.randrange(len(text))
@@ -178,9 +172,6 @@ def _swap(text: str, random_: random.Random) -> str:
 
 
 _MISTAKES = (_change, _lose, _repeat, _swap)
-
-
-# ---------- rows of built-in tasks with responses to learn from, right ones and wrong ones
 
 
 Answer = Callable[[tasks.Task, tasks.TaskRow, random.Random, Mapping[str, float] | None], Row]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rft_fn import rng, tree
 from rft_fn.data.responses import render
-from rft_fn.model.media_inputs import placeholder_ids
+from rft_fn.model.placeholders import placeholder_ids
 from rft_fn.types import Engine, Media, Rollout, Sampling
 
 __all__ = [

@@ -17,7 +17,7 @@ from rft_fn import model as model_lib
 from rft_fn.engine import requests
 from rft_fn.engine.weight_folder import Manifest, manifest
 from rft_fn.model import quantize
-from rft_fn.model.materialize import Stored, converted, slices
+from rft_fn.model.weight_files import Stored, converted, slices
 from rft_fn.patience import may_pass, retry_after
 from rft_fn.reward.connection import masked, token_in
 from rft_fn.types import Sampling

@@ -5,16 +5,10 @@ policy's turns. A new built-in environment is a file here and an entry of `ENVIR
 """
 
 from rft_fn.environment import adapters
-from rft_fn.environment.games import (
-    ENVIRONMENTS,
-    calculate,
-    calculator,
-    get_environment,
-    guess_number,
-    kuhn_poker,
-    lessons,
-    prompts,
-)
+from rft_fn.environment.arithmetic import calculate, calculator
+from rft_fn.environment.by_name import ENVIRONMENTS, get_environment, lessons, prompts
+from rft_fn.environment.guess import guess_number
+from rft_fn.environment.kuhn import kuhn_poker
 from rft_fn.environment.record import Environment, Observation, Renderer, Row, Stepped, as_messages
 from rft_fn.environment.tool_calls import Call, call_parser, tagged_calls
 from rft_fn.environment.tool_use import tool_schema, with_tools

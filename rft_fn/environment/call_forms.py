@@ -136,9 +136,6 @@ def _arguments(name: str, arguments: Any, call_id: str = "") -> Call:
     return Call(name, arguments, id=call_id)
 
 
-# ---------- an object with name and arguments
-
-
 _PYTHON_TAG = r"<\|python_tag\|>"  # Llama's, before calls of either form
 
 
@@ -226,9 +223,6 @@ def _as_objects(one: str) -> Form | None:
     return None
 
 
-# ---------- a name, and an object of arguments after it
-
-
 class _NameAndObject(NamedTuple):
     """Calls as a name between two texts, followed by a JSON object."""
 
@@ -297,9 +291,6 @@ def _as_name_and_object(one: str, opening: str, call_id: str) -> Form | None:
     return _NameAndObject(opening, pattern, _is_weak(opening))
 
 
-# ---------- a name, and a piece of text for each argument
-
-
 class _Pieces(NamedTuple):
     """Calls as a name after an opening text, and each argument as a key and a value between texts."""
 
@@ -358,9 +349,6 @@ def _as_pieces(opening: str, one: str, two: str) -> Form | None:
     rest = one.partition(_VALUES[0])[2].strip().removeprefix(tail).strip()
     closing = re.match(r"[^\s>]*>?", rest)
     return _Pieces(opening, head, middle.strip(), tail, closing[0] if closing else "")
-
-
-# ---------- a name, and arguments in brackets, as in Python
 
 
 class _Python(NamedTuple):
@@ -424,9 +412,6 @@ def _as_python(one: str, opening: str) -> Form | None:
     if not re.match(rf"\s*\(\s*{_KEYS[0]}\s*=\s*(['\"]){_VALUES[0]}\1\s*\)", after):
         return None
     return _Python(opening)
-
-
-# ---------- a name, and arguments in braces, with texts between marks: Gemma's
 
 
 class _Braces(NamedTuple):

@@ -16,7 +16,7 @@ from rft_fn.data.messages import Turn
 from rft_fn.data.template_probe import CALL_ID
 from rft_fn.environment.record import Environment, Row, Stepped
 from rft_fn.environment.tool_calls import Call, ParseCalls, tagged_calls
-from rft_fn.reward.calling import EventLoop
+from rft_fn.reward.event_loop import EventLoop
 
 __all__ = ["Tooled", "run_tool", "tool_schema", "with_tools"]
 
@@ -25,9 +25,6 @@ _AT_A_TIME = 16  # plain functions that run at once: more would eat each other's
 _LOOP = EventLoop()  # of all async tools, apart from the environments, which a tool that blocks would stop
 _KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _KINDS |= {list: "array", tuple: "array", dict: "object"}
-
-
-# ---------- schemas
 
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
@@ -101,9 +98,6 @@ def _value(name: str, x: Any, schema: Mapping[str, Any]) -> Any:
     if "enum" in schema and x not in schema["enum"]:
         raise ValueError(f"{name}: expected one of {schema['enum']}, got {x!r:.80}")
     return x
-
-
-# ---------- running them
 
 
 async def run_tool(
@@ -229,9 +223,6 @@ def _in_thread(
     thread = threading.Thread(target=run, daemon=True, name="rft_fn tool")
     thread.start()
     return future, thread
-
-
-# ---------- in an environment
 
 
 class Tooled(NamedTuple):

@@ -1,23 +1,17 @@
 """The model as a function: load, bind and score it; critics and reward models.
 
-`load`, `lora` and `materialize` make modules; `bind` and `heads` put them inside a forward that takes packs
-(`reader`); `packing_probe` measures how packs run in it; `parts` finds the text model, towers and head.
+`load`, `lora` and `materialize` make modules; `frozen`, `dropout` and `layers` change them in place. `bind`
+puts them inside a forward that takes packs (`reader`), `critic` and `reward_heads` under other heads.
+`packing_probe` measures how packs run in it; `parts` finds the text model, towers and head. `save`,
+`lora_folders` and `head_folders` write folders.
 """
 
+from rft_fn.model.assigned import assign
 from rft_fn.model.bind import Scorer, attach_teacher, bind, revealed, score, wrap_for_training
+from rft_fn.model.critic import Critic, explained_variance, values
+from rft_fn.model.frozen import freeze
 from rft_fn.model.head_folders import load_critic, load_reward, save_critic, save_reward
-from rft_fn.model.heads import (
-    Critic,
-    Head,
-    RewardModel,
-    calibrated,
-    explained_variance,
-    final_scores,
-    standardized,
-    tempered,
-    values,
-)
-from rft_fn.model.layers import freeze
+from rft_fn.model.head_scale import Head, calibrated, final_scores, standardized, tempered
 from rft_fn.model.load import (
     ActorAL,
     ActorLanguage,
@@ -34,7 +28,8 @@ from rft_fn.model.model_names import cache_dir, resolve
 from rft_fn.model.parts import text_model
 from rft_fn.model.quantize import check as check_quantize
 from rft_fn.model.reader import split_over
-from rft_fn.model.save import assign, save
+from rft_fn.model.reward_heads import RewardModel
+from rft_fn.model.save import save
 from rft_fn.model.teacher import Teacher, TeacherHead
 
 __all__ = [

@@ -14,13 +14,14 @@ from rft_fn.loss.evaluate import REMEDY
 from rft_fn.model import attention, quantize, router, teacher
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.copies import to_device
+from rft_fn.model.dropout import checkpointed, disable_dropout
 from rft_fn.model.forward import POSITIONS, run
-from rft_fn.model.layers import Residence, checkpointed, disable_dropout
 from rft_fn.model.lora import require_plain_adapters
 from rft_fn.model.materialize import materialize
 from rft_fn.model.packing_probe import Found, Question
 from rft_fn.model.parts import find
 from rft_fn.model.reader import Reader, detect_packing
+from rft_fn.model.residence import Residence
 from rft_fn.types import Apply, Packed, Sampling, TokenOut
 
 __all__ = [

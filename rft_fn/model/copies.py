@@ -14,9 +14,6 @@ __all__ = ["LockedCopies", "Mover", "in_one_copy", "locked", "mover_of", "to_dev
 T = TypeVar("T")
 
 
-# ---------- memory of the host that a device copies to and from
-
-
 _ALIGNMENT = 16  # bytes: what a kernel that reads in vectors expects of a pointer
 
 
@@ -29,9 +26,6 @@ def locked(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     except RuntimeError:  # no driver, or a limit to such memory
         return torch.empty(size, dtype=torch.uint8)
-
-
-# ---------- a tree of small tensors, such as a pack
 
 
 def to_device(x: T, device: torch.device) -> T:
@@ -65,9 +59,6 @@ def in_one_copy(x: T, copy: Callable[[Tensor], Tensor]) -> T:
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
     """Return the bytes of a buffer from `start` on as a tensor with the shape and type of `like`."""
     return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
-
-
-# ---------- weights and optimizers, which leave a device and come back
 
 
 class Mover(NamedTuple):

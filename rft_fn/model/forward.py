@@ -8,8 +8,9 @@ from torch import nn
 from rft_fn import check, modality
 from rft_fn.model import attention
 from rft_fn.model.bounds import SequenceBounds, take_rows
-from rft_fn.model.media_inputs import described, media_inputs, sees_or_hears
+from rft_fn.model.media_inputs import described, media_inputs
 from rft_fn.model.parts import inside_adapters
+from rft_fn.model.placeholders import sees_or_hears
 from rft_fn.types import Packed
 
 __all__ = [

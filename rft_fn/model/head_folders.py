@@ -10,20 +10,22 @@ from torch import Tensor, nn
 from rft_fn import border
 from rft_fn.model import classifier
 from rft_fn.model.classifier import HEADS
-from rft_fn.model.heads import Critic, Head, Headed, RewardModel, named_heads
-from rft_fn.model.layers import freeze as frozen
+from rft_fn.model.critic import Critic
+from rft_fn.model.frozen import freeze as frozen
+from rft_fn.model.head_scale import Head
+from rft_fn.model.heads import Headed
 from rft_fn.model.load import base_folder, load, read_config, usual_device, usual_dtype
-from rft_fn.model.lora import BELOW, CONFIG, read_adapter_config, read_adapters, with_adapter
-from rft_fn.model.materialize import files, folder_of, on_meta
+from rft_fn.model.lora import BELOW
+from rft_fn.model.lora_folders import CONFIG, read_adapter_config, read_adapters, with_adapter
+from rft_fn.model.materialize import on_meta
 from rft_fn.model.model_names import resolve
 from rft_fn.model.parts import inside_adapters
 from rft_fn.model.pretrained import loaded
+from rft_fn.model.reward_heads import RewardModel, named_heads
 from rft_fn.model.save import save
+from rft_fn.model.weight_files import files, folder_of
 
 __all__ = ["load_critic", "load_reward", "save_critic", "save_reward"]
-
-
-# ---------- a decoder in a folder, with its heads in a file
 
 
 def saved_heads(folder: Any, file: str) -> dict[str, Tensor] | None:
@@ -65,9 +67,6 @@ def save_headed(folder: str | Path, module: Headed, weights: Iterable[tuple[str,
             f"weights: expected names of the parameters of {type(module).__name__}, got {unknown[:3]}"
         )
     return save(folder, module, None, new.items())
-
-
-# ---------- critics
 
 
 def load_critic(
@@ -115,9 +114,6 @@ def save_critic(folder: str | Path, critic: Critic, weights: Iterable[tuple[str,
     `weights` are as `Strategy.export` gives them. ValueError for one that the critic does not have.
     """
     return save_headed(folder, critic, weights)
-
-
-# ---------- reward models
 
 
 _SCORE = "score.weight"  # the name of the heads' matrix, in transformers' classes and in ours

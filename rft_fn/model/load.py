@@ -12,8 +12,9 @@ from rft_fn.modality import ActorModality
 from rft_fn.model import classifier
 from rft_fn.model import quantize as low
 from rft_fn.model.fresh import changes_of, fresh
-from rft_fn.model.layers import freeze as frozen
-from rft_fn.model.lora import CONFIG, read_adapter_config, require_plain_adapters, with_adapter
+from rft_fn.model.frozen import freeze as frozen
+from rft_fn.model.lora import require_plain_adapters
+from rft_fn.model.lora_folders import CONFIG, read_adapter_config, with_adapter
 from rft_fn.model.materialize import on_meta
 from rft_fn.model.model_names import resolve
 from rft_fn.model.parts import find, inside_adapters, path_of

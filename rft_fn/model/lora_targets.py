@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rft_fn.model.layers import TOWERS
+from rft_fn.model.frozen import TOWERS
 from rft_fn.model.packed_attention import warn_once
 from rft_fn.model.parts import find, path_of
 

@@ -7,7 +7,7 @@ numbers, and they are mostly larger than a question: `lowered` makes them small 
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,23 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rft_fn.model.forward import POSITIONS, rope_grows, rope_kinds, run, text_inputs
-from rft_fn.model.media_inputs import placeholder_ids
+from rft_fn.model.head_probe import plain_head, same_value
 from rft_fn.model.parts import Parts, inside_adapters
+from rft_fn.model.placeholders import placeholder_ids
 from rft_fn.types import Packed
 
 __all__ = [
-    "Found", "Question", "lowered", "measure", "plain_head", "question", "rounding", "rounds", "same_tensor",
-    "same_value", "thresholds", "usual_tokens",
-]  # fmt: skip
+    "Found",
+    "Question",
+    "lowered",
+    "measure",
+    "question",
+    "rounding",
+    "rounds",
+    "thresholds",
+    "usual_tokens",
+]
+
 
 # Sizes of the sequences of a question, in tokens: each one of AFTER follows one of FRONT.
 FRONT = (6, 5, 4)  # sequences with tokens that change
@@ -69,9 +78,6 @@ class Found:
     def shares(self) -> bool:
         """Return whether tokens that begin alike may be computed once."""
         return bool(self.twins <= self.most_shift)
-
-
-# ---------- questions
 
 
 def usual_tokens(config: Any) -> Tensor:
@@ -172,9 +178,6 @@ def _pack(tokens: Tensor, sizes: list[int]) -> Packed:
         w=number,
         num_seqs=len(sizes),
     )
-
-
-# ---------- answers
 
 
 @torch.no_grad()
@@ -323,68 +326,3 @@ def _untouched(root: nn.Module) -> Iterator[None]:
                 m._buffers[name] = x
                 if not torch.equal(x, value):
                     x.copy_(value)
-
-
-# ---------- the head
-
-Seen = tuple[Tensor, int]  # a tensor, and how often it had been written to when it was seen
-
-
-def same_value(a: Tensor, b: Tensor, version: int) -> bool:
-    """Return whether a and b, in the type of a, are equal to the bit; NaN equals itself."""
-    if a.shape != b.shape:
-        return False
-    return bool(((a == b.to(a.dtype)) | (a.isnan() & b.isnan())).all())
-
-
-def same_tensor(a: Tensor, b: Tensor, version: int) -> bool:
-    """Return whether a is b or a view of it, unwritten since `version` of b."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and b._version == version
-
-
-def plain_head(
-    parts: Parts, inputs: dict[str, Any], equal: Callable[[Tensor, Tensor, int], bool]
-) -> tuple[Tensor, bool]:
-    """Return (hidden states [T, D], whether logits are the head's output of them).
-
-    `inputs` are those of one sequence. `equal` is `same_value`, or `same_tensor` on the meta device, where
-    there are no values.
-    """
-    hidden: list[Seen] = []
-    entered: list[Seen] = []
-    left: list[Seen] = []
-
-    def seen(x: Tensor) -> Seen:
-        x = x.clone() if equal is same_value else x  # later writes must not change it
-        return x, x._version
-
-    def after_decoder(_: Any, __: Any, out: Any) -> None:
-        hidden.append(seen(out.last_hidden_state))
-
-    def after_head(_: Any, taken: tuple, out: Tensor) -> None:
-        entered.append(seen(taken[0]))
-        left.append(seen(out))
-
-    # Note what leaves the decoder, what enters the head and what leaves it, in one forward.
-    handles = [
-        parts.decoder.register_forward_hook(after_decoder),
-        parts.head.register_forward_hook(after_head),
-    ]
-    try:
-        logits = parts.model(**inputs).logits
-    finally:
-        for handle in handles:
-            handle.remove()
-
-    # No hidden state was seen of a model that calls a part of its decoder.
-    if not hidden:
-        hidden.append(seen(parts.decoder(**inputs).last_hidden_state))
-        if equal is same_tensor and entered:  # the second call made another tensor
-            hidden = entered
-
-    # Plain: the head got these states, and its output is the logits.
-    states = hidden[-1][0][0]
-    if not left:
-        return states, False
-    plain = equal(entered[-1][0], *hidden[-1]) and equal(logits, *left[-1])
-    return states, plain

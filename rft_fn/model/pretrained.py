@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rft_fn import confined, modality
-from rft_fn.model.layers import require_finite
+from rft_fn.model.finite import require_finite
 from rft_fn.model.save import quiet
 
 __all__ = [

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import tree
-from rft_fn.model import attention, packed_attention, packing_probe
+from rft_fn.model import attention, head_probe, packed_attention, packing_probe
 from rft_fn.model.bounds import SequenceAxis, SequenceBounds
 from rft_fn.model.forward import BOUNDARIES, ONE_SEQUENCE, POSITIONS, forget_lengths, rope_grows, rope_switch
-from rft_fn.model.media_inputs import placeholders, sees_or_hears
 from rft_fn.model.packing_probe import Found, Question
-from rft_fn.model.parts import Parts, cut_before, find, inside_adapters, text_config
+from rft_fn.model.parts import Parts, find, inside_adapters, text_config
+from rft_fn.model.placeholders import placeholders, sees_or_hears
+from rft_fn.model.text_inputs import cut_before
 from rft_fn.types import Packed, TokenOut
 
 __all__ = ["Reader", "assume_packing", "detect_packing", "split_over"]
@@ -280,4 +281,4 @@ def assume_packing(root: nn.Module) -> None:
     text_config(lm)._attn_implementation = "eager"  # its masks are made without values
     ids: Tensor = torch.zeros(1, 2, dtype=torch.long, device=next(lm.parameters()).device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-    root.fused = packing_probe.plain_head(find(lm), inputs, packing_probe.same_tensor)[1]
+    root.fused = head_probe.plain_head(find(lm), inputs, head_probe.same_tensor)[1]

@@ -1,124 +1,23 @@
-"""A model as a folder that transformers or peft loads, and weights copied into a bound model."""
+"""A model as a folder that transformers or peft loads."""
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rft_fn import modality
 from rft_fn.modality import ActorModality
 from rft_fn.model import quantize
 from rft_fn.model.classifier import pad_alike
-from rft_fn.model.layers import require_finite
-from rft_fn.model.lora import Export, merged
+from rft_fn.model.finite import require_finite
+from rft_fn.model.lora_merged import Export, merged
 from rft_fn.model.parts import inside_adapters
+from rft_fn.model.sharded import full
 
-__all__ = ["assign", "full", "local", "put", "quiet", "save"]
-
-
-# ---------- whole tensors and local parts of tensors that may be sharded (DTensors)
-
-
-def full(x: Tensor) -> Tensor:
-    """Put a tensor together, which takes all ranks if it is sharded."""
-    together = getattr(x, "full_tensor", None)
-    return x if together is None else together()
-
-
-def local(x: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds."""
-    part = getattr(x, "to_local", None)
-    return x if part is None else part()
-
-
-def put(p: Any, whole: Any, share: float = 1.0) -> None:
-    """Copy a whole tensor, or the slice of one in a file, into `p`; only a part if `p` is sharded.
-
-    With a share below 1, p + share (whole - p).
-    """
-    if not hasattr(p, "device_mesh"):
-        _mix(p, whole[...], share)
-        return
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    index = tuple(slice(start, start + n) for start, n in zip(offset, shape))
-    part = local(p)
-    if part.numel():
-        _mix(part, whole[index], share)
-
-
-def _mix(p: Tensor, x: Any, share: float) -> None:
-    """Move `p` in place by a share of the way to x."""
-    if share == 1:
-        p.copy_(x)
-    else:
-        p.lerp_(x.to(p), share)
-
-
-# ---------- weights copied into a bound model: a new reference, an average, another model's parameters
-
-
-@torch.no_grad()
-def assign(
-    params: Mapping[str, Tensor],
-    source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-    *,
-    share: float = 1.0,
-) -> None:
-    """Copy `source` into the tensors of `params`, by name and in place.
-
-    With a `share` in (0, 1] they go only that part of the way: params + share (source - params), in their
-    own type. Tensors that `source` does not have keep their values. `params` are those of `bind` or of a
-    state, sharded by FSDP2 or by ZeRO or whole; `source` is another model's params, sharded or not, a dict,
-    or what `Strategy.export` gives. All ranks call it alike. Moments and masters in an optimizer's state do
-    not follow. ValueError for a name or a shape that `params` does not have, for a source without a
-    tensor, for another share, and for weights that a ZeRO optimizer holds. After an error from a mapping
-    nothing has changed; after one from an iterable, only the tensors before it.
-    """
-    if not 0 < share <= 1:
-        raise ValueError(f"share: expected 0 < share <= 1, got {share}")
-    pairs: Any = source
-    if isinstance(source, Mapping):
-        named: Any = source
-        for name, x in named.items():
-            _check(params, name, x)
-        pairs = named.items()
-    count = 0
-    for name, x in pairs:
-        _check(params, name, x)
-        p, x = params[name], full(x.detach())
-        if hasattr(p, "ds_id"):
-            from deepspeed import zero
-
-            with zero.GatheredParameters([p], modifier_rank=0):
-                _mix(p.data, x, share)
-        else:
-            put(p, x, share)
-        count += 1
-    if not count:
-        raise ValueError("source: expected a tensor or more, got none (an export is read only once)")
-
-
-def _check(params: Mapping[str, Tensor], name: str, x: Tensor) -> None:
-    if name not in params:
-        raise ValueError(f"source: expected names among {list(params)[:2]} ..., got {name}")
-    p = params[name]
-    want = list(getattr(p, "ds_shape", p.shape))
-    if list(getattr(x, "ds_shape", x.shape)) != want:
-        raise ValueError(f"source: {name}: expected {want}, got {list(x.shape)}")
-    if hasattr(p, "_hp_mapping") or hasattr(p, "_z3_optimizer"):
-        raise ValueError(
-            f"params: {name}: expected a model without an optimizer under ZeRO, whose engine holds the "
-            "weights that count; st.restore gives it others"
-        )
-
-
-# ---------- a model as a folder that transformers or peft loads
+__all__ = ["quiet", "save"]
 
 
 _PROCESSOR = (

@@ -3,19 +3,20 @@
     def reward(prompts, completions, **columns) -> list[float]
 
 Lists with one value per completion. Prompts and completions are texts, or lists of messages where the data
-has messages; `signature` has the other arguments that a function may name and the values that it may return,
-`verifiable` the built-in functions, `generative_model` judges, `foreign` the adapters of other libraries'
-functions, `combine` their weighted sum and `scoring` the way from a rollout to rewards. `completions` are the
-*response only*: a reward that scores prompt and response together can be satisfied by the instructions in the
-prompt, and is then a constant.
+has messages; `signature` has the other arguments that a function may name, `results` the values that it may
+return, `verifiable` the built-in functions, `generative_model` judges, `foreign` the adapters of other
+libraries' functions, `combine` their weighted sum and `scoring` the way from a rollout to rewards.
+`completions` are the *response only*: a reward that scores prompt and response together can be satisfied by
+the instructions in the prompt, and is then a constant.
 """
 
-from rft_fn.reward.combine import Veto, Weighted, columns, label_values, normalized, weighted
+from rft_fn.reward.combine import Weighted, columns, label_values, weighted
 from rft_fn.reward.from_spec import by_column, load, parse
 from rft_fn.reward.generative_model import generative, generative_by_name
 from rft_fn.reward.preflight import check
 from rft_fn.reward.remote import served_at
 from rft_fn.reward.scalar_model import Reading, ScalarReward, scalar
+from rft_fn.reward.scales import normalized
 from rft_fn.reward.scoring import concat, judge, judge_rows, means, responses, select
 from rft_fn.reward.signature import (
     JointReward,
@@ -40,6 +41,7 @@ from rft_fn.reward.verifiable import (
     tag_format,
     task,
 )
+from rft_fn.reward.veto import Veto
 
 __all__ = [
     "Judged", "Reading", "RewardFn", "Veto", "boxed_format", "by_column", "check", "columns", "concat",

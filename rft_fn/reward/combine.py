@@ -1,10 +1,8 @@
 """Combine several rewards into one weighted sum; every value is checked."""
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,126 +10,23 @@ from torch import Tensor
 from rft_fn import border
 from rft_fn.metric import OF_REWARD
 from rft_fn.reward.calling import Call, Caller
+from rft_fn.reward.results import Result, read_result, spread_result
+from rft_fn.reward.row_weights import RowWeights, Weight, check_weight, weights_of
 from rft_fn.reward.signature import (
     GIVEN,
     Columns,
     JointReward,
-    Judged,
     Messages,
-    Result,
     RewardFn,
     Score,
     Scored,
     TrainerState,
     columns_of,
     is_joint,
-    read_result,
-    spread_result,
 )
+from rft_fn.reward.veto import Veto, vetoed
 
-__all__ = [
-    "Known", "RowWeights", "Veto", "Weight", "Weighted", "check_weight", "columns", "joint_names",
-    "label_values", "normalized", "read_veto", "standardized", "vetoed", "weighted", "weights_of",
-]  # fmt: skip
-
-
-# ---------- weights by a column of the data: a recipe for each kind of row
-
-
-@dataclass(frozen=True)
-class RowWeights:
-    """The weight of a reward by the value of a column, as text; other rows are not scored."""
-
-    column: str
-    of: Mapping[str, float]
-
-    def joined(self, other: "RowWeights") -> "RowWeights":
-        """Join both. ValueError for two columns, and for two weights of one value."""
-        if other.column != self.column:
-            raise ValueError(f"expected one column for its weights, got {self.column!r} and {other.column!r}")
-        for value in other.of:
-            if value in self.of:
-                raise ValueError(f"expected one weight where {self.column} is {value!r}, got two")
-        return RowWeights(self.column, {**self.of, **other.of})
-
-
-Weight = float | RowWeights
-
-
-def weights_of(name: str, weight: Weight, columns: Columns, count: int) -> Tensor:
-    """Return the weight [B] of part `name`, NaN where it does not apply. ValueError without its column."""
-    if not isinstance(weight, RowWeights):
-        return torch.full((count,), float(weight))
-    if weight.column not in columns:
-        known = ", ".join(columns) or "none"
-        raise ValueError(
-            f"reward {name!r}: column {weight.column!r} is not in the dataset; its columns are: {known}"
-        )
-    weights = [weight.of.get(str(value), math.nan) for value in columns[weight.column]]
-    return torch.tensor(weights, dtype=torch.float32)
-
-
-def check_weight(name: str, weight: object) -> None:
-    """Raise ValueError for anything but a finite weight, or one for some values of a column."""
-    numbers = list(weight.of.values()) if isinstance(weight, RowWeights) else [weight]
-    for x in numbers:
-        if not isinstance(x, (int, float)) or not math.isfinite(x):
-            raise ValueError(f"reward {name!r}: expected a finite weight, got {x!r}")
-    if not numbers:
-        raise ValueError(f"reward {name!r}: expected a weight for one value of a column at least, got none")
-
-
-# ---------- vetoes: a part below a limit decides the whole reward
-
-
-@dataclass(frozen=True)
-class Veto:
-    """Where `part` is below `limit`, the reward is `total`, whatever the other parts say.
-
-    A part that does not apply to a row has no veto there. ValueError for numbers that are not finite.
-    """
-
-    part: str
-    limit: float
-    total: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, x in {"limit": self.limit, "total": self.total}.items():
-            if not math.isfinite(x):
-                raise ValueError(f"veto of {self.part!r}: {name}: expected a finite number, got {x}")
-
-
-def read_veto(text: str) -> Veto:
-    """Read a veto from PART<LIMIT or PART<LIMIT=TOTAL. ValueError for any other text."""
-    match = re.fullmatch(r"(?P<part>.+)<(?P<limit>[^<=]+)(?:=(?P<total>[^<=]+))?", text)
-    wrong = ValueError(f"veto {text!r}: expected PART<LIMIT=TOTAL with finite numbers")
-    if match is None:
-        raise wrong
-    try:
-        return Veto(match["part"], float(match["limit"]), float(match["total"] or 0))
-    except ValueError:
-        raise wrong from None
-
-
-def vetoed(
-    total: Tensor, parts: Mapping[str, Tensor], vetoes: Sequence[Veto]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return (the total after the vetoes, for each part with one: 1 where it has decided, else 0).
-
-    total[b] = veto.total of the first veto with a part below its limit at b. `parts` and `total` have one
-    shape, and parts are the values before weights.
-    """
-    free = torch.ones_like(total, dtype=torch.bool)
-    by: dict[str, Tensor] = {}
-    for veto in vetoes:
-        hit = free & (parts[veto.part] < veto.limit)  # False for NaN
-        total = torch.where(hit, veto.total, total)
-        free = free & ~hit
-        by[veto.part] = by.get(veto.part, torch.zeros_like(total)) + hit
-    return total, by
-
-
-# ---------- the weighted sum
+__all__ = ["Known", "Weighted", "columns", "components_of", "joint_names", "label_values", "weighted"]
 
 
 Known = Callable[[], Mapping[str, Tensor]]
@@ -300,6 +195,11 @@ def weighted(**components: tuple[RewardFn | JointReward, Weight]) -> Weighted:
     return Weighted(components)
 
 
+def components_of(score: object) -> Mapping[str, tuple[RewardFn | JointReward, Weight]]:
+    """Return the rewards of a weighted sum with their weights; {} of any other score."""
+    return score.components if isinstance(score, Weighted) else {}
+
+
 def columns(score: Score) -> tuple[str, ...]:
     """Return the columns that a score cannot do without, for `data.load(..., columns=...)`.
 
@@ -308,7 +208,7 @@ def columns(score: Score) -> tuple[str, ...]:
     for a score that is not made by `weighted` or `parse`.
     """
     names: dict[str, None] = {}
-    for fn, weight in getattr(score, "components", {}).values():
+    for fn, weight in components_of(score).values():
         if isinstance(weight, RowWeights):
             names |= {weight.column: None}
         names |= dict.fromkeys(columns_of(fn))
@@ -321,7 +221,7 @@ def label_values(score: Score) -> dict[str, list[str]]:
     {} where a reward applies to all rows, and where rewards look at more than one column.
     """
     by_column: dict[str, dict[str, None]] = {}
-    for _, weight in getattr(score, "components", {}).values():
+    for _, weight in components_of(score).values():
         if not isinstance(weight, RowWeights):
             return {}
         by_column.setdefault(weight.column, {}).update(dict.fromkeys(weight.of))
@@ -330,8 +230,7 @@ def label_values(score: Score) -> dict[str, list[str]]:
 
 def joint_names(score: Score) -> list[str]:
     """Return the joint rewards among the components of a score."""
-    components = getattr(score, "components", {})
-    return [name for name, (fn, _) in components.items() if is_joint(fn)]
+    return [name for name, (fn, _) in components_of(score).items() if is_joint(fn)]
 
 
 def _check_components(components: Mapping[str, tuple[RewardFn | JointReward, Weight]]) -> None:
@@ -377,46 +276,3 @@ def _further(read: Mapping[str, Result]) -> tuple[dict[str, Tensor], dict[str, l
 def _readable(x: Any) -> Any:
     """Return a plain value, or its text: what any process and JSON can take."""
     return x if x is None or isinstance(x, (str, int, float)) else border.printed(x)
-
-
-# ---------- parts of a reward on one scale, before they are weighted
-
-
-Over = Literal["batch", "group"]
-
-
-def normalized(
-    score: Weighted, judged: Judged, prompts: Sequence[Any], *, over: Over = "group", eps: float = 1e-6
-) -> Tensor:
-    """Return the rewards [N, G] with each part normalised before it is weighted.
-
-    reward = sum of weight * standardized(part), over the parts that apply to a row. So a part that varies
-    little counts as much as one that varies a lot. `over` is "group", the responses to one prompt (GDPO, Liu
-    et al., 2026, 2601.05242, before its second normalisation), or "batch", all responses. Vetoes look at the
-    parts before it, and their totals are not normalised. `judged` is what `score` gave for the `prompts`. For
-    running moments see `reward_shaping.running_norm`, which has explicit state.
-    """
-    n, g = judged.reward.shape
-    total = torch.zeros_like(judged.reward)
-    names = dict.fromkeys(name for p in prompts for name in p.columns)
-    columns = {name: [p.columns.get(name) for p in prompts] for name in names}
-    for name, (_, weight) in score.components.items():
-        scaled = standardized(judged.parts[name], over=over, eps=eps)
-        total = total + (weights_of(name, weight, columns, n)[:, None] * scaled).nan_to_num()
-    return vetoed(total, judged.parts, score.vetoes)[0].view(n, g)
-
-
-def standardized(x: Tensor, *, over: Over, eps: float = 1e-6) -> Tensor:
-    """Return (x - mean) / (sample std + eps) of x [N, G], by row or over all; NaN stays and is ignored.
-
-    A row, or a batch, with fewer than two numbers becomes 0 where it has one.
-    """
-    shape = x.shape
-    if over == "batch":
-        x = x.reshape(1, -1)
-    there = ~x.isnan()
-    count = there.sum(1, keepdim=True)
-    wide = x.double()
-    centred = wide - wide.nansum(1, keepdim=True) / count
-    variance = centred.square().nansum(1, keepdim=True) / (count - 1).clamp(min=1)
-    return (centred / (variance.sqrt() + eps)).float().reshape(shape)

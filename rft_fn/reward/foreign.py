@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rft_fn.data.table import column_at
+from rft_fn.data.row_paths import column_at
 from rft_fn.reward.rubrics import verifiers
 from rft_fn.reward.signature import (
     GIVEN,
@@ -42,9 +42,6 @@ Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
 
 ForeignFn = Callable[..., Any]
 """A reward function in the convention of another library, for one completion or for all."""
-
-
-# ---------- the arguments of functions of other libraries
 
 
 def required_columns(fn: ForeignFn, paths: Mapping[str, str]) -> tuple[str, ...]:
@@ -112,9 +109,6 @@ def whole_texts(prompts: Sequence[Any], completions: Sequence[Any], prompt_texts
     return [p + text(c) for p, c in zip(asked, completions, strict=True)]
 
 
-# ---------- adapters to the form of the texts
-
-
 def messages(fn: RewardFn) -> RewardFn:
     """Give `fn` prompts and completions as lists of messages, whatever the data has."""
     return _formed(fn, as_messages)
@@ -136,9 +130,6 @@ def _formed(fn: RewardFn, form: Callable[[str | Messages, str], Any]) -> RewardF
         return fn(**taken(fn, given))
 
     return reward
-
-
-# ---------- OpenRLHF and LightRFT
 
 
 def openrlhf(fn: ForeignFn, answer: str = "label") -> RewardFn:
@@ -203,9 +194,6 @@ def _is_reward_func(fn: ForeignFn) -> bool:
     """Return whether a function is of (queries, prompts, labels), by its names, else their number."""
     names = {p.name for p in parameters(fn)}
     return "prompts" in names or (len(names) <= 3 and not names <= _OF_RECIPES)
-
-
-# ---------- `compute_score` of verl and of TinyZero
 
 
 _TRUTH = "reward_model.ground_truth"
@@ -280,9 +268,6 @@ async def _gather(results: Sequence[Awaitable[Any]]) -> list[Any]:
 def _score(result: Any) -> Any:
     """Return the first entry of a tuple (score, ...), else the result, as verl does."""
     return result[0] if isinstance(result, tuple) and result else result
-
-
-# ---------- AReaL, NeMo-RL and slime: one call for each response
 
 
 def areal(fn: ForeignFn, answer: str = "answer") -> RewardFn:
@@ -426,9 +411,6 @@ def _each_row(
         return [_score(x) for x in results]
 
     return reward
-
-
-# ---------- the adapters by name
 
 
 # fn, and the column of the answer or a path into one, where the library has an answer -> a reward function

@@ -9,10 +9,11 @@ from typing import Any
 
 from rft_fn import check
 from rft_fn.reward import verifiable
-from rft_fn.reward.combine import RowWeights, Weight, Weighted
+from rft_fn.reward.combine import Weighted
 from rft_fn.reward.connection import shown
 from rft_fn.reward.foreign import ADAPTERS
 from rft_fn.reward.remote import TOKEN_ENV, served_at
+from rft_fn.reward.row_weights import RowWeights, Weight
 from rft_fn.reward.signature import GIVEN, JointReward, RewardFn, parameters, takes_all
 from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_rows, split_weight
 from rft_fn.user_files import find_module

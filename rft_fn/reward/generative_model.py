@@ -3,7 +3,7 @@
     judge = rft.engine.get_engine(config, "path/to/judge")
     score = rft.reward.weighted(quality=(rft.reward.generative(judge, tokenizer, votes=5), 1.0))
 
-`forms` has the questions, and keeps what is judged apart from the question; `verdicts` reads the answers, and
+`forms` has the questions, `asker` keeps what is judged apart from them, `verdicts` reads the answers, and
 takes several together. A judge has an engine of its own, on each rank for this rank's share. Rewards are in
 [0, 1].
 """
@@ -25,7 +25,8 @@ from rft_fn.data.medium import Medium
 from rft_fn.data.prompts import Prompt
 from rft_fn.data.templates import fill
 from rft_fn.reward import forms, verdicts
-from rft_fn.reward.calling import in_thread
+from rft_fn.reward.asker import Asker
+from rft_fn.reward.event_loop import in_thread
 from rft_fn.reward.scoring import responses
 from rft_fn.reward.signature import Messages, RewardFn, text
 from rft_fn.types import Engine, Sampling
@@ -101,7 +102,7 @@ def generative(
         unparsable=unparsable,
         waits=served,
         monitor=_ParseMonitor(form, limit, patience),
-        asker=forms.Asker(form, tokenizer, processing),
+        asker=Asker(form, tokenizer, processing),
     )
 
 
@@ -181,7 +182,7 @@ class _Judge:
     unparsable: float | str | None
     waits: bool  # the function returns an awaitable
     monitor: "_ParseMonitor"
-    asker: forms.Asker
+    asker: Asker
 
     stateless = True  # it takes any column, but does not read trainer_state
 

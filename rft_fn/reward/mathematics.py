@@ -23,9 +23,6 @@ from typing import Any, NamedTuple
 __all__ = ["close", "equal", "extract_number", "kind_of", "parses", "value_of", "whole_value"]
 
 
-# ---------- numbers in plain notation
-
-
 _FRAC = re.compile(r"(?<![0-9])\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+"
 _UNSIGNED = rf"(?:{_DIGITS})(?:[eE][+-]?[0-9]+)?"
@@ -78,9 +75,6 @@ def close(a: Fraction, b: Fraction) -> bool:
     if a == b or (a.denominator == 1 and b.denominator == 1):
         return a == b
     return abs(a - b) <= _ROUNDED * min(1, max(abs(a), abs(b)))
-
-
-# ---------- what a reference or an answer is, apart from its mathematics
 
 
 _WRAPPED = [
@@ -211,9 +205,6 @@ def kind_of(reference: str) -> str:
     if re.fullmatch(r"\(?[A-Z]\)?", read.whole) or read.label:
         return "a choice"
     return "words" if _is_words(read.core) else "a formula"
-
-
-# ---------- mathematics, in the main thread or in a child
 
 
 def equal(reference: str, answer: str, *, boxed: bool, seconds: int) -> bool:

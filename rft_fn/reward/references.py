@@ -11,8 +11,11 @@ from fractions import Fraction
 from math import isfinite
 from typing import Any, NamedTuple, TypeVar
 
-from rft_fn.data.table import FirstFew, value_at
+from rft_fn.data.invalid_rows import FirstFew
+from rft_fn.data.row_paths import value_at
+from rft_fn.reward.combine import components_of
 from rft_fn.reward.mathematics import close
+from rft_fn.reward.row_weights import RowWeights
 
 __all__ = ["UNREADABLE", "Reference", "Survey", "alternatives", "reads_as"]
 
@@ -74,9 +77,9 @@ class Survey:
     def __init__(self, score: Any):
         self._rows = 0
         self._parts = {}
-        for name, (fn, weight) in getattr(score, "components", {}).items():
+        for name, (fn, weight) in components_of(score).items():
             if hasattr(fn, "references"):
-                column, kind = fn.references
+                column, kind = fn.__dict__["references"]
                 self._parts[name] = _Part(column, kind, weight)
 
     def see(self, row: Mapping[str, Any], place: str) -> None:
@@ -128,9 +131,9 @@ class _Part:
 
     def see(self, row: Mapping[str, Any], place: str) -> None:
         """Add the reference of a row; a reward by a column has only the rows of its labels."""
-        label = getattr(self.weight, "column", "")
         cell = value_at(row, self.column, None)
-        if cell is None or (label and str(row.get(label)) not in self.weight.of):
+        by_label = isinstance(self.weight, RowWeights)
+        if cell is None or (by_label and str(row.get(self.weight.column)) not in self.weight.of):
             return
         self.count += 1
         try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from rft_fn.patience import DEADLINE, TRIES, may_pass, pause, retry_after
-from rft_fn.reward import connection, wire
+from rft_fn.reward import connection, wire, wire_openrlhf
 from rft_fn.reward.connection import Answer, Host, Hosts, addresses, masked, token_in
 from rft_fn.reward.signature import RewardFn
 from rft_fn.reward.wire import ReadAnswer, batch_of
@@ -208,8 +208,8 @@ def served_at(
     _check(limits, batch, form, label)
     urls = addresses(hosts)
     theirs = form == "openrlhf"
-    request = partial(wire.openrlhf_request, label=label or "label") if theirs else wire.request
-    read = wire.read_openrlhf_answer if theirs else wire.read_answer
+    request = partial(wire_openrlhf.openrlhf_request, label=label or "label") if theirs else wire.request
+    read = wire_openrlhf.read_openrlhf_answer if theirs else wire.read_answer
     client = Client(urls, limits, token_env, read)
 
     # named, for what takes every argument does not get media

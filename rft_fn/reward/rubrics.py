@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rft_fn.data.table import column_at
+from rft_fn.data.row_paths import column_at
 from rft_fn.reward.signature import GIVEN, Columns, RewardFn, as_messages, parameters, reads, required, taken
 
 __all__ = ["score_conversation", "verifiers"]

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from rft_fn.data import tasks
-from rft_fn.data.table import column_at
+from rft_fn.data.row_paths import column_at
 from rft_fn.reward import mathematics, references
 from rft_fn.reward.mathematics import extract_number, value_of
 from rft_fn.reward.references import Reference
@@ -28,8 +28,6 @@ __all__ = [
     "pattern_format", "tag_format", "task",
 ]  # fmt: skip
 
-
-# ---------- extractors
 
 # The middle alternative eats an escaped brace, which is text and does not nest.
 _BRACES = re.compile(r"(\\boxed\s*\{)|\\.|([{}])", re.DOTALL)
@@ -63,9 +61,6 @@ def extract_tag(text: str, tag: str) -> str | None:
     opening = f"<{tag}>"
     start = text.rfind(opening, 0, end)
     return text[start + len(opening) : end].strip() if start >= 0 else None
-
-
-# ---------- columns
 
 
 def _column(columns: Columns, name: str, count: int) -> list[Any]:
@@ -129,9 +124,6 @@ def _answer(completion: str) -> str:
     r"""Return the stripped content of the last \boxed{}, or the whole completion."""
     boxed = extract_boxed(completion)
     return (completion if boxed is None else boxed).strip()
-
-
-# ---------- answers
 
 
 def numeric(column: str = "answer", *, boxed: bool = False) -> RewardFn:
@@ -260,9 +252,6 @@ def _kind_of_mathematics(reference: Reference, seconds: int, tried: Iterator[int
     kind = mathematics.kind_of(gold)
     parsed = kind != "a formula" or next(tried) >= _TRIED or mathematics.parses(gold, seconds=seconds)
     return kind if parsed and kind != "nothing" else references.UNREADABLE
-
-
-# ---------- format
 
 
 def boxed_format() -> RewardFn:

@@ -1,135 +1,28 @@
-"""The wire format of reward servers: requests and answers, ours and OpenRLHF's, as bytes of JSON.
+"""The wire format of reward servers: our requests and answers, as bytes of JSON.
 
-docs/rewards.md shows both.
+docs/rewards.md shows them.
 """
 
-import base64
-import binascii
 import dataclasses
-import datetime
-import decimal
-import io
-import json
-import math
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
-
-from rft_fn import border, check
+from rft_fn import border
 from rft_fn.data.medium import KINDS
-from rft_fn.data.table import column_at
-from rft_fn.reward.foreign import whole_texts
-from rft_fn.reward.signature import GIVEN, Columns, Scored, TrainerState, text
+from rft_fn.reward.signature import GIVEN, Columns, Scored, TrainerState
+from rft_fn.reward.wire_values import dump, media_in, media_out, plain
 
 __all__ = [
-    "LISTS", "Batch", "ReadAnswer", "answer", "batch_of", "dump", "logs_of", "media_in", "media_out",
-    "openrlhf_answer", "openrlhf_request", "plain", "read_answer", "read_openrlhf_answer",
-    "read_openrlhf_request", "read_request", "request",
-]  # fmt: skip
-
-
-# ---------- values as JSON
-
-
-_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID, Path)
-
-
-def dump(x: Any) -> bytes:
-    """Return JSON of plain values, with U+FFFD in place of halves of surrogate pairs."""
-    text = json.dumps(x, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return check.writable(text).encode()
-
-
-def plain(value: Any) -> Any:
-    """Return the value as JSON can hold it. TypeError for one of a type that it cannot.
-
-    Arrays become lists, bytes {"base64"}, images of PIL {"mime", "base64"}, dates and decimals text. JSON has
-    no numbers that are not finite: they become null.
-    """
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain(x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(x) for x in value]
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return {"base64": _encoded(bytes(value))}
-    if isinstance(value, _AS_TEXT):
-        return str(value)
-    if hasattr(value, "tolist"):  # arrays and tensors
-        return plain(value.tolist())
-    if hasattr(value, "convert") and hasattr(value, "save"):  # an image of PIL, without loss
-        file = io.BytesIO()
-        value.save(file, "PNG")
-        return {"mime": "image/png", "base64": _encoded(file.getvalue())}
-    raise TypeError(f"expected a value that JSON can hold, got {type(value).__name__}")
-
-
-# ---------- media
-
-
-def media_out(media: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[dict[str, str]], list[list[int]]]:
-    """Return (the files, each once; the numbers of each completion's files, in order).
-
-    The completions of a prompt share its media, which are so sent once. `media` holds the records of each
-    completion, as `media_records` makes them; a file is {"kind", "mime", "base64" or "url"}.
-    """
-    files: list[dict[str, str]] = []
-    known: dict[tuple[str, Any], int] = {}
-    of: list[list[int]] = []
-    for records in media:
-        places: list[int] = []
-        for record in records:
-            key = (record["kind"], record.get("url", record.get("bytes")))
-            if key not in known:
-                known[key] = len(files)
-                file = {name: record[name] for name in ("kind", "mime", "url") if name in record}
-                if "bytes" in record:
-                    file["base64"] = _encoded(record["bytes"])
-                files.append(file)
-            places.append(known[key])
-        of.append(places)
-    return files, of
-
-
-def media_in(files: Any, of: Any, count: int) -> list[list[dict[str, Any]]]:
-    """Return the records of `count` completions; see `media_out`. ValueError for anything else."""
-    read = [_record(file, i) for i, file in enumerate(border.entries("files", files, None))]
-    records: list[list[dict[str, Any]]] = []
-    for i, places in enumerate(border.entries("media", of, count)):
-        numbers = border.integers(f"media[{i}]: numbers of files", places, low=0, high=len(read) - 1)
-        records.append([read[at] for at in numbers])
-    return records
-
-
-def _record(file: Any, i: int) -> dict[str, Any]:
-    """Return the record of a file. ValueError for another thing."""
-    if not isinstance(file, dict) or not {"kind", "mime"} <= set(file) or not {"url", "base64"} & set(file):
-        raise ValueError(
-            f"files: expected objects with 'kind', 'mime' and 'base64' or 'url', got another at {i}"
-        )
-    names = [name for name in ("kind", "mime", "url") if name in file]
-    record: dict[str, Any] = {name: border.text(f"files[{i}]: {name}", file[name]) for name in names}
-    if record["kind"] not in KINDS:
-        raise ValueError(f"files[{i}]: kind: expected one of {', '.join(KINDS)}, got {record['kind']!r:.40}")
-    if "base64" in file:
-        try:
-            record["bytes"] = base64.b64decode(file["base64"], validate=True)
-        except (binascii.Error, TypeError, ValueError):
-            raise ValueError(f"files: expected base64, got another text at {i}") from None
-    return record
-
-
-def _encoded(content: bytes) -> str:
-    return base64.b64encode(content).decode()
-
-
-# ---------- our requests and answers
+    "LISTS",
+    "Batch",
+    "ReadAnswer",
+    "answer",
+    "batch_of",
+    "logs_of",
+    "read_answer",
+    "read_request",
+    "request",
+]
 
 
 L = TypeVar("L")
@@ -308,73 +201,3 @@ def read_answer(data: bytes, count: int) -> dict[str, Any]:
             else:
                 logs[name] = border.numbers_or_none(where, column, count=count)
     return {"rewards": border.numbers_or_none("rewards", body["rewards"], count=count), "extra_logs": logs}
-
-
-# ---------- the requests and answers that reward servers for OpenRLHF have
-
-
-def openrlhf_request(batch: Batch, label: str = "label") -> bytes:
-    """Return the body of a request: `labels` is the column at the path `label`, null in rows without one.
-
-    `query` holds prompt and response, with the special tokens of the chat template where the tokenizer is
-    known; `prompts` only the prompts.
-    """
-    asked = list(batch.given.get("prompt_texts") or [text(x) for x in batch.prompts])
-    queries = whole_texts(batch.prompts, batch.completions, asked)
-    labels = column_at(batch.columns, label, len(asked), default=None)
-    return dump({"query": queries, "prompts": asked, "labels": labels})
-
-
-def read_openrlhf_request(data: bytes) -> Batch:
-    """Read the batch of a request; the labels are the column `label`. ValueError for anything else.
-
-    Without prompts the whole query is the completion, as in OpenRLHF's first versions.
-    """
-    body = border.read_json(data)
-    if not isinstance(body, dict) or not isinstance(body.get("query"), list) or not body["query"]:
-        raise ValueError("request: expected an object with 'query', a list of texts")
-    count = len(body["query"])
-    asked = body.get("prompts")
-    if asked is None:
-        asked = [""] * count
-    for name, column in (("query", body["query"]), ("prompts", asked)):
-        for i, x in enumerate(border.entries(name, column, count)):
-            border.text(f"{name}[{i}]", x)
-    columns: dict[str, list[Any]] = {}
-    if body.get("labels") is not None:
-        columns["label"] = border.entries("labels", body["labels"], count)
-    completions = [q.removeprefix(p) for q, p in zip(body["query"], asked, strict=True)]
-    return Batch(asked, completions, columns)
-
-
-def openrlhf_answer(total: Tensor, logs: dict[str, Tensor]) -> bytes:
-    """Return the body of an answer: rewards, the same as `scores`, and numbers as `extra_logs`."""
-    rewards = plain(total)
-    extra = {name: plain(x) for name, x in logs.items()}
-    return dump({"rewards": rewards, "scores": rewards, "extra_logs": extra})
-
-
-def read_openrlhf_answer(data: bytes, count: int) -> dict[str, Any]:
-    """Read the rewards of an answer; `scores` and numbers of `extra_logs` are metrics.
-
-    `rewards` may be [B] or [B, 1]. ValueError for anything but finite numbers.
-    """
-    body = border.read_json(data)
-    if not isinstance(body, dict) or "rewards" not in body:
-        raise ValueError(f"expected an object with 'rewards', got {dump(body)[:40].decode()!r}")
-    extra = border.object_of("extra_logs", body.get("extra_logs") or {})
-    logs: dict[str, list[Any]] = {}
-    if body.get("scores") is not None:
-        logs["scores"] = _column("scores", body["scores"], count)
-    for name, x in extra.items():
-        if not isinstance(x, list):  # one number for the whole batch
-            x = [x] * count
-        logs[name] = _column(f"extra_logs.{name}", x, count)
-    return {"rewards": _column("rewards", body["rewards"], count), "extra_logs": logs}
-
-
-def _column(name: str, x: Any, count: int) -> list[float | None]:
-    """Read [B] of [B] or [B, 1]."""
-    if isinstance(x, list) and all(isinstance(row, list) and len(row) == 1 for row in x):
-        x = [row[0] for row in x]
-    return border.numbers_or_none(name, x, count=count)

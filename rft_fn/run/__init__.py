@@ -7,7 +7,7 @@ from rft_fn.run.building import setup
 from rft_fn.run.card import save_card
 from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.distillation import Distillation, load_taught_task, teacher_modules
-from rft_fn.run.files import last_model, read_rollout, settings
+from rft_fn.run.earlier_run import last_model, settings
 from rft_fn.run.opening import (
     actor_critic,
     data_options,
@@ -20,7 +20,8 @@ from rft_fn.run.opening import (
     updates_per_step,
     warmup_updates,
 )
-from rft_fn.run.report import check_results, response_row, table, track, write_results
+from rft_fn.run.progress import track
+from rft_fn.run.result_files import check_results, table, write_results
 from rft_fn.run.reward_model import (
     as_one_pack,
     calibrate,
@@ -34,7 +35,9 @@ from rft_fn.run.reward_task import (
     load_rewards,
     rewards_of,
 )
+from rft_fn.run.rollout_files import read_rollout
 from rft_fn.run.run_folder import Run
+from rft_fn.run.samples import response_row
 from rft_fn.run.setup import Model, Setup
 from rft_fn.run.signals import Stopped
 from rft_fn.run.teachers import load_teachers

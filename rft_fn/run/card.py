@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from rft_fn import border, hub
 from rft_fn.check import shown_without_secrets
 from rft_fn.data import file_formats, sources
-from rft_fn.run.files import FACTS, settings, write_whole
+from rft_fn.run.earlier_run import FACTS, settings
+from rft_fn.run.files import write_whole
 
 __all__ = ["save_card"]
 
@@ -112,9 +113,6 @@ def _card(folder: Path, run: Path, step: int | None) -> str:
     return f"---\n{front}---\n\n<!-- written by rft_fn, {_digest(text)}; a changed card stays -->\n{text}\n"
 
 
-# ---------- the base model
-
-
 def _base(name: str) -> _Base:
     """Return what is known of a base model: a name that is built in, a folder, or a name of the hub."""
     if name == "smollm2-135m":
@@ -179,9 +177,6 @@ def _license_file(folder: Path) -> str:
     return next((name for title, name in _LICENSES.items() if title in head), "other")
 
 
-# ---------- the data
-
-
 def _data(options: Mapping[str, Any]) -> list[str]:
     """Return the texts of the sources of the data."""
     found = options.get("data") or ()
@@ -220,9 +215,6 @@ def _data_lines(options: Mapping[str, Any], digests: Mapping[str, Any]) -> Itera
     for path, digest in (digests.get("files") or {}).items():
         yield f"| code | {_cell(_short(path))} | | {digest} |"
     yield ""
-
-
-# ---------- the metrics, and the options
 
 
 def _rows(run: Path, step: int | None) -> list[dict[str, Any]]:

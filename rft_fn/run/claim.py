@@ -15,9 +15,10 @@ import numpy as np
 from rft_fn import opened
 from rft_fn.check import parse_json, printable
 from rft_fn.data import Dataset
-from rft_fn.data.templates import fixed_day
+from rft_fn.data.template_variables import fixed_day
 from rft_fn.run import manifest
-from rft_fn.run.files import FACTS, append_row, begun, differences, filled, settings, write_whole
+from rft_fn.run.earlier_run import FACTS, begun, settings
+from rft_fn.run.files import append_row, differences, filled, write_whole
 
 __all__ = ["Claim", "Inputs", "acquire", "check", "held", "lock_folder", "release"]
 

@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from rft_fn import border, check, parsing
-from rft_fn.run.files import FACTS
+from rft_fn.run.earlier_run import FACTS
 
 __all__ = ["parse"]
 

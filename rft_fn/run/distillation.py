@@ -12,7 +12,7 @@ from rft_fn.engine.served_words import ServedWords, served_words
 from rft_fn.model.load import read_vocabulary
 from rft_fn.run import options
 from rft_fn.run.cli import without
-from rft_fn.run.files import last_model
+from rft_fn.run.earlier_run import last_model
 from rft_fn.run.reward_task import Task, load_task
 from rft_fn.types import Strategy
 

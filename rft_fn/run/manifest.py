@@ -37,9 +37,6 @@ class Changes(NamedTuple):
     announced: dict[str, str]
 
 
-# ---------- digests
-
-
 def digest(path: Path) -> str:
     """Return the BLAKE2b digest of a file; of a large one that of the digests of its pieces, by threads."""
     size = path.stat().st_size
@@ -67,9 +64,6 @@ def _described(path: Path, old: Mapping[str, Any]) -> dict[str, Any]:
     stamp = [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]  # nobody can set st_ctime
     known = old.get("stamp") == stamp
     return {"digest": old["digest"] if known else digest(path), "stamp": stamp}
-
-
-# ---------- which files count
 
 
 _MEDIA = {
@@ -156,9 +150,6 @@ def digest_in(manifest: Mapping[str, Any], name: str) -> str | None:
     return manifest["files"].get(name, {}).get("digest")
 
 
-# ---------- what differs
-
-
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, tokenizer_is_told: bool) -> Changes:
     """Return what of `new` is another than in `old`, two manifests.
 
@@ -180,9 +171,6 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, tokenizer_is_told
         weights = folder in new["models"] and (Path(file).suffix in _WEIGHTS or file in _COMPUTES)
         (refused if weights else announced)[name] = what
     return Changes(refused, announced)
-
-
-# ---------- the file
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -60,22 +60,22 @@ class Data(Options, subject="Data"):
 class Prompts(Data, subject="Data"):
     """Prompts, and the longest of them."""
 
-    max_prompt: Count = 512  # most tokens in a prompt; longer prompts of a file are left out
+    max_prompt: Count = 512  # most tokens per prompt; longer prompts in a file are dropped
 
 
 @dataclass(frozen=True)
 class Policy(Model, subject="Model"):
     """The model that is trained: its adapters, its precision, and what it takes at a time."""
 
-    lora_rank: Rank = 0  # rank of the policy's low-rank adapters, its only trained weights; 0 trains all
+    lora_rank: Rank = 0  # rank of LoRA adapters, then the only trained weights; 0: full fine-tuning
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
     lora_targets: str = "auto"  # layers with adapters: auto, towers, all-linear, or names with commas
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
     freeze: tuple[str, ...] = ()  # parts that are not trained: visual, layers.0 ...; towers: all but the text
     quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: as stored
     router_aux: AtLeast0 = 0.0  # coefficient of the load-balancing loss of a mixture of experts
-    budget: Free[Count] = 1024  # most tokens in a pack, which goes through the model at once
-    gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
+    budget: Free[Count] = 1024  # most tokens per micro-batch, packed
+    gradient_checkpointing: Free[bool] = False  # recompute activations in the backward pass, to save memory
 
     def __post_init__(self) -> None:
         super().__post_init__()

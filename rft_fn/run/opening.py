@@ -15,11 +15,11 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 
 from rft_fn import algorithm, data, dist, engine, model, opened, optim, strategy
-from rft_fn.data.templates import fix_day
+from rft_fn.data.template_variables import fix_day
 from rft_fn.memory import Sampler
 from rft_fn.memory.phases import largest
-from rft_fn.model.media_inputs import sees_or_hears
-from rft_fn.run import files, options
+from rft_fn.model.placeholders import sees_or_hears
+from rft_fn.run import earlier_run, options
 from rft_fn.run.claim import Inputs, lock_folder
 from rft_fn.run.cli import without
 from rft_fn.run.run_folder import Run
@@ -33,14 +33,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- the opening of a training script
-
-
 L = TypeVar("L", bound=options.Length)
 _LOOKED_AT = 16  # prompts, for the largest images and sounds
-
-
-# ---------- processes and data
 
 
 def start(cfg: options.Run, *, unread: Iterable[str] = ()) -> Strategy:
@@ -107,7 +101,7 @@ def _first_day(cfg: options.Run, st: Strategy) -> date:
         try:
             if Path(cfg.out).is_dir():
                 lock_folder(Path(cfg.out))
-            day = files.first_day(cfg.out)
+            day = earlier_run.first_day(cfg.out)
         except (ValueError, OSError) as error:
             line = str(error)
     with st.session.watch():
@@ -204,9 +198,6 @@ def plan_steps(
     return replace(cfg, steps=steps)
 
 
-# ---------- the folder of the run
-
-
 def free_options(cfg: options.Optimizer, *names: str) -> tuple[str, ...]:
     """Return `names` if the learning rate does not depend on the number of steps, else nothing.
 
@@ -247,9 +238,6 @@ def open_folder(
         inputs=Inputs(datasets or {}, tokenizer),
         **st.config.pictures(),
     )
-
-
-# ---------- models and their optimizers
 
 
 def load_policy(cfg: Any, st: Strategy) -> nn.Module:
@@ -399,9 +387,6 @@ def check_reference(cfg: Any, *, anchor: bool) -> None:
         raise ValueError(
             f"ref_every: expected 0 with zero_stage 3, whose checkpoints hold no second model, got {every}"
         )
-
-
-# ---------- within a step
 
 
 def updates_per_pass(cfg: options.ReinforcementRun) -> int:

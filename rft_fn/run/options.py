@@ -60,16 +60,13 @@ def of(kind: type[S], cfg: Any) -> S:
     return cfg if isinstance(cfg, kind) else kind()
 
 
-# ---------- rollouts and rewards
-
-
 @dataclass(frozen=True)
 class Sampling(Options, subject="Rollouts"):
     """How tokens are drawn."""
 
-    temperature: AtLeast0 = 1.0  # of sampling, and of the log-probs
-    top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this mass; train on the same
-    max_new: Count = 6  # most tokens in a response
+    temperature: AtLeast0 = 1.0  # sampling temperature; log-probs are of the distribution at this temperature
+    top_p: PositiveShare = 1.0  # nucleus sampling: the smallest set of tokens with this mass; trained on too
+    max_new: Count = 6  # most new tokens per response
 
 
 @dataclass(frozen=True)
@@ -78,19 +75,19 @@ class Rollouts(Sampling, subject="Rollouts"):
 
     prompts: Count = 32  # prompts per step
     group: Count = 16  # responses per prompt
-    ahead: Whole = 0  # steps by which sampling is ahead of learning, on an engine in a process of its own
-    partial: Whole = 0  # most tokens by which a response grows in a step; longer ones wait; 0 is off
-    max_gap: Free[Positive | None] = None  # most nats per token from trainer to sampler; None: by their types
-    gap_factor: Free[Above1] = 30.0  # or by more than this x the noise of the first step
-    mismatch: Correction | None = None  # weights against it; _seq: of whole responses; None: tis if stale
-    update_kl: Free[bool] = False  # score a rollout before and after its updates: the KL that they made
+    ahead: Whole = 0  # off-policy lag: steps that sampling runs ahead of training, in an engine process
+    partial: Whole = 0  # partial rollouts: new tokens per response and step; unfinished ones wait; 0: off
+    max_gap: Free[Positive | None] = None  # most trainer-sampler mismatch, nats per token; None: by dtype
+    gap_factor: Free[Above1] = 30.0  # or most mismatch as a multiple of the noise in the first step
+    mismatch: Correction | None = None  # importance correction; _seq: per sequence; None: tis if off-policy
+    update_kl: Free[bool] = False  # measure the KL of a step's updates: log-probs before and after them
     rollouts_every: Free[Whole] = 0  # steps between files of all responses, rollouts/step_N; 0: none
-    cap: Above1 = 2.0  # ratio of trainer to sampler at which tis truncates, and mis and icepop drop a token
-    geo_low: Share = 0.0  # drop responses with a lower geometric mean of their ratios, such as 0.99; 0 is off
-    geo_high: Above1 | None = None  # drop responses with a higher one, such as 1.01; None is off
-    floor: PositiveShare | None = None  # least ratio: icepop drops below (None: 1 / cap), tis raises to it
-    canary: Free[bool] = True  # check the engine at the start by noise on the weights that it is sent
-    rebuilds: Free[Whole] = 3  # how many times a run builds a new engine for one that died
+    cap: Above1 = 2.0  # largest ratio trainer / sampler: tis truncates there, mis and icepop mask the token
+    geo_low: Share = 0.0  # mask sequences whose geometric-mean ratio is lower, as 0.99; 0: off
+    geo_high: Above1 | None = None  # mask sequences whose geometric-mean ratio is higher, as 1.01; None: off
+    floor: PositiveShare | None = None  # smallest ratio: icepop masks below (None: 1 / cap), tis raises to it
+    canary: Free[bool] = True  # check with noisy weights at the start that the engine loads all of them
+    rebuilds: Free[Whole] = 3  # how often a run restarts an engine that died
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,11 +99,11 @@ class Rollouts(Sampling, subject="Rollouts"):
 class Collect(Rollouts, subject="Rollouts"):
     """How prompts become the groups that a step learns from."""
 
-    rounds: Count = 1  # most sampling rounds of a step, to fill it with groups whose rewards differ (DAPO)
+    rounds: Count = 1  # most sampling rounds per step, until enough groups have unequal rewards (DAPO)
     curriculum: Whole = 0  # prompts in the mean success p of a source, whose share is p (1 - p); 0: off
     curriculum_by: Literal["source", "prompt"] = "source"  # prompt: p and a share of each, of so many visits
     curriculum_floor: Positive = 0.02  # least p (1 - p)
-    mask_truncated: bool = False  # learn nothing from responses that are cut off, which count in their group
+    mask_truncated: bool = False  # mask truncated responses in the loss; their group still counts them
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,13 +131,10 @@ class Reward(Options, subject="Rewards"):
 class Shaping(Reward, subject="Rewards"):
     """Which changes are made to a reward before it is learned."""
 
-    reward_norm: Literal["", "batch", "group"] = ""  # each part is normalised over these before its weight
+    reward_norm: Literal["", "batch", "group"] = ""  # normalise each reward over these, before its weight
     reward_clip: AtLeast0 = 0.0  # rewards are clipped to +- this; 0 is off
     normalize_reward: bool = False  # subtract the running mean of rewards, divide by their running deviation
-    overlong: Whole = 0  # tokens before max_new over which a penalty rises to 1 (DAPO); 0 is off
-
-
-# ---------- the objective
+    overlong: Whole = 0  # soft length penalty: rises to 1 over the last tokens before max_new (DAPO); 0: off
 
 
 LOSSES = (
@@ -180,9 +174,6 @@ class Limits(Options):
     beta: Positive | None = field(default=None, metadata=_help("beta"))
 
 
-# ---------- learning
-
-
 @dataclass(frozen=True)
 class Length(Options, subject="Updates"):
     """How long a run is."""
@@ -205,12 +196,12 @@ class Updates(Rollouts, Length, subject="Updates"):
     data_epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
     epochs: Count = 1  # passes over a rollout
     minibatches: Count = 1  # updates per pass, unless strategy.train_batch_size sets their size
-    clip_low: AtLeast0 | None = None  # the ratio is clipped at 1 - this; None is the algorithm's default
-    clip_high: AtLeast0 | None = None  # the ratio is clipped at 1 + this; None is the algorithm's default
-    dual: Above1 | None = None  # bound of the loss at negative advantages; None is the algorithm's default
+    clip_low: AtLeast0 | None = None  # lower clip: ratio >= 1 - clip_low; None: the algorithm's default
+    clip_high: AtLeast0 | None = None  # upper clip: ratio <= 1 + clip_high; None: the algorithm's default
+    dual: Above1 | None = None  # dual clip for negative advantages; None: the algorithm's default
     weight: Filled | None = None  # token_mean, seq_mean, seq_sum, constant:LENGTH; None: the algorithm's
     loss: Limits = field(default_factory=Limits)
-    ema: Decay = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
+    ema: Decay = 0.0  # decay of an exponential moving average of the weights, which is saved; 0: off
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -223,10 +214,10 @@ class Updates(Rollouts, Length, subject="Updates"):
 class Entropy(Options, subject="Updates"):
     """A bonus for the policy's entropy, and tokens that are chosen by it."""
 
-    entropy: AtLeast0 = 0.0  # coefficient of the entropy bonus; with entropy_target, that of the first step
-    entropy_target: AtLeast0 = 0.0  # entropy [nats per token] below which the bonus counts, and grows; 0: off
-    entropy_delta: Positive = 0.005  # by how much the coefficient moves in a step, with entropy_target
-    entropy_share: PositiveShare = 1.0  # learn only from this share of the tokens, of the highest entropy
+    entropy: AtLeast0 = 0.0  # coefficient of the entropy bonus; with entropy_target, its first value
+    entropy_target: AtLeast0 = 0.0  # adapt the coefficient to this entropy, nats per token; 0: off
+    entropy_delta: Positive = 0.005  # step size of the coefficient, with entropy_target
+    entropy_share: PositiveShare = 1.0  # train only on this share of tokens, those of highest entropy
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -240,8 +231,8 @@ class Entropy(Options, subject="Updates"):
 class Reference(Options, subject="Updates"):
     """The model that a KL is to: the initial one, or one that follows the policy."""
 
-    ref_every: Whole = 0  # steps after which the reference of the KL moves to the policy; 0: it never does
-    ref_mix: PositiveShare = 1.0  # the policy's part in it then: 1 resets it, less is a moving average
+    ref_every: Whole = 0  # steps between updates of the reference model to the policy; 0: never
+    ref_mix: PositiveShare = 1.0  # share of the policy in that update: 1 replaces, less is a moving average
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -265,15 +256,15 @@ class ActorCritic(Options, subject="Actor and critic"):
     gae_alpha: Positive | None = None  # of vapo: lambda is 1 - 1 / (alpha length); 1 to 2 for short responses
     whiten: bool = True  # advantages of a rollout are shifted and scaled to mean 0 and deviation 1
 
-    critic: str = ""  # what the critic starts from: a model or a saved critic; if empty, the actor's model
+    critic: str = ""  # initial weights of the critic: a model or a saved critic; empty: the actor's model
     critic_lr: Positive = 1e-3  # learning rate of the critic
-    value_clip: Positive = 0.2  # a value may move no further than this from its value in the rollout
-    freeze_actor_steps: Whole = 0  # steps at the start that train only the critic
-    save_critic: Free[bool] = False  # save the critic beside the model
+    value_clip: Positive = 0.2  # value clip: how far a value may move from that of the rollout
+    freeze_actor_steps: Whole = 0  # critic warm-up: first steps that train only the critic
+    save_critic: Free[bool] = False  # save the critic too
 
-    kl: AtLeast0 = 0.0  # coefficient of log(policy / initial model), off the reward of each token
-    kl_target: AtLeast0 = 0.0  # KL to steer the coefficient towards [nats per token]; 0 leaves it fixed
-    kl_horizon: Positive = 10000.0  # responses over which it is steered
+    kl: AtLeast0 = 0.0  # KL penalty: coefficient of log(policy / initial model), subtracted per token
+    kl_target: AtLeast0 = 0.0  # adaptive KL: target of the KL, nats per token; 0: a fixed coefficient
+    kl_horizon: Positive = 10000.0  # adaptive KL: horizon of the controller in responses
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -316,9 +307,6 @@ class Optimizer(Options, subject="Optimizer"):
     max_norm: Positive = 1.0  # the gradients of each model are clipped to this global norm
 
 
-# ---------- evaluation
-
-
 @dataclass(frozen=True)
 class HeldOut(Data, subject="Evaluation"):
     """The data of evaluations."""
@@ -343,9 +331,6 @@ class Reinforcement(Evaluation, Updates, Shaping, Prompts, Model):
         super().__post_init__()
         if self.overlong > self.max_new:
             raise ValueError(f"overlong: expected at most max_new = {self.max_new}, got {self.overlong}")
-
-
-# ---------- reward models
 
 
 @dataclass(frozen=True)
@@ -376,9 +361,6 @@ class Heads(Policy, subject="Model"):
     heads: tuple[str, ...] = ()  # names; pairs, points: each learns the column of its name; none: score
     pool: Literal["", "last", "mean", "attention"] = ""  # tokens that a score is of; empty: last, or as saved
     keep_heads: bool = False  # go on with the heads that the model has, in place of new ones
-
-
-# ---------- the run
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rft_fn import data, model, packing, tree
 from rft_fn.data import sources
-from rft_fn.model.heads import named_heads
+from rft_fn.model.reward_heads import named_heads
 from rft_fn.run.cli import without
 from rft_fn.run.opening import load_data, load_policy
 from rft_fn.types import Experience, Packed, Strategy, TokenOut

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from rft_fn import collect, data, engine, model, packing, reward, tree
 from rft_fn.data.curriculum import check_rows
-from rft_fn.data.labelled import NEW_LINE
+from rft_fn.data.reasoning_steps import NEW_LINE
 from rft_fn.engine import EngineDead
 from rft_fn.engine.lifetime import deferred
 from rft_fn.memory import Sampler
-from rft_fn.reward.combine import read_veto
 from rft_fn.reward.references import Survey
 from rft_fn.reward.scalar_model import check_budget
+from rft_fn.reward.veto import read_veto
 from rft_fn.run import options
 from rft_fn.run.cli import without
-from rft_fn.run.files import last_model
+from rft_fn.run.earlier_run import last_model
 from rft_fn.run.opening import (
     data_options,
     load_data,

@@ -1,38 +1,30 @@
-"""The engine of a run and the sampler on it: checked when built, rebuilt when dead, and its mismatch.
+"""The engine of a run and the sampler on it: checked when built, and rebuilt when dead.
 
 Keys name what is drawn, so a rollout that a new engine repeats has the same tokens, and the run goes on as if
 nothing had happened.
 """
 
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rft_fn import collect, data, dist, loss, optim, precision, strategy, sync, tree, weight
+from rft_fn import collect, data, dist, optim, strategy, sync
 from rft_fn import engine as engine_lib
 from rft_fn.check import printable
 from rft_fn.collect import asynchronous
 from rft_fn.engine import BadRequest, EngineDead, lifetime
-from rft_fn.run import options
 from rft_fn.run.reward_task import Task
 from rft_fn.run.run_folder import Run
-from rft_fn.types import Apply, Engine, Packed, Rollout, Sampling, Strategy, TrainState
+from rft_fn.types import Engine, Rollout, Sampling, Strategy, TrainState
 from rft_fn.types.engine import Delivered, EngineStatus, record
 
-__all__ = [
-    "Corrected", "Push", "check_gap", "checked", "correct_mismatch", "correction_of", "saved_if_lost",
-    "start_engine", "start_sampler",
-]  # fmt: skip
-
-
-# ---------- the engine of a run: checked by a canary when it is built, and built again when it dies
+__all__ = ["Push", "checked", "saved_if_lost", "start_engine", "start_sampler"]
 
 
 CANARY_PROMPTS = 4
@@ -239,9 +231,6 @@ def _save_alone(run: Run) -> str:
     return _saved(run)
 
 
-# ---------- what samples the rollouts of a run: its engine, called when a step needs it or ahead of that
-
-
 def start_sampler(cfg: Any, st: Strategy, task: Task) -> tuple[collect.AsyncSampler, Push]:
     """Return (what samples the rollouts, the function that sends it weights).
 
@@ -272,156 +261,3 @@ def _check(cfg: Any, st: Strategy, task: Task, engine: Engine, weights: collect.
     state = TrainState(params={}, opt=None, step=weights.version, tx=optim.chain())
     line = checked(cfg, alone, task, state, engine, version=weights.version)
     print(printable(line), file=sys.stderr, flush=True)
-
-
-# ---------- the mismatch of trainer and sampler within a run: corrected by an option, and limited
-
-
-_SAME = 1e-4  # nats between entropies that differ by rounding
-
-
-class Corrected(NamedTuple):
-    """A rollout as the trainer sees it."""
-
-    old_logp: Tensor  # [B, S] of the policy that the update starts from
-    extra: dict[str, Tensor]  # "correction" [B, S], a factor of each weight, and "entropy" [B], the bonus'
-    metrics: dict[str, float]
-    entropy: float = 0.0  # coefficient of the entropy bonus that the next step begins with
-    before: Tensor | None = None  # [B, S] by the trainer before the updates, with the option `update_kl`
-
-
-def correction_of(cfg: options.Rollouts) -> str:
-    """Return the correction that the option `mismatch` names.
-
-    By default tis where rollouts are stale, else none.
-    """
-    if cfg.mismatch is not None:
-        return cfg.mismatch
-    if cfg.ahead or cfg.partial:
-        return "tis"
-    return "none"
-
-
-def correct_mismatch(
-    cfg: options.Rollouts,
-    st: Strategy,
-    apply: Apply,
-    params: Any,
-    rollout: Rollout,
-    *,
-    budget: int,
-    version: int,
-    bonus: float = 0.0,
-) -> Corrected:
-    """Return the log-probs that an update starts from, and what the options make of each token's weight.
-
-    Without `mismatch` or a band, old_logp is the sampler's. With one the trainer scores the rollout, so that
-    the loss has its ratio to the trainer's own policy, and the weights hold the ratio of that one to the
-    sampler's. The trainer scores it too where the entropy chooses tokens (`weight.high_entropy`, of the whole
-    rollout), or steers the coefficient of its bonus, which is `bonus` at the start of the step. `version` is
-    of the trainer's weights.
-    """
-    name = correction_of(cfg)
-    corrected = name != "none" or cfg.geo_low > 0 or cfg.geo_high is not None
-    how = options.of(options.Entropy, cfg)
-    share, target = how.entropy_share, how.entropy_target
-    metrics = collect.staleness(rollout, version)
-    extra: dict[str, Tensor] = {}
-    old_logp, before, each = rollout.logp, None, None
-    if corrected or cfg.update_kl or share < 1 or target:
-        fields = ("logp", "entropy") if share < 1 or target else ("logp",)
-        scored = st.score(apply, params, rollout, budget, fields=fields)
-        before = scored.logp if cfg.update_kl else None
-        old_logp = scored.logp if corrected else old_logp
-        each = scored.entropy
-    if corrected:
-        extra["correction"], cut = collect.correction(
-            name,
-            old_logp,
-            rollout,
-            cap=cfg.cap,
-            floor=cfg.floor,
-            geo_low=cfg.geo_low,
-            geo_high=math.inf if cfg.geo_high is None else cfg.geo_high,
-        )
-        metrics |= collect.mismatch_metrics(old_logp, rollout) | cut
-
-    # the policy's entropy chooses tokens, and steers the coefficient of its bonus
-    inside = rollout.mask
-    if each is not None and share < 1:
-        top = each[weight.top_share(each, inside, share=share)]
-        least = float(top.min()) if len(top) else math.inf
-        # what has the same tokens before it has the same entropy but for rounding, and is chosen together
-        chosen = inside & (each >= least - _SAME)
-        extra["correction"] = chosen * extra.get("correction", inside.to(old_logp.dtype))
-        if len(top):
-            metrics["entropy/threshold"] = least
-    coef = later = how.entropy
-    if each is not None and target:
-        coef = later = bonus
-        if inside.any():
-            mean = float((each * inside).double().sum() / inside.sum())
-            coef, later = loss.adaptive_entropy(bonus, mean, target=target, delta=how.entropy_delta)
-        metrics["entropy/coef"] = coef
-    if coef or target:
-        extra["entropy"] = torch.full((len(inside),), coef)
-    return Corrected(old_logp, extra, metrics, later, before)
-
-
-def kl_of_updates(
-    st: Strategy, apply: Apply, params: Any, rollout: Rollout, own: Corrected, *, budget: int
-) -> dict[str, float]:
-    """Return the KL that the updates on a rollout made, and its quadratic prediction; {} if not asked for."""
-    if own.before is None or not rollout.mask.any():
-        return {}
-    from rft_fn.analysis import update_kl  # above, and only for a run that asks
-
-    found = update_kl(own.before, st.score(apply, params, rollout, budget).logp, rollout.mask)
-    return {"policy/kl_update": found.kl, "policy/kl_quadratic": found.quadratic}
-
-
-def check_gap(
-    cfg: options.Rollouts,
-    floor: float,
-    values: Mapping[str, float],
-    rollout: Rollout,
-    sampling: Sampling,
-    apply: Apply,
-    params: Any,
-    packs: Sequence[Packed],
-    *,
-    engine: Engine | None = None,
-) -> tuple[dict[str, float], float]:
-    """Return (the numbers of `collect.MISMATCH` among `values`, their floor), within the limits.
-
-    The first gap of a run is its noise floor, for later steps and for a resumed run; before it `floor` is 0.
-    Unless max_gap is given, it is the rounding of the coarser of the types that both compute in, or of the
-    trainer's where the engine does not tell its own.
-    Stale rows differ by more than noise: where they are corrected or asked for they have no limit.
-    ValueError, with an explanation, for a gap above the limit; an `engine` that is idle helps to find it.
-    """
-    found = {name: values[name] for name in collect.MISMATCH if name in values}
-    if not found:  # no token is learned from, so nothing was measured
-        return found, floor
-    expected = correction_of(cfg) != "none" or cfg.ahead > 0 or cfg.partial > 0
-    if expected and values["rollout/staleness_max"] > 0:
-        return found, floor
-    most = cfg.max_gap
-    if most is None:
-        most = precision.gap_by_rounding(_types(cfg, apply, params, engine))
-    limit = collect.gap_limit(most, cfg.gap_factor, floor)
-    idle = None if cfg.ahead else engine
-    collect.check_mismatch(found, limit, rollout, sampling, apply, params, packs, engine=idle)
-    return found, floor or collect.noise_floor(found["policy/logp_gap"], sampling)
-
-
-def _types(cfg: options.Rollouts, apply: Apply, params: Any, engine: Engine | None) -> Iterator[torch.dtype]:
-    """Yield the types that the trainer computes in, and the engine's where it tells it: servers do not."""
-    config: strategy.StrategyConfig | None = getattr(cfg, "strategy", None)
-    root = getattr(apply, "root", None)  # with adapters, the frozen weights are in it too
-    weights = root.parameters() if isinstance(root, nn.Module) else tree.leaves(params)
-    if config is not None and config.bf16:
-        yield torch.bfloat16
-    yield from (x.dtype for x in weights)
-    if engine is not None and "computes" in (status := engine.status()):
-        yield status["computes"]

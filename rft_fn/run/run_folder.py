@@ -31,14 +31,15 @@ from torch import Tensor
 import rft_fn
 from rft_fn import check, ckpt, dist, optim
 from rft_fn.ckpt.folder import read_meta
-from rft_fn.data.templates import fix_day
+from rft_fn.data.template_variables import fix_day
 from rft_fn.metric import Calibration
 from rft_fn.reward import Judged
-from rft_fn.run import claim, files, options, report, signals, symptoms
+from rft_fn.run import claim, earlier_run, options, samples, signals, symptoms, tracking
 from rft_fn.run.card import save_card
 from rft_fn.run.claim import Claim, Inputs
-from rft_fn.run.files import append_row, defaults_of, jsonable, write_rollout
-from rft_fn.run.report import Progress, Timing
+from rft_fn.run.files import append_row, defaults_of, jsonable
+from rft_fn.run.progress import Progress, Timing
+from rft_fn.run.rollout_files import write_rollout
 from rft_fn.types import Rollout, Session, Strategy, TrainState
 
 __all__ = ["Run", "checkpoint", "final_weights", "restore_latest"]
@@ -105,7 +106,7 @@ class Run:
         self._timing = Timing()
         self._progress = Progress(self.folder.name, total)
         self._pictures = Pictures(self.folder, Path(log_dir or folder), every=plot_every, config=self.config)
-        self._trackers: list[report.Track] = []
+        self._trackers: list[tracking.Track] = []
         self._reached = 0  # whole steps
         self._save: Callable[[], None] | None = None  # what saves them, where they are not saved
         self._rewards: list[float] = []  # of all steps, for the curve at the end
@@ -118,18 +119,18 @@ class Run:
             raise ValueError(f"ranks: expected the same config on all: {lines[0]}")
 
         def begin() -> None:
-            report.check(trackers)
+            tracking.check(trackers)
             self._claim.take(override=override)
             place = self._pictures.folder
             place.mkdir(parents=True, exist_ok=True)
-            self._trackers = report.start(trackers, self.folder, place, self.config, project, name)
+            self._trackers = tracking.start(trackers, self.folder, place, self.config, project, name)
 
         self._on_rank_0(begin)
 
     @property
     def checkpoints(self) -> Path:
         """Return the folder of the checkpoints."""
-        return files.checkpoints(self.folder)
+        return earlier_run.checkpoints(self.folder)
 
     def resume(self, step: int) -> None:
         """Cut the files back to the checkpoint that the run continues from: `step` steps are done.
@@ -143,13 +144,13 @@ class Run:
             from rft_fn.tools import plot
 
             self._claim.compare_files(step, override=self._override)
-            files.cut_back(self.folder, step)
+            earlier_run.cut_back(self.folder, step)
             self._claim.note_changes(step)
             if step:
                 print(f"{self.folder}: continuing after step {step}", flush=True)
             path = self.folder / "metrics.jsonl"
             rows = plot.read_metrics(path) if path.exists() else []
-            if missing := files.lacking(rows, step):
+            if missing := earlier_run.lacking(rows, step):
                 print(f"warning: {self.folder}: metrics.jsonl has lost {missing}", flush=True)
             if rows:
                 found = [row["reward/mean"] for row in rows if "reward/mean" in row]
@@ -179,7 +180,7 @@ class Run:
         if not self.main:
             return
         self._check_folder()
-        files.mark_saved(self.folder)
+        earlier_run.mark_saved(self.folder)
         timing = self._timing.row(tokens)
 
         # JSON has no NaN
@@ -221,9 +222,9 @@ class Run:
             self._pictures.note_samples(step, prompts, judged, count=count)
             if step + 1 == self.total:  # before its checkpoint: a run that continues from there has none
                 self._pictures.draw_responses()
-            spread = report.distribution(step, rollout, judged)
+            spread = samples.distribution(step, rollout, judged)
             append_row(self.folder / "distributions.jsonl", spread)
-        for row in report.rows(step, prompts, judged, count=count, split=split):
+        for row in samples.rows(step, prompts, judged, count=count, split=split):
             append_row(self.folder / "trajectories.jsonl", row)
 
     def rollout(self, step: int, rollout: Rollout, reward: Tensor) -> None:
@@ -298,7 +299,7 @@ class Run:
     def _close(self) -> None:
         self._progress.stop()
         if self.main:
-            files.mark_saved(self.folder)
+            earlier_run.mark_saved(self.folder)
             self._claim.release()
 
     def _on_rank_0(self, act: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ from rft_fn import check, collect, metric, model, reward, reward_shaping
 from rft_fn.collect import AsyncSampler, Batch
 from rft_fn.optim import Schedule
 from rft_fn.run import options
+from rft_fn.run.off_policy import Corrected, check_gap, correct_mismatch, kl_of_updates
 from rft_fn.run.reward_task import (
     Task,
     draw_examples,
@@ -22,14 +23,7 @@ from rft_fn.run.reward_task import (
     judge,
     normalized_reward,
 )
-from rft_fn.run.rollout_engine import (
-    Corrected,
-    Push,
-    check_gap,
-    correct_mismatch,
-    kl_of_updates,
-    saved_if_lost,
-)
+from rft_fn.run.rollout_engine import Push, saved_if_lost
 from rft_fn.run.run_folder import Run, checkpoint, final_weights, restore_latest
 from rft_fn.run.tokens import TokenLog
 from rft_fn.types import Apply, Experience, LossFn, Packed, Rollout, Sampling, Strategy, TrainState

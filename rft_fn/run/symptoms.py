@@ -12,9 +12,6 @@ from typing import NamedTuple, Protocol
 __all__ = ["RULES", "WARNING", "WINDOW", "Rule", "Symptom", "Warnings", "symptoms"]
 
 
-# ---------- symptoms of a run that does not learn: each is a stated rule over its metrics, with a remedy
-
-
 WINDOW = 20  # steps of a mean
 FEW = 5  # steps in a row that are no accident
 STILL = 3  # steps in a row without any gradient that are none
@@ -71,9 +68,6 @@ def symptoms(rows: Sequence[Row]) -> list[Symptom]:
     return [Symptom(rule.name, sentence, rule.remedy) for rule, sentence in found if sentence]
 
 
-# ---------- parts of the conditions
-
-
 def _mean(rows: Sequence[Row], name: str) -> float:
     """Return the mean of a metric over a whole window of rows; NaN where some have none."""
     values = [row.get(name) for row in rows]
@@ -101,9 +95,6 @@ def _first(rows: Sequence[Row], name: str) -> float:
 def _rises(before: float, after: float) -> bool:
     """Return whether a reward is clearly higher than before."""
     return after > before + RISE * abs(before)
-
-
-# ---------- the conditions
 
 
 def _flat(rows: Sequence[Row]) -> str:
@@ -321,9 +312,6 @@ RULES = (
     ),
 )
 """Every rule, in the order in which symptoms are listed."""
-
-
-# ---------- the warnings of a run
 
 
 WARNING = "warning/"

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from rft_fn import check, ckpt, dist, memory, metric, optim, packing, tree
 from rft_fn import model as model_lib
 from rft_fn.model.bind import Scorer, read_field, require_fields, to_params_device
-from rft_fn.model.layers import Where
-from rft_fn.model.lora import Export
-from rft_fn.model.save import full, put
+from rft_fn.model.lora_merged import Export
+from rft_fn.model.residence import Where
+from rft_fn.model.save import full
+from rft_fn.model.sharded import put
 from rft_fn.optim.updates import local_parts
 from rft_fn.strategy import diagnose, host, prepare, step
 from rft_fn.strategy.config import StrategyConfig

@@ -22,7 +22,8 @@ from rft_fn.model import quantize
 from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.copies import to_device
-from rft_fn.model.layers import Residence, blocks
+from rft_fn.model.layers import blocks
+from rft_fn.model.residence import Residence
 from rft_fn.strategy import prepare, step
 from rft_fn.strategy.common import Backend, all_true, grad_with_noise
 from rft_fn.strategy.config import StrategyConfig

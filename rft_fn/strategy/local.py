@@ -11,7 +11,7 @@ from rft_fn import memory, precision, tree
 from rft_fn import model as model_lib
 from rft_fn.model import quantize
 from rft_fn.model.bind import ModuleApply, applied
-from rft_fn.model.layers import Residence
+from rft_fn.model.residence import Residence
 from rft_fn.strategy import prepare, step
 from rft_fn.strategy.common import Backend
 from rft_fn.strategy.config import StrategyConfig

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rft_fn import tree
 from rft_fn.model.copies import mover_of
-from rft_fn.model.layers import Residence, Where
+from rft_fn.model.residence import Residence, Where
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Apply, TrainState
 

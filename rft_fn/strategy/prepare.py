@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rft_fn import model as model_lib
 from rft_fn import optim, tree
 from rft_fn.model import layers
-from rft_fn.model.layers import Residence
+from rft_fn.model.residence import Residence
 from rft_fn.strategy import placing
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Sampling, TrainState, Transform

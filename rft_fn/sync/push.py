@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rft_fn.model.layers import is_finite
-from rft_fn.model.lora import plain_name
+from rft_fn.model.finite import is_finite
+from rft_fn.model.lora_merged import plain_name
 from rft_fn.model.quantize import is_low
 from rft_fn.types import Engine, Strategy, TrainState
 from rft_fn.types.engine import Delivered

@@ -17,17 +17,10 @@ tabular model and a small ragged batch in float64; expectations are computed by 
 function leaves rounding errors and nothing else.
 """
 
+from rft_fn.testing.batch_losses import micro_batch_error, of_trl, of_verl, token_loss
 from rft_fn.testing.cases import VOCAB, ExtraFn, Unit, case, log_probs, total_and_grad
 from rft_fn.testing.causes import likeliest_cause
-from rft_fn.testing.certificate import (
-    Certificate,
-    certify,
-    loss_bias,
-    micro_batch_error,
-    of_trl,
-    of_verl,
-    token_loss,
-)
+from rft_fn.testing.certificate import Certificate, certify
 from rft_fn.testing.diagnosis import Verdict, table, verdicts
 from rft_fn.testing.directions import check_pairs, check_terms
 from rft_fn.testing.estimator import (
@@ -37,6 +30,7 @@ from rft_fn.testing.estimator import (
     check_group_estimator,
     check_kl_gradient,
 )
+from rft_fn.testing.exact_bias import loss_bias
 from rft_fn.testing.invariance import (
     check_packing_invariance,
     check_padding_invariance,

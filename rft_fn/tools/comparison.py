@@ -9,9 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from rft_fn.algorithm import get_algorithm
-from rft_fn.analysis import estimators
+from rft_fn.analysis import loss_slopes
 from rft_fn.model.load import read_vocabulary
-from rft_fn.run.files import jsonable, last_model, read_rollout, write_whole
+from rft_fn.run.earlier_run import last_model
+from rft_fn.run.files import jsonable, write_whole
+from rft_fn.run.rollout_files import read_rollout
 from rft_fn.tools import plot
 from rft_fn.types import Experience, Rollout, Sampling
 
@@ -65,7 +67,7 @@ def evidence(buffers: Mapping[str, tuple[Experience, Tensor]], logp: Tensor) -> 
         push = slope.double().abs().sum(-1)
         sizes = length.unique().tolist()
         share = [float(push[length == size].mean() / push.mean().clamp(min=1e-300)) for size in sizes]
-        ratio, gain = estimators.gains(exp, slope, logp)
+        ratio, gain = loss_slopes.gains(exp, slope, logp)
         order = ratio.argsort()[:: max(len(ratio) // _POINTS, 1)]
         found[name] = {
             "length": sizes,

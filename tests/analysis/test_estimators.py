@@ -8,7 +8,7 @@ import torch
 from tiny import llama
 
 import rft_fn as rft
-from rft_fn.analysis import estimators
+from rft_fn.analysis import estimators, loss_slopes, part_sums
 
 SAMPLING = rft.Sampling(max_new=4)
 ST = rft.strategy.get_strategy()
@@ -23,7 +23,7 @@ def vectors():
 
 
 def parts_of(each, ref):
-    return estimators.Parts(*(torch.tensor(x) for x in ((each**2).sum(1), each @ each.sum(0), each @ ref)))
+    return part_sums.Parts(*(torch.tensor(x) for x in ((each**2).sum(1), each @ each.sum(0), each @ ref)))
 
 
 def definitions(each, ref, signal_of_ref):
@@ -37,11 +37,11 @@ def definitions(each, ref, signal_of_ref):
 
 def test_statistics_and_their_errors_are_those_of_leaving_out_parts(vectors):
     each, ref = vectors
-    t = estimators.totals(parts_of(each, ref))
+    t = part_sums.totals(parts_of(each, ref))
     got = (
-        estimators.cosine(t, float(ref @ ref)),
-        estimators.direction(t, 0.8 * float(ref @ ref)),
-        estimators.noise(t),
+        part_sums.cosine(t, float(ref @ ref)),
+        part_sums.direction(t, 0.8 * float(ref @ ref)),
+        part_sums.noise(t),
     )
     subsets = [each, *(np.delete(each, i, 0) for i in range(len(each)))]
     want = np.array([definitions(x, ref, 0.8 * ref @ ref) for x in subsets]).T
@@ -49,7 +49,7 @@ def test_statistics_and_their_errors_are_those_of_leaving_out_parts(vectors):
         np.testing.assert_allclose(x.numpy(), y, rtol=1e-10)
         left_out = y[1:]
         error = math.sqrt((len(each) - 1) / len(each) * ((left_out - left_out.mean()) ** 2).sum())
-        assert estimators.standard_error(x) == pytest.approx(error, rel=1e-9)
+        assert part_sums.standard_error(x) == pytest.approx(error, rel=1e-9)
 
 
 def test_signal_and_noise_are_unbiased_and_the_error_is_the_spread_of_the_cosine():
@@ -59,12 +59,12 @@ def test_signal_and_noise_are_unbiased_and_the_error_is_the_spread_of_the_cosine
     signals, noises, cosines, errors = [], [], [], []
     for _ in range(3000):
         each = (mean + source.normal(size=(16, 20))) / 16
-        t = estimators.totals(parts_of(each, mean))
-        signals.append(float(estimators.signal(t)[0]))
-        noises.append(float(estimators.noise(t)[0]))
-        cos = estimators.cosine(t, float(mean @ mean))
+        t = part_sums.totals(parts_of(each, mean))
+        signals.append(float(part_sums.signal(t)[0]))
+        noises.append(float(part_sums.noise(t)[0]))
+        cos = part_sums.cosine(t, float(mean @ mean))
         cosines.append(float(cos[0]))
-        errors.append(estimators.standard_error(cos))
+        errors.append(part_sums.standard_error(cos))
     assert np.mean(signals) == pytest.approx(mean @ mean, rel=0.02)
     assert np.mean(noises) == pytest.approx(20 / 16, rel=0.02)
     assert 0.9 < np.mean(errors) / np.std(cosines) < 1.5  # a jackknife errs on the safe side
@@ -72,23 +72,23 @@ def test_signal_and_noise_are_unbiased_and_the_error_is_the_spread_of_the_cosine
 
 def test_direction_is_nan_without_a_signal():
     each = np.array([[1.0, 0.0], [-1.0, 0.0]])
-    t = estimators.totals(parts_of(each, np.array([1.0, 1.0])))
-    assert math.isnan(float(estimators.direction(t, 2.0)[0]))
+    t = part_sums.totals(parts_of(each, np.array([1.0, 1.0])))
+    assert math.isnan(float(part_sums.direction(t, 2.0)[0]))
 
 
 def test_size_length_and_stopped_tokens():
-    assert estimators.effective_size(torch.tensor([1.0, -1.0, 1.0, 0.0])) == pytest.approx(3)
-    assert estimators.effective_size(torch.tensor([1.0, 0.0])) == 1
+    assert loss_slopes.effective_size(torch.tensor([1.0, -1.0, 1.0, 0.0])) == pytest.approx(3)
+    assert loss_slopes.effective_size(torch.tensor([1.0, 0.0])) == 1
     length = torch.tensor([1, 2, 4, 8, 3])
     for power in (0, 1, 2):
         push = 3.0 * length.double() ** power
         push[-1] = 0  # one without a push does not count
-        assert estimators.length_slope(push, length) == pytest.approx(power)
-    assert math.isnan(estimators.length_slope(torch.ones(3), torch.full((3,), 5)))
+        assert loss_slopes.length_slope(push, length) == pytest.approx(power)
+    assert math.isnan(loss_slopes.length_slope(torch.ones(3), torch.full((3,), 5)))
     slope = torch.tensor([[0.0, 2.0, 0.0, 0.0]])
     adv = torch.tensor([[1.0, 1.0, 0.0, 1.0]])
     mask = torch.tensor([[True, True, True, False]])
-    assert estimators.stopped(slope, adv, mask) == 0.5
+    assert loss_slopes.stopped(slope, adv, mask) == 0.5
 
 
 # ---------- on a model
@@ -134,7 +134,7 @@ def gradient_of(buffer, exp, slope):
 def test_slopes_give_the_gradient_of_the_loss(buffer, name):
     apply, state, rollout, reward, logp = buffer
     algo, exp = of_row(name, rollout, reward)
-    slope = estimators.slopes(algo.loss, exp, logp)
+    slope = loss_slopes.slopes(algo.loss, exp, logp)
     assert bool((slope[~exp.mask] == 0).all())
     want, _ = ST.grad(state, apply, algo.loss, ST.shard(exp, 64))
     weighted = rft.tree.replace(exp, w=slope)
@@ -145,7 +145,7 @@ def test_slopes_give_the_gradient_of_the_loss(buffer, name):
 def test_measures_are_those_of_the_gradients_of_parts_tokens_and_responses(buffer):
     apply, state, rollout, reward, logp = buffer
     algo, exp = of_row("grpo", rollout, reward)
-    slope = estimators.slopes(algo.loss, exp, logp)
+    slope = loss_slopes.slopes(algo.loss, exp, logp)
     lists = estimators.split_prompts(rollout.group, 2)
     assert lists == [list(range(8)), list(range(8, 16))]
     ref = estimators.reference(ST, state, apply, exp, slope, lists, budget=64)
@@ -187,7 +187,7 @@ def test_rows_of_one_direction_are_measured_once_and_compared_on_the_same_prompt
     buffers = {}
     for name in ("grpo", "gspo", "dr_grpo", "rloo"):
         algo, exp = of_row(name, on_policy, reward)
-        buffers[name] = exp, estimators.slopes(algo.loss, exp, logp)
+        buffers[name] = exp, loss_slopes.slopes(algo.loss, exp, logp)
     calls = []
     measure = estimators.measure
     monkeypatch.setattr(estimators, "measure", lambda *args, **kw: calls.append(1) or measure(*args, **kw))

@@ -14,7 +14,7 @@ from test_judging import PROMPTS, rollout_of
 
 from rft_fn import collect, dist, model, reward
 from rft_fn.reward import forms
-from rft_fn.reward.combine import RowWeights
+from rft_fn.reward.row_weights import RowWeights
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
 FIRST, ROWS, OTHER, BROKEN = 9, 10, 11, 12  # lengths of a run, by which the host knows what is asked

@@ -15,7 +15,7 @@ from rft_fn import collect, engine, rng
 from rft_fn.collect.asynchronous import name_of
 from rft_fn.engine import EngineConfig, prompt_media
 from rft_fn.environment import Environment, Renderer, Stepped
-from rft_fn.model.media_inputs import placeholder_ids
+from rft_fn.model.placeholders import placeholder_ids
 from rft_fn.rollout import prefixes, take
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 

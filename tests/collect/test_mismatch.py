@@ -17,7 +17,7 @@ from test_house import load_script as script
 import rft_fn as rft
 from rft_fn import collect, engine, model, packing, tree, weight
 from rft_fn.run import options
-from rft_fn.run.rollout_engine import check_gap, correct_mismatch
+from rft_fn.run.off_policy import check_gap, correct_mismatch
 from rft_fn.types.engine import Delivered
 
 PROMPTS, KEYS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12]], [1, 2, 3, 4]

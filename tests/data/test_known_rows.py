@@ -5,8 +5,9 @@ import pytest
 
 from rft_fn import reward
 from rft_fn.data import prompts
-from rft_fn.data.labelled import lists_from_rows, points_from_rows
 from rft_fn.data.pairs import pairs_from_rows
+from rft_fn.data.points import points_from_rows
+from rft_fn.data.ranked import lists_from_rows
 
 
 @pytest.fixture(scope="module")

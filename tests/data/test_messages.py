@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from rft_fn import data
 from rft_fn.data import chat as chat_module
-from rft_fn.data import templates
+from rft_fn.data import template_variables
 from rft_fn.data.chat import Chat
-from rft_fn.data.labelled import lists_from_rows, points_from_rows, steps_from_rows
 from rft_fn.data.messages import conversation
+from rft_fn.data.points import points_from_rows
+from rft_fn.data.ranked import lists_from_rows
+from rft_fn.data.reasoning_steps import steps_from_rows
 
 TEMPLATES = ("CHATML", "LLAMA3", "GEMMA2", "QWEN3", "MARKED", "BARE")
 
@@ -532,9 +534,9 @@ DATED = (
 @pytest.fixture(name="day")
 def fixed_day():
     """A day that chat templates take for today."""
-    templates.fix_day(date(2024, 7, 26))
+    template_variables.fix_day(date(2024, 7, 26))
     yield
-    templates.fix_day(None)
+    template_variables.fix_day(None)
 
 
 @pytest.mark.usefixtures("day")
@@ -548,7 +550,7 @@ def test_a_template_takes_the_fixed_day_for_today():
     # every rendering goes the same way, whoever asks, and no template without a date is touched
     assert chat.tokenizer.decode(data.render(chat.tokenizer, "a")) == text
     plain = chats.tokenizer(chats.CHATML)
-    assert templates.dated(plain) is None
-    templates.fix_day(None)
+    assert template_variables.dated(plain) is None
+    template_variables.fix_day(None)
     today = datetime.now().strftime("%d %b %Y")
     assert chat.tokenizer.decode(chat.ids([user("a")], ask=True)).startswith(today)

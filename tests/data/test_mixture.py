@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rft_fn import data, rng
-from rft_fn.data.dataset import Mixture
+from rft_fn.data.mixture import Mixture
 
 shares = st.lists(st.integers(1, 40), min_size=2, max_size=6)
 

@@ -15,7 +15,8 @@ from test_probe import quiet
 
 import rft_fn as rft
 from rft_fn import data, model
-from rft_fn.environment.tiny_models import AUDIO, VISION, new_tokenizer
+from rft_fn.environment.tiny_media_models import AUDIO, VISION
+from rft_fn.environment.tiny_models import new_tokenizer
 from rft_fn.model.processors import PatchProcessor
 from rft_fn.types import Media
 

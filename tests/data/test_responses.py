@@ -17,9 +17,9 @@ POINT = {"prompt": "sort:312=", "completion": "123", "score": 0.5, "format": Tru
 STEPS = {"prompt": "3+4=", "completions": ["3+4", "7"], "labels": [True, 0.25]}
 PAIR = {"prompt": "sort:312=", "chosen": "123", "rejected": "132"}
 MAKE = {
-    "list": (data.labelled.lists_from_rows, LIST),
-    "point": (data.labelled.points_from_rows, POINT),
-    "steps": (data.labelled.steps_from_rows, {**STEPS}),
+    "list": (data.ranked.lists_from_rows, LIST),
+    "point": (data.points.points_from_rows, POINT),
+    "steps": (data.reasoning_steps.steps_from_rows, {**STEPS}),
     "pair": (data.pairs_from_rows, PAIR),
 }
 
@@ -258,9 +258,7 @@ def test_lists_points_and_steps_of_a_task():
         assert step.labels == tuple(map(float, wanted))
         assert len(step.ends) == len(text) and step.ends[-1] == len(step.response.ids) - 1
     assert sizes == {2, 3, 4, 5} and 10 < right < 30
-    assert data.labelled.lists_from_task("sort_digits", tokenizer, level=2, seed=3).prompt(7) == lists.prompt(
-        7
-    )
+    assert data.ranked.lists_from_task("sort_digits", tokenizer, level=2, seed=3).prompt(7) == lists.prompt(7)
 
 
 def test_what_covers_a_policy_has_letters_sorted_digits_and_other_lengths():

@@ -9,7 +9,7 @@ import torch
 import rft_fn as rft
 from rft_fn import engine, model, optim
 from rft_fn.engine.weight_folder import manifest
-from rft_fn.model.lora import Export
+from rft_fn.model.lora_merged import Export
 
 PROMPTS, KEYS = [[3, 4, 5], [6, 7]], [1, 2]
 

@@ -17,7 +17,7 @@ from rft_fn.engine.hf.row_batch import CacheSupport
 from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.prompt_media import Sent
 from rft_fn.engine.requests import Stop
-from rft_fn.model.media_inputs import placeholder_ids
+from rft_fn.model.placeholders import placeholder_ids
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,8 @@ from spoken import Spoken
 
 from rft_fn import collect, data, rng
 from rft_fn.environment import ENVIRONMENTS, Renderer, get_environment, lessons, prompts
-from rft_fn.environment.games import calculate, calculator, guess_number
+from rft_fn.environment.arithmetic import calculate, calculator
+from rft_fn.environment.guess import guess_number
 from rft_fn.environment.tiny_models import new_tokenizer
 from rft_fn.strategy import get_strategy
 from rft_fn.types import Sampling

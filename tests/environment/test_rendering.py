@@ -9,7 +9,7 @@ import tiny
 from each_case import each
 
 from rft_fn import environment
-from rft_fn.data import templates
+from rft_fn.data import template_variables
 from rft_fn.data.chat import Chat
 from rft_fn.environment import Renderer
 from rft_fn.environment.record import as_messages
@@ -144,11 +144,11 @@ def test_a_response_is_read_without_the_token_that_ends_it():
 def test_what_follows_a_response_has_the_fixed_day_too():
     tok = tokenizer("CHATML")
     tok.chat_template = tok.chat_template.replace("m['role'] }}", "strftime_now('%Y ') + m['role'] }}")
-    templates.fix_day(date(2024, 7, 26))
+    template_variables.fix_day(date(2024, 7, 26))
     try:
         said = tok.decode(Renderer(tok).reply([tok.eos_token_id], USER))
     finally:
-        templates.fix_day(None)
+        template_variables.fix_day(None)
     assert "<|im_start|>2024 user\nnext?" in said
 
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as hs
 
 from rft_fn.environment import Call, Environment, Stepped, call_parser, tagged_calls, tool_schema, with_tools
-from rft_fn.environment.games import calculate
+from rft_fn.environment.arithmetic import calculate
 from rft_fn.environment.tool_use import run_tool
-from rft_fn.reward.calling import EventLoop
+from rft_fn.reward.event_loop import EventLoop
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=50)
 

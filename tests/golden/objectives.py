@@ -232,7 +232,7 @@ def policy(cfg: Any, x: dict[str, Tensor], logp: Tensor) -> Tensor:
     else:
         algo = rft.run.objective(cfg)
         if cfg.reward_norm:
-            reward = rft.reward.combine.standardized(reward, over=cfg.reward_norm)
+            reward = rft.reward.scales.standardized(reward, over=cfg.reward_norm)
         more = {"greedy_reward": x["reward"][1][:4]} if algo.greedy else {}
         adv = algo.advantage(reward, rollout, **more)
 

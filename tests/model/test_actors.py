@@ -166,7 +166,7 @@ def test_checkpointed_towers_have_no_dropout(folders, kind):
 
     Qwen2-Audio's tower has dropout of its own, which is on in training mode.
     """
-    from rft_fn.model.layers import disable_dropout
+    from rft_fn.model.dropout import disable_dropout
 
     family = FAMILIES[kind]
     tensors, ids = family.sample(family.kinds[:1], seed=1)

@@ -12,7 +12,7 @@ from test_probe import quiet
 import rft_fn as rft
 from rft_fn import engine, model
 from rft_fn.memory.trace import nbytes
-from rft_fn.model.layers import freeze
+from rft_fn.model.frozen import freeze
 from rft_fn.run import options
 from rft_fn.run.opening import load_policy
 from rft_fn.strategy import StrategyConfig, estimate, get_fake_strategy, get_strategy

@@ -17,7 +17,8 @@ from torch import nn
 import rft_fn as rft
 from rft_fn import model, packing
 from rft_fn.model import packed_attention
-from rft_fn.model.lora import Export, require_plain_lora
+from rft_fn.model.lora import require_plain_lora
+from rft_fn.model.lora_merged import Export
 from rft_fn.model.lora_targets import target_paths
 from rft_fn.strategy import StrategyConfig
 

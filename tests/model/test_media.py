@@ -8,7 +8,7 @@ from sees_and_hears import AUDIO, FAMILIES, IMAGE, SEE, alone, batch
 from sees_and_hears_more import MORE
 
 from rft_fn import model, packing, tree
-from rft_fn.model import forward, media_inputs
+from rft_fn.model import forward, media_inputs, placeholders
 from rft_fn.model.forward import ONE_SEQUENCE, text_inputs
 from rft_fn.model.parts import find
 from rft_fn.strategy import get_fake_strategy
@@ -207,7 +207,7 @@ def test_a_model_whose_own_attention_leaks_gets_one_sequence_at_a_time():
 def test_a_model_that_mixes_sequences_where_placeholders_stand_gets_one_at_a_time():
     """Words alone would not show it."""
     module, _, _ = made(FAMILIES["Qwen2VL"])
-    place = min(media_inputs.placeholders(module.config))
+    place = min(placeholders.placeholders(module.config))
 
     def leaks(embedding, args, out):
         return out + 0.1 * (args[0] == place).sum()
@@ -349,13 +349,13 @@ def test_a_prompt_that_is_trained_too_is_read_as_it_stands():
 
 
 def test_placeholders_are_found_in_the_config():
-    found = {name: media_inputs.placeholder_ids(f.make().config) for name, f in FAMILIES.items()}
+    found = {name: placeholders.placeholder_ids(f.make().config) for name, f in FAMILIES.items()}
     assert found["Qwen2VL"] == {50, 51}
     assert found["Qwen2.5Omni"] == {50, 51, 52}
     assert found["Qwen2Audio"] == found["Voxtral"] == {52}
     assert found["Gemma3"] == found["Llava"] == found["SmolVLM"] == {50}
-    assert media_inputs.placeholder_ids(MORE["Ovis2"].make().config) == {50, 57, 58, 59, 60, 61}
-    assert not media_inputs.placeholder_ids(model.load("tiny").config)
+    assert placeholders.placeholder_ids(MORE["Ovis2"].make().config) == {50, 57, 58, 59, 60, 61}
+    assert not placeholders.placeholder_ids(model.load("tiny").config)
 
 
 def test_media_of_a_text_model():
@@ -371,8 +371,8 @@ def test_a_model_with_attention_across_to_images_is_one_of_text():
     text = {"num_hidden_layers": 2, "cross_attention_layers": [1]}
     with torch.device("meta"):
         lm = transformers.MllamaForConditionalGeneration(transformers.MllamaConfig(text_config=text))
-    assert media_inputs.placeholder_ids(lm.config)
-    assert not media_inputs.sees_or_hears(lm)
+    assert placeholders.placeholder_ids(lm.config)
+    assert not placeholders.sees_or_hears(lm)
     pack = packing.pack(batch(FAMILIES["Llava"], [["image"]]), [0])
     with pytest.raises(ValueError, match="media: expected None, MllamaForConditionalGeneration is bound as"):
         text_inputs(lm, pack)

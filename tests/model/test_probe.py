@@ -534,7 +534,7 @@ def test_a_checkpointed_copy_is_silent_by_itself():
 def test_no_dropout_in_an_audio_tower_that_is_checkpointed():
     from transformers import Qwen2AudioEncoder, Qwen2AudioEncoderConfig
 
-    from rft_fn.model.layers import disable_dropout
+    from rft_fn.model.dropout import disable_dropout
 
     config = Qwen2AudioEncoderConfig(
         d_model=32, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=48, num_mel_bins=8,

@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 
 import rft_fn as rft
 from rft_fn import model, packing, tree
-from rft_fn.model.heads import POOLS, running_mean, softmax_share
+from rft_fn.model.reward_heads import POOLS, running_mean, softmax_share
 
 SIZES = (5, 9, 1, 13, 2, 7)
 ENDS = ([4], [1, 2, 8], [0], [0, 5, 6, 7, 12], [0, 1], [3])

@@ -5,7 +5,7 @@ import torch
 import rft_fn as rft
 from rft_fn import types
 from rft_fn.reward import forms
-from rft_fn.reward.forms import Asker
+from rft_fn.reward.asker import Asker
 from rft_fn.types.engine import Engine
 
 

@@ -10,8 +10,8 @@ import pytest
 from each_case import each
 
 from rft_fn import reward
-from rft_fn.data.templates import special_tokens
-from rft_fn.reward import forms
+from rft_fn.data.lesson import special_tokens
+from rft_fn.reward import asker, forms
 from rft_fn.reward.verdicts import after_thoughts
 
 TEMPLATES = {"chatml": chats.CHATML, "own tags": chats.ASKED, "no template": None}
@@ -25,7 +25,7 @@ by_form = each("name", FORMS)
 def shown(tokenizer, form, response):
     """The prompt of a question about a response."""
     values = {"prompt": "sort:354=", "response": response, "a": response, "b": "534"}
-    return forms.Asker(form, tokenizer).prompt(values, 0)
+    return asker.Asker(form, tokenizer).prompt(values, 0)
 
 
 @by_form

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 import rft_fn as rft
 from rft_fn import patience
 from rft_fn.border import read_json as load
-from rft_fn.reward import Scored, connection, wire
+from rft_fn.reward import Scored, connection, wire, wire_openrlhf
 from rft_fn.reward.remote import cuts, joined
-from rft_fn.reward.wire import Batch, plain
+from rft_fn.reward.wire import Batch
+from rft_fn.reward.wire_values import plain
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 texts = st.text(max_size=8)
@@ -218,17 +219,19 @@ def test_the_columns_and_lists_of_a_request_may_be_missing():
 
 def test_openrlhfs_request_is_read_as_it_was_written():
     batch = Batch(["p", "q"], ["a", "b"], {"label": ["1", {"x": 2}]}, {})
-    assert wire.read_openrlhf_request(wire.openrlhf_request(batch)) == batch
-    assert load(wire.openrlhf_request(batch, "gold"))["labels"] == [None, None]
+    assert wire_openrlhf.read_openrlhf_request(wire_openrlhf.openrlhf_request(batch)) == batch
+    assert load(wire_openrlhf.openrlhf_request(batch, "gold"))["labels"] == [None, None]
 
 
 def test_openrlhfs_older_request_has_queries_alone():
-    assert wire.read_openrlhf_request(b'{"query": ["pa"]}') == Batch([""], ["pa"], {}, {})
+    assert wire_openrlhf.read_openrlhf_request(b'{"query": ["pa"]}') == Batch([""], ["pa"], {}, {})
 
 
 def test_openrlhfs_answer_is_read_as_it_was_written():
     total = torch.tensor([0.5, -1.25])
-    found = wire.read_openrlhf_answer(wire.openrlhf_answer(total, {"len": torch.tensor([3.0, math.nan])}), 2)
+    found = wire_openrlhf.read_openrlhf_answer(
+        wire_openrlhf.openrlhf_answer(total, {"len": torch.tensor([3.0, math.nan])}), 2
+    )
     assert found == {"rewards": [0.5, -1.25], "extra_logs": {"scores": [0.5, -1.25], "len": [3.0, None]}}
 
 
@@ -244,5 +247,5 @@ def test_openrlhfs_answer_is_read_as_it_was_written():
 )
 def test_other_answers_of_openrlhfs_form_are_refused(data, line):
     with pytest.raises(ValueError) as caught:
-        wire.read_openrlhf_answer(data, 2)
+        wire_openrlhf.read_openrlhf_answer(data, 2)
     assert line in str(caught.value)

@@ -14,7 +14,7 @@ import tiny
 import torch
 
 from rft_fn import data, reward
-from rft_fn.data.table import column_at, value_at
+from rft_fn.data.row_paths import column_at, value_at
 from rft_fn.data.tasks import TASKS
 from rft_fn.reward.signature import TrainerState, as_messages
 

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from rft_fn import collect, data, reward
 from rft_fn.reward import foreign
-from rft_fn.reward.combine import RowWeights, read_veto, standardized, vetoed
+from rft_fn.reward.row_weights import RowWeights
+from rft_fn.reward.scales import standardized
+from rft_fn.reward.veto import read_veto, vetoed
 from rft_fn.strategy import get_fake_strategy
 
 PROMPTS = [data.Prompt([3, 4], f"{i}=", {"label": "ab"[i % 2], "row": i}, i) for i in range(4)]

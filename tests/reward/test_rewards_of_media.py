@@ -12,7 +12,8 @@ from tiny import rollout as rollout_of
 
 import rft_fn as rft
 from rft_fn import collect, data, model, packing, reward, tree
-from rft_fn.environment.tiny_models import VISION, new_tokenizer
+from rft_fn.environment.tiny_media_models import VISION
+from rft_fn.environment.tiny_models import new_tokenizer
 from rft_fn.reward import forms, wire
 from rft_fn.run import load_rewards, options
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy

@@ -163,7 +163,9 @@ def test_steps_are_read_as_they_were_learned(separator, end):
         {"prompt": p.text, "completions": parts, "labels": [1.0] * len(parts)}
         for p, parts in zip(prompts, texts, strict=True)
     ]
-    taught = data.labelled.steps_from_rows(columns, tokenizer, separator=separator, template="{prompt}")
+    taught = data.reasoning_steps.steps_from_rows(
+        columns, tokenizer, separator=separator, template="{prompt}"
+    )
     items = [taught.prompt(i) for i in range(2)]
 
     said = [[*tokenizer.encode(separator.join(parts)), tokenizer.eos_token_id] for parts in texts]

@@ -13,7 +13,7 @@ from test_house import load_script
 
 import rft_fn as rft
 from rft_fn import parsing
-from rft_fn.run import config_file, files
+from rft_fn.run import config_file, earlier_run, files
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "train_scripts").glob("*.py"))
@@ -158,7 +158,7 @@ def saved(script, folder, **changes):
     """The folder of a run with these options, as far as `--config` reads it."""
     cfg = dataclasses.replace(CONFIGS[script](), **changes)
     Path(folder).mkdir(exist_ok=True)
-    facts = dict(zip(files.FACTS, ("2026-01-02", {"data": []})))
+    facts = dict(zip(earlier_run.FACTS, ("2026-01-02", {"data": []})))
     (Path(folder) / "config.json").write_text(json.dumps(files.jsonable(cfg) | facts))
     return cfg
 

@@ -17,10 +17,8 @@ from huggingface_hub import constants
 from rich.console import Console
 
 from rft_fn.engine import ENGINES
-from rft_fn.tools import commands, doctor
-from rft_fn.tools import doctor as machine
-from rft_fn.tools import doctor as packages
-from rft_fn.tools.doctor import Fact
+from rft_fn.tools import commands, doctor, machine, packages
+from rft_fn.tools.fact import Fact
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

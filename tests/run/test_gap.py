@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import rft_fn as rft
 from rft_fn import collect, engine, precision, sync
-from rft_fn.run.rollout_engine import check_gap
+from rft_fn.run.off_policy import check_gap
 from rft_fn.strategy import StrategyConfig
 
 SMALL = {"prompts": 4, "group": 4, "steps": 3, "eval_prompts": 4}

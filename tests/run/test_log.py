@@ -23,11 +23,10 @@ from matplotlib import image
 
 from rft_fn import check, data, dist, model
 from rft_fn import run as runs
-from rft_fn.data import templates
+from rft_fn.data import template_variables
 from rft_fn.reward import Judged
-from rft_fn.run import claim, opening, options, report, signals
+from rft_fn.run import claim, earlier_run, opening, options, progress, signals
 from rft_fn.run import claim as lock
-from rft_fn.run import files as resume
 from rft_fn.strategy import StrategyConfig, get_fake_strategy
 from rft_fn.tools import plot
 
@@ -289,7 +288,7 @@ def test_a_run_keeps_the_date_of_its_first_start(tmp_path, monkeypatch):
             def today(cls):
                 return cls(2026, 7, 30 + days)
 
-        monkeypatch.setattr(resume, "date", Later)
+        monkeypatch.setattr(earlier_run, "date", Later)
 
     def begin(steps):
         cfg = Begun(out=str(tmp_path / "r"))
@@ -297,9 +296,9 @@ def test_a_run_keeps_the_date_of_its_first_start(tmp_path, monkeypatch):
         run = opening.open_folder(cfg, st)
         run.resume(steps)
         write(run, range(steps, 4))
-        run.stop_at_day = templates.fixed_day()
+        run.stop_at_day = template_variables.fixed_day()
         run.finish()
-        assert templates.fixed_day() is None  # that is, until the end of the run
+        assert template_variables.fixed_day() is None  # that is, until the end of the run
         return run.stop_at_day.isoformat()
 
     for days, day in ((0, "2026-07-30"), (1, "2026-07-30")):
@@ -626,9 +625,9 @@ def test_a_run_without_any_number_has_an_empty_picture(tmp_path):
 def test_a_log_in_a_file_has_lines_of_all_steps_and_no_escapes(monkeypatch, capsys):
     """Also where only the errors go to a terminal: a bar there would leave the file without its steps."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    progress = report.Progress("r", 3)
+    bar = progress.Progress("r", 3)
     for step in range(3):
-        progress.show(step, {"reward/mean": 0.5}, 100.0)
+        bar.show(step, {"reward/mean": 0.5}, 100.0)
     found = capsys.readouterr()
     lines = [f"step {step}/3  reward 0.500  100 tok/s" for step in (1, 2, 3)]
     assert [line.rpartition("  ")[0] for line in found.out.splitlines()] == lines and not found.err
@@ -794,7 +793,7 @@ def test_a_foreign_text_in_an_error_or_a_warning_steers_no_terminal(capsys, monk
     assert trace.startswith("OSError: ") and shown in trace and not set("\x1b\x07\r") & set(trace)
 
     get_fake_strategy().print(foreign, 1, end="!")
-    report.Progress("r", 4).say(foreign)
+    progress.Progress("r", 4).say(foreign)
     runs.table({foreign: 1.0}, title=foreign)
     text = capsys.readouterr().out
     assert text.count(shown) == 4 and text.startswith(rf"{shown}\r 1!") and "\x1b" not in text
@@ -831,7 +830,7 @@ def test_a_phase_ends_once_the_gpu_is_done(monkeypatch):
     """Work on a GPU goes on after the call that began it; on a CPU there is nothing to wait for."""
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    timing = report.Timing()
+    timing = progress.Timing()
 
     def synchronize():
         clock[0] += 5.0

@@ -13,7 +13,7 @@ from each_case import each
 from safetensors.torch import load_file, save_file
 
 from rft_fn import model, opened, reward, types
-from rft_fn.run import files, manifest, opening, options
+from rft_fn.run import manifest, opening, options, rollout_files
 from rft_fn.strategy import get_fake_strategy
 
 
@@ -221,9 +221,9 @@ def test_rollouts_are_the_same_to_the_byte(tmp_path):
     )
     written = set()
     for _ in range(20):
-        files.write_rollout(tmp_path / "a", rollout, torch.ones(1, 2))
+        rollout_files.write_rollout(tmp_path / "a", rollout, torch.ones(1, 2))
         written.add((tmp_path / "a").read_bytes())
     assert len(written) == 1
-    found, score = files.read_rollout(tmp_path / "a")
+    found, score = rollout_files.read_rollout(tmp_path / "a")
     assert torch.equal(found.tokens, rollout.tokens) and found.sampling == rollout.sampling
     assert torch.equal(score, torch.ones(1, 2))

@@ -10,7 +10,7 @@ from test_kept_engine import Fragile
 
 import rft_fn as rft
 from rft_fn import engine
-from rft_fn.model import layers
+from rft_fn.model import residence
 from rft_fn.run.reward_task import judges_here
 from rft_fn.strategy import StrategyConfig, common
 from rft_kernels import products
@@ -25,16 +25,16 @@ PLACED = StrategyConfig(engine_batch=512, offload_models=True)
 def host(monkeypatch):
     """A host apart from the device, for every model that is bound."""
     host = Host()
-    monkeypatch.setattr(layers, "mover_of", lambda device: host.mover)
+    monkeypatch.setattr(residence, "mover_of", lambda device: host.mover)
 
     # weights in a file are aligned in another way than those of the allocator, and products round differently
-    bound = layers.Residence.__init__
+    bound = residence.Residence.__init__
 
     def aligned(self, root, module):
         bound(self, root, module)
         root._apply(torch.clone)
 
-    monkeypatch.setattr(layers.Residence, "__init__", aligned)
+    monkeypatch.setattr(residence.Residence, "__init__", aligned)
     return host
 
 
@@ -85,7 +85,7 @@ def test_actor_critic_reference_and_two_reward_models_take_turns(tmp_path, host,
     options = {"reward": (rewards[0], f"{rewards[1]}=0.5", "judge:tiny(patience=99,max_new=2)=0")}
     with pytest.warns(UserWarning, match="expected answers with a verdict"):
         want = run("ppo", tmp_path / "together", **options)
-    move = layers.Residence.move
+    move = residence.Residence.move
     moving = {}  # every model that leaves the device, by the order in which they first do
     together = []  # those that are there, after each move
 
@@ -94,7 +94,7 @@ def test_actor_critic_reference_and_two_reward_models_take_turns(tmp_path, host,
         moving[id(self)] = self
         together.append([x.name.split()[0] for x in moving.values() if not x.on_host])
 
-    monkeypatch.setattr(layers.Residence, "move", moved)
+    monkeypatch.setattr(residence.Residence, "move", moved)
     with pytest.warns(UserWarning, match="expected answers with a verdict"):
         got = run("ppo", tmp_path / "apart", **options, strategy=PLACED)
     assert got == want and len(moving) == 5

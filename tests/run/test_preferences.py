@@ -7,8 +7,8 @@ import torch
 
 from rft_fn import loss
 from rft_fn.data.chat import Lesson
-from rft_fn.data.labelled import Point
 from rft_fn.data.pairs import Pair
+from rft_fn.data.points import Point
 from rft_fn.run import preferences
 
 PROMPTS = [[1, 2], [3, 4, 5], [6]]

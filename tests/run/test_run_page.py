@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from rft_fn.data.medium import Medium
+from rft_fn.run.data_uris import data_uri
 from rft_fn.run.symptoms import Warnings
-from rft_fn.run.tokens import data_uri
 from rft_fn.tools import commands
 from rft_fn.tools.page import build, recorded
 from rft_fn.tools.page.build import write_page

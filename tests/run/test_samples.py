@@ -10,8 +10,8 @@ from rft_fn.data.medium import Medium
 from rft_fn.data.prompts import Prompt
 from rft_fn.data.tasks import TASKS
 from rft_fn.reward import Judged
-from rft_fn.run import report
-from rft_fn.tools import pictures as samples
+from rft_fn.run import samples
+from rft_fn.tools import pictures
 from rft_fn.tools.pictures import Pictures, spectrogram
 
 
@@ -38,7 +38,7 @@ def judged():
 
 
 def test_rows_of_trajectories_name_the_media_of_their_prompts():
-    rows = report.rows(0, prompts(), judged(), count=5, split="train")
+    rows = samples.rows(0, prompts(), judged(), count=5, split="train")
     assert rows[1]["media"] == ["count_squares-0", "count_squares-1"] and "media" not in rows[4]
     assert [row["response"] for row in rows] == ["2", "1", "3", "4", "5"]
 
@@ -63,10 +63,10 @@ def test_a_picture_is_as_wide_as_its_texts_and_names_an_empty_response(tmp_path)
     texts = {"empty": "", "short": "2", "long": "many words " * 20}
     made = {}
     for name, text in texts.items():
-        sample = samples.Sample(one.sources, one.media_names, "q", text, 1.0, "2")
-        made[name] = np.asarray(Image.open(samples.draw([sample], tmp_path / f"{name}.png")))
+        sample = pictures.Sample(one.sources, one.media_names, "q", text, 1.0, "2")
+        made[name] = np.asarray(Image.open(pictures.draw([sample], tmp_path / f"{name}.png")))
     assert made["empty"].shape[1] == made["short"].shape[1] < made["long"].shape[1] - 100
-    lines = samples._text(samples.Sample((), (), "q", "", 0.5)).splitlines()
+    lines = pictures._text(pictures.Sample((), (), "q", "", 0.5)).splitlines()
     assert [line.split(":")[0] for line in lines] == ["prompt", "response", "reward"]
 
 

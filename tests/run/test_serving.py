@@ -22,7 +22,7 @@ from rft_fn.reward.wire import Batch
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install rft-fn[serve]")
 
-from rft_fn.tools.serving import app, jobs
+from rft_fn.tools.serving import app, http_texts, jobs
 from rft_fn.tools.serving.jobs import Partial, work
 
 
@@ -549,8 +549,8 @@ def test_a_scalar_model_scores_texts_as_it_scores_a_rollout(tmp_path):
 
     asked = ["31=", "2="]
     batch = Batch(asked, ["13", "2"], {}, {"truncated": [False, True]})
-    found = jobs.joint_values(score, batch)
-    rollout, prompts, texts = jobs.as_rollout(batch)
+    found = http_texts.joint_values(score, batch)
+    rollout, prompts, texts = http_texts.as_rollout(batch)
     assert texts.decode(rollout.tokens[1]) == "2" and [p.text for p in prompts] == asked
 
     tokenizer = tiny.tokenizer()

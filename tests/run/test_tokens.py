@@ -12,7 +12,8 @@ from hypothesis import strategies as some
 
 import rft_fn as rft
 from rft_fn.packing import supervised
-from rft_fn.run.tokens import SAMPLES, TokenLog, effects, pieces
+from rft_fn.run.token_texts import pieces
+from rft_fn.run.tokens import SAMPLES, TokenLog, effects
 
 
 class Bytes:

@@ -9,7 +9,7 @@ from script_runs import rows
 from test_house import load_script
 
 import rft_fn as rft
-from rft_fn.run.files import read_rollout
+from rft_fn.run.rollout_files import read_rollout
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 

@@ -780,7 +780,7 @@ def test_help_is_the_docs_of_the_fields():
     for line in (
         "prompts per step",
         "a row of rft_fn.algorithm.TABLE",
-        "trade a second forward for memory",
+        "recompute activations in the backward pass, to save memory",
         "--strategy.engine-batch",
     ):
         assert line in text

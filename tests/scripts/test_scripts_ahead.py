@@ -13,7 +13,7 @@ from test_house import load_script
 import rft_fn as rft
 from rft_fn.engine import process
 from rft_fn.run import options
-from rft_fn.run.rollout_engine import correction_of
+from rft_fn.run.off_policy import correction_of
 
 # engines start in a moment
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children", "plain_runs")]

@@ -97,12 +97,12 @@ def constant_loss(kind, negatives):
     tokenizer = rft.model.load_tokenizer("tiny")
     how = {"seed": 1, "negatives": negatives}
     if kind == "points":
-        points = rft.data.labelled.points_from_task("sort_digits", tokenizer, **how)
+        points = rft.data.points.points_from_task("sort_digits", tokenizer, **how)
         return float(np.var([points.prompt(i).labels[0] for i in range(64)]))
     if kind == "steps":
-        steps = rft.data.labelled.steps_from_task("sort_digits", tokenizer, **how)
+        steps = rft.data.reasoning_steps.steps_from_task("sort_digits", tokenizer, **how)
         return entropy(np.mean([x for i in range(64) for x in steps.prompt(i).labels]))
-    lists = rft.data.labelled.lists_from_task("sort_digits", tokenizer, **how)
+    lists = rft.data.ranked.lists_from_task("sort_digits", tokenizer, **how)
     orders = [lists.prompt(i).ranks for i in range(64)]
     return float(np.mean([sum(np.log(sum(b >= a for b in order)) for a in order) for order in orders]))
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import dist, engine, model, optim, packing, strategy, sync, tree
-from rft_fn.model import apply_lora_configuration, layers
+from rft_fn.model import apply_lora_configuration, residence
 from rft_fn.strategy import StrategyConfig, get_strategy
 from rft_fn.strategy.placing import residence_of
 
@@ -163,7 +163,7 @@ PLACED = StrategyConfig(offload_models=True)
 def host(monkeypatch):
     """A host apart from the device, for every model."""
     host = Host()
-    monkeypatch.setattr(layers, "mover_of", lambda device: host.mover)
+    monkeypatch.setattr("rft_fn.model.residence.mover_of", lambda device: host.mover)
     return host
 
 
@@ -172,7 +172,9 @@ def moves(monkeypatch):
     """(part, place) of each move, in order; the names of the parts are those that a test gives."""
     moves = Moves()
     for method, name in (("move", "{}"), ("move_opt", "{} opt")):
-        monkeypatch.setattr(layers.Residence, method, moves.noting(getattr(layers.Residence, method), name))
+        monkeypatch.setattr(
+            residence.Residence, method, moves.noting(getattr(residence.Residence, method), name)
+        )
     return moves
 
 
@@ -442,7 +444,7 @@ def loss_fn(out, b):
 def steps_of_their_own(options):
     """(the weights after three updates with an engine between any two, bytes that went to the host)."""
     host = Host()
-    layers.mover_of = lambda device: host.mover
+    residence.mover_of = lambda device: host.mover
     st = get_strategy(StrategyConfig(**options, offload_models=True))
     apply, state = st.init(tiny.llama(), optim.adamw(1e-2))
     for i in range(3):

@@ -14,16 +14,8 @@ never the prompt and never a whole response: `rft_fn.reward.task` cuts the answe
 """
 
 from rft_fn.data.tasks.media_tasks import COUNT_SQUARES, TONE
-from rft_fn.data.tasks.task import (
-    ADDITION,
-    ALPHABET,
-    COUNTDOWN,
-    LETTER_COUNT,
-    REVERSE,
-    SORT_DIGITS,
-    Task,
-    TaskRow,
-)
+from rft_fn.data.tasks.task import ALPHABET, Task, TaskRow
+from rft_fn.data.tasks.text_tasks import ADDITION, COUNTDOWN, LETTER_COUNT, REVERSE, SORT_DIGITS
 
 __all__ = ["ALPHABET", "TASKS", "Task", "TaskRow", "get_task"]
 

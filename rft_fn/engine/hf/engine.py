@@ -21,8 +21,8 @@ from rft_fn.engine.weight_folder import LoadCheck, manifest
 from rft_fn.model import quantize
 from rft_fn.model.copies import mover_of
 from rft_fn.model.forward import forget_lengths, rope_switch
-from rft_fn.model.media_inputs import placeholder_ids
 from rft_fn.model.packed_attention import leave_out_plans
+from rft_fn.model.placeholders import placeholder_ids
 from rft_fn.model.quantize import packed, set_fast
 from rft_fn.model.router import without_groups
 from rft_fn.rollout import take

@@ -19,7 +19,7 @@ from rft_fn.engine.hf.fixed_steps import FixedSteps
 from rft_fn.engine.hf.row_batch import Batch, CacheSupport, prefill
 from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.engine.requests import Response, Row, Stop
-from rft_fn.model.media_inputs import placeholders
+from rft_fn.model.placeholders import placeholders
 from rft_fn.types import Sampling
 
 __all__ = ["Sampler"]

@@ -21,10 +21,10 @@ from rft_fn.engine.vllm.surroundings import Group, import_vllm, name_shared_memo
 from rft_fn.engine.weight_folder import LoadCheck, manifest
 from rft_fn.engine.worker import MissingElements, checked, replace
 from rft_fn.model.load import base_folder, load, usual_device
-from rft_fn.model.materialize import folder_of
-from rft_fn.model.media_inputs import placeholder_ids
 from rft_fn.model.model_names import resolve
+from rft_fn.model.placeholders import placeholder_ids
 from rft_fn.model.save import save
+from rft_fn.model.weight_files import folder_of
 from rft_fn.types import Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
 

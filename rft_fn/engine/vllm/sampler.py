@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.engine.requests import BadRequest, Response, Stop
 from rft_fn.engine.vllm.surroundings import import_vllm, restore_random_state
-from rft_fn.model.media_inputs import placeholders
-from rft_fn.model.parts import expected_counts
+from rft_fn.model.media_counts import expected_counts
+from rft_fn.model.placeholders import placeholders
 from rft_fn.types import Sampling
 
 __all__ = ["Asked", "Fields", "Sampler", "check_family", "fields_of", "request"]

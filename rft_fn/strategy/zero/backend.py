@@ -18,8 +18,9 @@ from rft_fn.loss.gradient import loss_and_metrics
 from rft_fn.model import packing_probe
 from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.copies import to_device
-from rft_fn.model.layers import Residence, Where, require_finite
-from rft_fn.model.lora import Export
+from rft_fn.model.finite import require_finite
+from rft_fn.model.lora_merged import Export
+from rft_fn.model.residence import Residence, Where
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Backend, all_true, noise_meter, watched
 from rft_fn.strategy.config import StrategyConfig

@@ -20,9 +20,6 @@ def _band(low: float, high: float) -> list[str]:
     return [*found, f"--geo-high {high:.10g}"] if high < float("inf") else found
 
 
-# ---------- TRL
-
-
 _TRL = "vllm_importance_sampling_"
 _TRL_MODES = {
     "token_truncate": "tis", "token_mask": "mis", "sequence_truncate": "tis_seq", "sequence_mask": "mis_seq"
@@ -49,9 +46,6 @@ def trl(options: Mapping[str, Any]) -> r.Combined:
     if options.get("loss_type") == "vespo":
         notes.append("--mismatch: theirs is inside the weights of VESPO, ours multiplies the loss")
     return r.Combined(found, used, notes)
-
-
-# ---------- verl
 
 
 _VERL = "algorithm.rollout_correction."
@@ -108,9 +102,6 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
     if given["rollout_token_veto_threshold"] is not None:
         notes.append("rollout_token_veto_threshold: rft_fn.weight.within of row_max, in a copy of grpo.py")
     return r.Combined(found, used, notes)
-
-
-# ---------- OpenRLHF
 
 
 _OPENRLHF = {

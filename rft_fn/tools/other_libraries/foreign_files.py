@@ -79,9 +79,6 @@ def _read(path: str) -> list[Config]:
     return [x._replace(unknown=dict(x.unknown)) for x in found]
 
 
-# ---------- YAML, JSON and TOML
-
-
 def _parsed(file: Path, text: str) -> Mapping[str, Any]:
     """Return the mapping in a text of JSON, YAML or TOML."""
     import yaml
@@ -139,9 +136,6 @@ def _flat(options: Mapping[str, Any], head: str = "") -> dict[str, Any]:
         else:
             found[f"{head}{name}"] = value
     return found
-
-
-# ---------- shell scripts
 
 
 def _of_text(file: Path, text: str) -> list[Config]:
@@ -259,9 +253,6 @@ def _with(value: Any, word: str) -> Any:
     if value is True:
         return word
     return [*value, word] if isinstance(value, list) else [value, word]
-
-
-# ---------- Python
 
 
 def _of_notebook(file: Path, text: str) -> str:

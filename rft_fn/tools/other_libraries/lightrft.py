@@ -1,6 +1,7 @@
 """Options of LightRFT; most are OpenRLHF's older names."""
 
 from rft_fn.tools.other_libraries import rows as r
+from rft_fn.tools.other_libraries import shared_rows
 
 __all__ = ["SHARED", "SHARES", "TABLE"]
 
@@ -28,7 +29,7 @@ SHARED: r.Table = {
         "data.input_key input_key": r.by_kind(
             rl=r.Row("--template '{{{x}}}'", "a column of text; of messages: --messages {x}"),
             sft=r.Row("--template '{{{x}}}'", "of messages: --messages {x}"),
-            hint=r.COLUMN,
+            hint=shared_rows.COLUMN,
         ),
         "data.input_template input_template": r.same(
             "--template", "the name of the column in braces", remark="columns stand in braces: {question}"
@@ -39,9 +40,11 @@ SHARED: r.Table = {
         "max_samples": r.by_kind(
             rl=r.nothing("--steps or --data-epochs"), examples=r.nothing("--steps or --epochs")
         ),
-        "train.max_epochs max_epochs": r.same("--epochs", hint=(r.ROLLOUT_EPOCHS, r.Flag("epochs"))),
+        "train.max_epochs max_epochs": r.same(
+            "--epochs", hint=(shared_rows.ROLLOUT_EPOCHS, r.Flag("epochs"))
+        ),
         "aux_loss_coef": r.same("--router-aux"),
-        "lr_warmup_ratio": r.SHARE_OF_RUN,
+        "lr_warmup_ratio": shared_rows.SHARE_OF_RUN,
         "l2": r.same("--weight-decay", "of matrices only"),
         "max_norm": r.same("--max-norm"),
         "train_batch_size": r.by_kind(
@@ -54,19 +57,21 @@ SHARED: r.Table = {
         "ds.adam_offload adam_offload": r.flag("--strategy.adam-offload"),
         "ds.packing_samples packing_samples": r.flag("--strategy.packing-samples"),
         "gradient_checkpointing": r.flag("--gradient-checkpointing"),
-        "flash_attn": r.CHOSEN_ATTENTION,
-        "ds.load_in_4bit load_in_4bit": r.NF4,
+        "flash_attn": shared_rows.CHOSEN_ATTENTION,
+        "ds.load_in_4bit load_in_4bit": shared_rows.NF4,
         "ds.lora.rank lora_rank": r.same("--lora-rank", remark="0 trains all weights"),
         "ds.lora.alpha lora_alpha": r.same("--lora-alpha"),
-        "lora_dropout": r.DROPOUT,
+        "lora_dropout": shared_rows.DROPOUT,
         "target_modules": _TARGETS,
         "ckpt.output_dir save_path": r.same("--out", remark="the model is its subfolder model"),
         "ckpt_path": _CHECKPOINTS,
-        "ckpt.save_steps save_steps": r.SAVE_EVERY,
+        "ckpt.save_steps save_steps": shared_rows.SAVE_EVERY,
         "ckpt.max_num max_ckpt_num": r.same("--keep"),
         "max_ckpt_mem": r.Row("--max-bytes {x}", "bytes; there GB", remark="counted in bytes"),
-        "ckpt.load_enable load_checkpoint": r.RESUMED,
-        "eval.steps eval_steps": r.by_kind(rl=r.EVAL_EVERY, pairs=r.EVAL_EVERY, sft=r.UNEVALUATED),
+        "ckpt.load_enable load_checkpoint": shared_rows.RESUMED,
+        "eval.steps eval_steps": r.by_kind(
+            rl=shared_rows.EVAL_EVERY, pairs=shared_rows.EVAL_EVERY, sft=shared_rows.UNEVALUATED
+        ),
         "logger.wandb.key use_wandb": r.choice(
             "the key comes from wandb's own login",
             **{"false": "", "*": "--trackers wandb"},
@@ -77,7 +82,7 @@ SHARED: r.Table = {
         "logger.tensorboard_dir use_tensorboard": r.Row(
             "--trackers tensorboard --strategy.log-dir {x}", remark="tensorboard is one"
         ),
-        "logging_steps": r.LOGGED,
+        "logging_steps": shared_rows.LOGGED,
         "data.max_len": r.by_kind(
             rl=r.nothing("--max-prompt and --max-new bound the two parts"),
             sft=_EXAMPLE,
@@ -96,7 +101,7 @@ SHARED: r.Table = {
     "rl": {
         "critic.model_name_or_path critic_pretrain": r.same("--critic", "of ppo.py"),
         "reward_pretrain": r.Row(
-            "--reward model:{x}", "a folder with a head; {} is none", hint=r.REWARD_MODEL
+            "--reward model:{x}", "a folder with a head; {} is none", hint=shared_rows.REWARD_MODEL
         ),
         "remote_rm_url": r.same(
             "--reward",
@@ -108,7 +113,7 @@ SHARED: r.Table = {
             "part of the source: --data a.jsonl=0.7 b.jsonl=0.3", SHARES
         ),
         "eval_data": r.same("--eval-data"),
-        "data.label_key label_key": r.nothing("rewards get every column by its name", r.ANSWER),
+        "data.label_key label_key": r.nothing("rewards get every column by its name", shared_rows.ANSWER),
         "prompt_max_len": r.same("--max-prompt", "longer prompts are left out", remark="counted in tokens"),
         "generate_max_len": r.same("--max-new", remark="counted in tokens"),
         "pretrain_data": r.same("--ptx-data", "of ppo.py"),
@@ -135,10 +140,12 @@ SHARED: r.Table = {
         "reward.overlong_buffer_len overlong_buffer_len": r.same("--overlong", remark="counted in tokens"),
         "actor.adam.lr actor_learning_rate": r.same("--lr"),
         "critic.adam.lr critic_learning_rate": r.same("--critic-lr", "of ppo.py"),
-        "train.num_episodes num_episodes": r.same("--data-epochs", hint=r.DATA_EPOCHS),
+        "train.num_episodes num_episodes": r.same("--data-epochs", hint=shared_rows.DATA_EPOCHS),
         "enable_ema": r.nothing("--ema, the decay, switches it on", r.Flag("ema", "its decay; 0 is off")),
         "actor.model_name_or_path": r.same("--model"),
-        "reward.model_name_or_path": r.Row("--reward model:{x}", "a folder with a head", hint=r.REWARD_MODEL),
+        "reward.model_name_or_path": r.Row(
+            "--reward model:{x}", "a folder with a head", hint=shared_rows.REWARD_MODEL
+        ),
         "reward.remote_url": r.same(
             "--reward",
             "docs/rewards.md has the request in OpenRLHF's form",
@@ -146,30 +153,30 @@ SHARED: r.Table = {
         ),
     },
     "examples": {
-        "ds.lora.dropout": r.DROPOUT,
+        "ds.lora.dropout": shared_rows.DROPOUT,
         "ds.lora.target_modules": _TARGETS,
         "adam.betas adam_betas": r.Row(
             "--beta1 {x} --beta2 {x}", "one number each", remark="the second is --beta2"
         ),
         "data.max_samples": r.nothing("--steps or --epochs"),
         "ckpt.path": _CHECKPOINTS,
-        "logger.logging_steps": r.LOGGED,
+        "logger.logging_steps": shared_rows.LOGGED,
         "max_len": r.by_kind(sft=_EXAMPLE, pairs=_PAIR, hint=_EXAMPLE.hint),
     },
     "pairs": {
         "eval.split eval_split": _EVAL_SPLIT,
     },
     "": {
-        "prompt_split": r.only(r.SPLIT),
+        "prompt_split": r.only(shared_rows.SPLIT),
         "algo.advantage.estimator advantage_estimator": r.only(
             r.Flag(
                 "algorithm",
                 "group_norm is grpo, reinforce_baseline is reinforce_pp_baseline; gae is in ppo.py",
             )
         ),
-        "algo.kl.init_coef init_kl_coef": r.only(r.KL_IN_REWARD),
-        "algo.kl.use_loss use_kl_loss": r.only(r.KL_IN_LOSS),
-        "actor.eps_clip eps_clip": r.only(r.CLIP),
+        "algo.kl.init_coef init_kl_coef": r.only(shared_rows.KL_IN_REWARD),
+        "algo.kl.use_loss use_kl_loss": r.only(shared_rows.KL_IN_LOSS),
+        "actor.eps_clip eps_clip": r.only(shared_rows.CLIP),
         "train.enable_ema": r.only(r.Flag("ema", "its decay; 0 is off")),
         "ckpt.max_mem": r.only(r.Flag("max_bytes", "counted in bytes")),
     },
@@ -179,7 +186,7 @@ SHARED: r.Table = {
 TABLE: r.Table = {
     "rl": {
         "max_eval_samples": r.same("--eval-prompts", hint=(r.Flag("eval_prompts"), r.Flag("count"))),
-        "reference_key": r.nothing("rewards get every column by its name", r.ANSWER),
+        "reference_key": r.nothing("rewards get every column by its name", shared_rows.ANSWER),
         "images_key": r.nothing("columns with images are detected: docs/data.md"),
         "system_prompt": r.same("--system"),
         "mixed_mm_data": r.nothing("batches with and without media mix freely"),
@@ -195,14 +202,14 @@ TABLE: r.Table = {
         "use_gspo": r.choice(true="--algorithm gspo", false="", remark="gspo"),
         "use_cpg_loss": r.choice(true="--algorithm cpgd", false="", remark="cpgd"),
         "loss_agg_mode": r.choice(
-            "by the algorithm; --weight has means", **{"seq-mean-token-mean": ""}, hint=r.ALGORITHM
+            "by the algorithm; --weight has means", **{"seq-mean-token-mean": ""}, hint=shared_rows.ALGORITHM
         ),
         "limit_mm_image_per_prompt limit_mm_video_per_prompt": r.nothing(
             "a prompt may have any number of them"
         ),
         "mark_high_entropy_tokens": r.nothing("rft report shows the entropy of tokens"),
-        "trajectory_analysis print_replay_buffer_stats": r.LOGGED,
-        "disable_logprobs_flashattn": r.CHOSEN_ATTENTION,
+        "trajectory_analysis print_replay_buffer_stats": shared_rows.LOGGED,
+        "disable_logprobs_flashattn": shared_rows.CHOSEN_ATTENTION,
         "initial_model_shard_size": r.nothing("the initial model is sharded as the policy"),
         "normalize_reward_for_critic": _UNREAD,
         "system_prompt_path": r.nothing("--system takes the text"),
@@ -229,7 +236,7 @@ TABLE: r.Table = {
         "chunk_size": r.same("--strategy.chunk-size"),
         "no_shard_vit": _UNREAD,
         "meta_init": r.nothing("a sharded model is always made on the meta device"),
-        "save_trajectories num_trajectories_to_save": r.nothing(r.COMPLETIONS),
+        "save_trajectories num_trajectories_to_save": r.nothing(shared_rows.COMPLETIONS),
         "log_dir": r.same("--strategy.log-dir"),
         "plot_every": r.same("--strategy.plot-every"),
         "rm_use_engine": r.nothing("judge:FOLDER asks an engine, model:FOLDER does not need one"),

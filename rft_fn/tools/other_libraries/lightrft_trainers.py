@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rft_fn.tools.other_libraries import objectives, rewards
+from rft_fn.tools.other_libraries import objectives, rewards, shared_rows
 from rft_fn.tools.other_libraries import rows as r
 from rft_fn.tools.other_libraries.lightrft import SHARED, TABLE
 
@@ -215,7 +215,7 @@ _EXAMPLES: r.Table = {
         "engine_type engine_tp_size engine_mem_util": r.nothing("nothing is sampled"),
     },
     "rm": {"eval_data": r.same("--eval-data")},
-    "sft": {"eval_data": r.UNEVALUATED},
+    "sft": {"eval_data": shared_rows.UNEVALUATED},
 }
 
 

@@ -29,9 +29,6 @@ def _lambda(advantage: str, x: Any) -> list[str]:
     return [f"--gae-lambda {x}"] if advantage == "gae" else []
 
 
-# ---------- TRL
-
-
 _TRL_WEIGHTS = {
     "grpo": "seq_mean", "bnpo": "token_mean", "dapo": "token_mean", "cispo": "token_mean", "sapo": "seq_mean",
     "luspo": "seq_sum", "vespo": "token_mean",
@@ -199,9 +196,6 @@ def trl_pairs(options: Mapping[str, Any]) -> r.Combined:
     return r.Combined([*found], used, notes)
 
 
-# ---------- verl
-
-
 _ACTOR = "actor_rollout_ref.actor."
 _VERL_ADVANTAGES = {
     "gae": "gae", "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo",
@@ -308,9 +302,6 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
     used |= {"algorithm.lam"}
     found = [*arguments(Objective(advantage, loss, weight, limits)), *more]
     return r.Combined([*found, *_lambda(advantage, options.get("algorithm.lam", 1.0))], used, notes)
-
-
-# ---------- OpenRLHF and LightRFT, by OpenRLHF's older names
 
 
 _OPENRLHF_ADVANTAGES = {

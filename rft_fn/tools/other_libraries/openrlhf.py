@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from rft_fn.tools.other_libraries import corrections, lightrft, lightrft_trainers, objectives
+from rft_fn.tools.other_libraries import corrections, lightrft, lightrft_trainers, objectives, shared_rows
 from rft_fn.tools.other_libraries import rows as r
 
 __all__ = ["LIBRARY", "TABLE"]
@@ -18,10 +18,12 @@ _SCHEDULE = r.choice(
 # in addition to the names that LightRFT has too
 TABLE: r.Table = {
     "all": {
-        "eval.dataset": r.by_kind(rl=r.same("--eval-data"), pairs=r.same("--eval-data"), sft=r.UNEVALUATED),
+        "eval.dataset": r.by_kind(
+            rl=r.same("--eval-data"), pairs=r.same("--eval-data"), sft=shared_rows.UNEVALUATED
+        ),
         "ds.param_dtype": r.choice(bf16="--strategy.bf16", fp16=""),
         "ds.ring_attn_size": r.same("--strategy.sp-size", "by all-to-all of heads, not by a ring"),
-        "ds.use_liger_kernel": r.FUSED,
+        "ds.use_liger_kernel": shared_rows.FUSED,
     },
     "rl": {
         "data.image_key": r.nothing("columns with images are detected: docs/data.md"),
@@ -43,7 +45,7 @@ TABLE: r.Table = {
         "actor.adam.weight_decay": r.same("--weight-decay"),
         "actor.lr_scheduler": _SCHEDULE,
         "actor.min_lr_ratio": r.same("--lr-end"),
-        "actor.lr_warmup_ratio": r.SHARE_OF_RUN,
+        "actor.lr_warmup_ratio": shared_rows.SHARE_OF_RUN,
         "actor.max_norm": r.same("--max-norm"),
         "actor.dual_clip": r.same("--dual"),
         "actor.entropy_coef": r.same("--entropy"),
@@ -58,7 +60,8 @@ TABLE: r.Table = {
         "algo.dynamic_filtering_enable": r.choice(true="--rounds 4", false="", remark="above 1"),
         "reward.normalize_enable normalize_reward": r.flag("--normalize-reward"),
         "vllm.num_engines": r.nothing(
-            "--strategy.engine-type vllm; each process, or group of tp processes, has one", r.TOGETHER
+            "--strategy.engine-type vllm; each process, or group of tp processes, has one",
+            shared_rows.TOGETHER,
         ),
         "vllm.tensor_parallel_size": r.same("--strategy.engine-tp-size"),
         "vllm.gpu_memory_utilization": r.same("--strategy.engine-mem-util"),
@@ -70,7 +73,7 @@ TABLE: r.Table = {
         "reward.overlong_penalty_factor": r.choice("the penalty rises to 1", **{"1": "", "1.0": ""}),
         "ds.tensor_parallel_size": r.nothing("--strategy.sp-size shares the tokens of a pack"),
         "dynamic_filtering": r.choice(true="--rounds 4", false="", hint=r.Flag("rounds", "above 1")),
-        "vllm_num_engines colocate_all_models": r.nothing(r.TOGETHER, r.TOGETHER),
+        "vllm_num_engines colocate_all_models": r.nothing(shared_rows.TOGETHER, shared_rows.TOGETHER),
         "vllm_tensor_parallel_size": r.same("--strategy.engine-tp-size"),
         "vllm_gpu_memory_utilization": r.same("--strategy.engine-mem-util"),
         "vllm_enable_sleep": r.switch("strategy.enable-engine-sleep"),
@@ -83,18 +86,18 @@ TABLE: r.Table = {
         "model.model_name_or_path": r.same("--model"),
         "model.gradient_checkpointing_enable": r.flag("--gradient-checkpointing"),
         "model.aux_loss_coef": r.same("--router-aux"),
-        "ds.attn_implementation attn_implementation": r.CHOSEN_ATTENTION,
+        "ds.attn_implementation attn_implementation": shared_rows.CHOSEN_ATTENTION,
         "data.dataset dataset": r.same("--data"),
         "data.dataset_probs dataset_probs": r.nothing(
             "part of the source: --data a.jsonl=0.7", hint=lightrft.SHARES
         ),
         "data.dataset_split train_split": r.nothing("part of the source: --data NAME@SPLIT"),
-        "dataset_split": r.nothing("part of the source: --data NAME@SPLIT", r.SPLIT),
+        "dataset_split": r.nothing("part of the source: --data NAME@SPLIT", shared_rows.SPLIT),
         "adam.lr learning_rate": r.same("--lr"),
         "adam.weight_decay": r.same("--weight-decay"),
         "lr_scheduler": _SCHEDULE,
         "min_lr_ratio": r.same("--lr-end"),
-        "eval_dataset": r.by_kind(sft=r.UNEVALUATED, pairs=r.same("--eval-data")),
+        "eval_dataset": r.by_kind(sft=shared_rows.UNEVALUATED, pairs=r.same("--eval-data")),
     },
     "sft": {
         "data.output_key output_key": r.Row(
@@ -113,7 +116,7 @@ TABLE: r.Table = {
         "model.ipo_enable ipo": r.choice(true="--loss ipo", false="--loss dpo"),
         "model.label_smoothing label_smoothing": r.Row("--loss cdpo --label-smoothing {x}", "above 0"),
         "model.nll_loss_coef nll_loss_coef": r.same("--nll"),
-        "ref.model_name_or_path ref_pretrain": r.REFERENCE,
+        "ref.model_name_or_path ref_pretrain": shared_rows.REFERENCE,
         "ref.offload ref_offload": r.nothing("--strategy.offload-models moves the reference by phase"),
     },
     "rm": {
@@ -126,12 +129,12 @@ TABLE: r.Table = {
         "actor.eps_clip_low_high eps_clip_low_high": r.only(
             r.Flag("clip_low", "the upper limit is --clip-high")
         ),
-        "actor.policy_loss_type policy_loss_type": r.only(r.ALGORITHM),
+        "actor.policy_loss_type policy_loss_type": r.only(shared_rows.ALGORITHM),
         "no_advantage_std_norm": r.only(r.Flag("algorithm", "dr_grpo is grpo without the deviation")),
         "reward.clip_range reward_clip_range": r.only(
             r.Flag("reward_clip", "one number: rewards are clipped to both sides of 0")
         ),
-        "actor_num_gpus_per_node": r.only(r.PROCESSES),
+        "actor_num_gpus_per_node": r.only(shared_rows.PROCESSES),
     },
 }
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rft_fn.tools.other_libraries import rows as r
+from rft_fn.tools.other_libraries import shared_rows
 
 __all__ = ["LIBRARY", "TABLE"]
 
@@ -23,7 +24,7 @@ TABLE: r.Table = {
         "seed": r.same("--seed"),
         "ckpt.interval": r.same("--save-every"),
         "ckpt.keep_last": r.same("--keep"),
-        "resume.step ckpt.resume_step": r.RESUMED,
+        "resume.step ckpt.resume_step": shared_rows.RESUMED,
         "monitors.wandb.project wandb.project": r.Row("--trackers wandb --project {x}"),
         "monitors.wandb.name wandb.name": r.same("--run-name"),
     },
@@ -58,9 +59,9 @@ TABLE: r.Table = {
         "trainer.model.lora.rank": r.same("--lora-rank"),
         "trainer.model.lora.alpha": r.same("--lora-alpha"),
         "trainer.model.lora.target_modules": r.commas("--lora-targets"),
-        "trainer.model.lora.dropout": r.DROPOUT,
+        "trainer.model.lora.dropout": shared_rows.DROPOUT,
         "trainer.model.cp": r.same("--strategy.sp-size", "by all-to-all of heads"),
-        "trainer.model.attn trainer.model.impl": r.CHOSEN_ATTENTION,
+        "trainer.model.attn trainer.model.impl": shared_rows.CHOSEN_ATTENTION,
         "trainer.model.optim_cpu_offload": r.flag("--strategy.adam-offload"),
         "trainer.model.full_offload": r.flag("--strategy.fsdp-cpu-offload"),
         "inference.vllm.gpu_memory_utilization": r.same("--strategy.engine-mem-util"),
@@ -71,14 +72,14 @@ TABLE: r.Table = {
         "data.name": r.same("--data"),
         "data.batch_size": r.same("--batch"),
         "data.seq_len": r.Row("--budget {x} --max-prompt {x}", "longer examples are refused, not cut"),
-        "data.micro_batch_size": r.nothing(r.BUDGET),
+        "data.micro_batch_size": r.nothing(shared_rows.BUDGET),
         "data.type": r.nothing("docs/data.md has the forms of rows"),
         "model.seq_len": r.nothing("--budget bounds the tokens of a pack"),
-        "model.impl model.attn": r.CHOSEN_ATTENTION,
+        "model.impl model.attn": shared_rows.CHOSEN_ATTENTION,
         "model.lora.rank": r.same("--lora-rank"),
         "model.lora.alpha": r.same("--lora-alpha"),
         "model.lora.target_modules": r.commas("--lora-targets"),
-        "model.lora.dropout": r.DROPOUT,
+        "model.lora.dropout": shared_rows.DROPOUT,
         "model.cp": r.same("--strategy.sp-size", "by all-to-all of heads"),
         "model.vlm.freeze_vision_encoder": r.choice(true="--freeze visual", false=""),
         "optim.lr": r.same("--lr"),

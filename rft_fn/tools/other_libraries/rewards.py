@@ -11,9 +11,6 @@ from rft_fn.tools.other_libraries import rows as r
 __all__ = ["openrlhf", "trl", "verl"]
 
 
-# ---------- TRL and open-r1
-
-
 # names of open-r1's registry and of `trl grpo` -> functions of these packages
 _OPEN_R1 = {
     "accuracy": "accuracy_reward", "format": "format_reward", "reasoning_steps": "reasoning_steps_reward",
@@ -79,9 +76,6 @@ def trl(options: Mapping[str, Any]) -> r.Combined:
     return r.Combined(arguments, used, notes)
 
 
-# ---------- OpenRLHF and LightRFT
-
-
 def openrlhf(options: Mapping[str, Any]) -> r.Combined:
     """Return the rewards of OpenRLHF and LightRFT: models by their folders, functions, and servers."""
     used = {"reward_pretrain", "remote_rm_url", "reward.model_name_or_path", "reward.remote_url"}
@@ -105,9 +99,6 @@ def openrlhf(options: Mapping[str, Any]) -> r.Combined:
         notes.append("--reward: the agent gives it; the rewards of --environment are its own")
     arguments = [f"--reward {' '.join(map(shlex.quote, found))}"] if found else []
     return r.Combined(arguments, used, notes)
-
-
-# ---------- verl
 
 
 _RULES = "verl.utils.reward_score:default_compute_score"

@@ -1,4 +1,4 @@
-"""Rows that say what an option of another library is here, and what rows of several libraries share."""
+"""Rows that say what an option of another library is here."""
 
 import math
 import re
@@ -8,36 +8,6 @@ from typing import Any, NamedTuple
 from rft_fn.tools.printer import word
 
 __all__ = [
-    "ALGORITHM",
-    "ANSWER",
-    "BUDGET",
-    "CHOSEN_ATTENTION",
-    "CLIP",
-    "COLUMN",
-    "COMPLETIONS",
-    "DATA_EPOCHS",
-    "DROPOUT",
-    "EVAL_EVERY",
-    "FUSED",
-    "KL_IN_LOSS",
-    "KL_IN_REWARD",
-    "LOGGED",
-    "NF4",
-    "ORDER",
-    "PROCESSES",
-    "REFERENCE",
-    "RESUMED",
-    "REWARD_FILE",
-    "REWARD_MODEL",
-    "ROLLOUT_EPOCHS",
-    "SAVE_EVERY",
-    "SHARE_OF_RUN",
-    "SPLIT",
-    "TOGETHER",
-    "TRACKERS",
-    "UNEVALUATED",
-    "UNTRUSTED",
-    "WARMUP",
     "Combined",
     "Flag",
     "Library",
@@ -60,7 +30,7 @@ __all__ = [
     "several",
     "switch",
     "word",
-]  # fmt: skip
+]
 
 
 class Flag(NamedTuple):
@@ -127,9 +97,6 @@ class Library(NamedTuple):
     told: Mapping[str, str] = {}  # an option that only one program has -> that program
 
 
-# ------------------------------------------------------------------------------ reading a table
-
-
 def named(table: Table, kind: str | None = None) -> Iterator[tuple[str, Row]]:
     """Yield each name of a table with its row; of one kind of trainer, or of all and those for hints."""
     for section, rows in table.items():
@@ -185,9 +152,6 @@ def integer(options: Mapping[str, Any], *names: str, default: int = 0) -> int:
     return int(found) if abs(found) < 1e15 else default
 
 
-# ------------------------------------------------------------------------------ making rows
-
-
 def same(ours: str, note: str = "", *, remark: str = "", hint: Hint | None = None) -> Row:
     """Return the value itself, as the value of `ours`."""
     return Row(f"{ours} {{x}}", note, remark=remark, hint=hint)
@@ -238,59 +202,3 @@ def only(hint: Hint) -> Row:
 def by_kind(hint: Hint | None = None, **kinds: Row) -> Row:
     """Return a row that differs by the kind of trainer, or by a group of them."""
     return Row("", hint=hint, kinds=kinds)
-
-
-# ------------------------------------------------------------------------------ what libraries share
-
-BUDGET = "--budget bounds the tokens of a pack; the gradient does not depend on it"
-COMPLETIONS = "trajectories.jsonl in the folder of the run has prompts, responses and rewards"
-
-REFERENCE = nothing("the reference is the initial model, which scores the pairs of each step")
-UNEVALUATED = nothing("sft.py does not evaluate; evaluate.py scores answers")
-UNTRUSTED = nothing("the scripts run no code of a model's folder")
-CHOSEN_ATTENTION = nothing("the fastest attention that packs allow is chosen automatically")
-FUSED = nothing("the fused head is on by default")
-DROPOUT = nothing("a policy with dropout is not the one that sampled", "adapters are trained without dropout")
-ORDER = nothing(
-    "rows are always drawn in an order that the seed and the step decide",
-    "each pass over the data has another order, drawn from the seed",
-)
-LOGGED = nothing("every step is logged", "every step is a row of metrics.jsonl in the folder of the run")
-RESUMED = nothing(
-    "run the same command again to resume",
-    "the same command continues from the newest checkpoint of its folder",
-)
-TRACKERS = several(
-    "--trackers",
-    "others than wandb, tensorboard and trackio have none; files are always written",
-    wandb="wandb",
-    tensorboard="tensorboard",
-    trackio="trackio",
-    none="",
-    console="",
-    file="",
-    hint=Flag("trackers"),
-)
-NF4 = choice(true="--quantize nf4", false="")
-SAVE_EVERY = Row("--save-every {x}", values=dict.fromkeys(("-1", "0", "false"), "--save-every 1000000"))
-EVAL_EVERY = Row("--eval-every {x}", values=dict.fromkeys(("-1", "0", "false"), "--eval-every 1000000"))
-
-# hints of the command line
-ROLLOUT_EPOCHS = Flag("epochs", "passes over a rollout", needs="group")
-DATA_EPOCHS = (Flag("data_epochs", "passes over the data"), Flag("epochs", needs="batch"))
-KL_IN_REWARD = (Flag("kl_in_reward", "of whole responses"), Flag("kl", needs="kl_target"))
-KL_IN_LOSS = (
-    Flag("kl", "its coefficient; 0 is off", needs="kl_in_reward"),
-    Flag("kl", "in the reward of each token, not in the loss", needs="kl_target"),
-)
-CLIP = Flag("clip_low", "one side of the clip; --clip-high is the other")
-ALGORITHM = Flag("algorithm", "a row of rft_fn.algorithm.TABLE: advantage, loss and weight together")
-WARMUP = Flag("warmup", "steps, or below 1 a share of the run")
-SHARE_OF_RUN = nothing("--warmup X, below 1 a share of the run", WARMUP)
-COLUMN = Flag("template", "a column is named in braces: {question}")
-SPLIT = Flag("data", "a split is named behind the source: NAME@train")
-REWARD_FILE = Flag("reward", "given as FILE.py:FUNCTION")
-REWARD_MODEL = Flag("reward", "given as a function, FILE.py:FUNCTION, which may ask a model")
-ANSWER = Flag("reward", "a reward names the columns that it reads")
-PROCESSES = "the processes are those that torchrun starts"
-TOGETHER = "trainer and engine share their processes"

@@ -1,6 +1,7 @@
 """Options of TRL 1.x: GRPOConfig, SFTConfig, DPOConfig and RewardConfig, with transformers' own."""
 
 from rft_fn.tools.other_libraries import rows as r
+from rft_fn.tools.other_libraries import shared_rows
 
 __all__ = ["TABLE"]
 
@@ -22,15 +23,15 @@ TABLE: r.Table = {
             "part of the source: --data NAME:CONFIG",
             r.Flag("data", "a config is named behind the source: NAME:CONFIG"),
         ),
-        "dataset_train_split": r.nothing("part of the source: --data NAME@SPLIT", r.SPLIT),
+        "dataset_train_split": r.nothing("part of the source: --data NAME@SPLIT", shared_rows.SPLIT),
         "output_dir": r.same("--out"),
         "seed": r.same("--seed"),
-        "shuffle_dataset": r.ORDER,
-        "trust_remote_code": r.UNTRUSTED,
+        "shuffle_dataset": shared_rows.ORDER,
+        "trust_remote_code": shared_rows.UNTRUSTED,
         "model_init_kwargs torch_dtype dtype": r.nothing(
             "float32 on a CPU, bfloat16 on a GPU; see --strategy.bf16 and --quantize"
         ),
-        "attn_implementation": r.CHOSEN_ATTENTION,
+        "attn_implementation": shared_rows.CHOSEN_ATTENTION,
         "use_liger_kernel": r.nothing("the fused head is on by default", r.Flag("fused_linear_logprob")),
         "router_aux_loss_coef": r.same("--router-aux"),
         "gradient_checkpointing": r.switch("gradient-checkpointing"),
@@ -45,9 +46,9 @@ TABLE: r.Table = {
         ),
         "lora_r": r.same("--lora-rank", remark="0 trains all weights"),
         "lora_alpha": r.same("--lora-alpha"),
-        "lora_dropout": r.DROPOUT,
+        "lora_dropout": shared_rows.DROPOUT,
         "lora_target_modules": r.commas("--lora-targets", remark="names separated by commas"),
-        "load_in_4bit": r.NF4,
+        "load_in_4bit": shared_rows.NF4,
         "load_in_8bit": r.choice(true="--quantize int8", false=""),
         "disable_dropout": r.nothing("dropout is always off"),
         "learning_rate": r.same("--lr"),
@@ -65,9 +66,9 @@ TABLE: r.Table = {
         "save_total_limit": r.same("--keep"),
         "save_strategy": r.nothing("--save-every, which counts steps"),
         "eval_strategy": r.nothing("evaluations come by a number of steps, where the script has any"),
-        "per_device_eval_batch_size": r.nothing(r.BUDGET),
-        "logging_steps": r.LOGGED,
-        "report_to": r.TRACKERS,
+        "per_device_eval_batch_size": r.nothing(shared_rows.BUDGET),
+        "logging_steps": shared_rows.LOGGED,
+        "report_to": shared_rows.TRACKERS,
         "run_name": r.same("--run-name"),
         "wandb_project": r.same("--project"),
         "system_prompt": r.same("--system"),
@@ -78,7 +79,7 @@ TABLE: r.Table = {
             ),
             hint="the optimizer is AdamW",
         ),
-        "resume_from_checkpoint": r.RESUMED,
+        "resume_from_checkpoint": shared_rows.RESUMED,
         "preprocessing_num_workers dataset_num_proc": r.nothing(
             "rows are read as they are drawn; --media-workers is for media"
         ),
@@ -98,7 +99,7 @@ TABLE: r.Table = {
             dpo=_ONE_LIMIT,
             hint=r.Flag("max_prompt", "counted in tokens"),
         ),
-        "beta": r.by_kind(rl=r.same("--kl"), dpo=r.same("--beta"), hint=r.KL_IN_LOSS),
+        "beta": r.by_kind(rl=r.same("--kl"), dpo=r.same("--beta"), hint=shared_rows.KL_IN_LOSS),
         "sync_ref_model": r.by_kind(
             rl=_MOVING,
             dpo=_MOVING,
@@ -112,9 +113,9 @@ TABLE: r.Table = {
         "ref_model_mixup_alpha": r.by_kind(
             rl=r.same("--ref-mix"), dpo=r.same("--ref-mix"), hint=r.Flag("ref_mix")
         ),
-        "warmup_ratio": r.SHARE_OF_RUN,
+        "warmup_ratio": shared_rows.SHARE_OF_RUN,
         "num_train_epochs": r.by_kind(
-            rl=r.same("--data-epochs"), examples=r.same("--epochs"), hint=r.DATA_EPOCHS
+            rl=r.same("--data-epochs"), examples=r.same("--epochs"), hint=shared_rows.DATA_EPOCHS
         ),
         "save_steps": r.by_kind(
             rl=r.same("--save-every", "counts rollouts"),
@@ -123,7 +124,7 @@ TABLE: r.Table = {
         ),
         "eval_steps": r.by_kind(
             rl=r.same("--eval-every", "counts rollouts"),
-            sft=r.UNEVALUATED,
+            sft=shared_rows.UNEVALUATED,
             pairs=r.same("--eval-every"),
             hint=r.Flag("eval_every"),
         ),
@@ -153,7 +154,7 @@ TABLE: r.Table = {
             "of use_vllm",
             colocate="--strategy.engine-type vllm",
             server="--strategy.engine-type openai",
-            hint=r.TOGETHER,
+            hint=shared_rows.TOGETHER,
         ),
         "vllm_server_base_url": r.same(
             "--strategy.engine-servers",
@@ -169,7 +170,7 @@ TABLE: r.Table = {
         "vllm_enable_sleep_mode": r.switch("strategy.enable-engine-sleep"),
         "vllm_server_timeout": r.same("--strategy.engine-timeout"),
         "max_tool_calling_iterations": r.nothing("multi_turn.py has environments with a limit of turns"),
-        "num_iterations": r.same("--epochs", hint=r.ROLLOUT_EPOCHS),
+        "num_iterations": r.same("--epochs", hint=shared_rows.ROLLOUT_EPOCHS),
         "epsilon": r.same(
             "--clip-low",
             "and --clip-high, unless epsilon_high is set",
@@ -208,7 +209,7 @@ TABLE: r.Table = {
             sequence_mask="--mismatch mis_seq",
         ),
         "vllm_importance_sampling_clip_max": r.same("--cap"),
-        "dataset_prompt_column": r.Row("--template '{{{x}}}'", "a column of texts", hint=r.COLUMN),
+        "dataset_prompt_column": r.Row("--template '{{{x}}}'", "a column of texts", hint=shared_rows.COLUMN),
         "reward_funcs": r.same(
             "--reward",
             "FILE.py:FN, called as TRL calls it; a model as model:FOLDER",
@@ -222,9 +223,10 @@ TABLE: r.Table = {
             sum_then_normalize="", normalize_then_sum="--reward-norm group"
         ),
         "log_completions": r.nothing(
-            r.COMPLETIONS, "responses of each step are in trajectories.jsonl in the folder of the run"
+            shared_rows.COMPLETIONS,
+            "responses of each step are in trajectories.jsonl in the folder of the run",
         ),
-        "num_completions_to_print": r.nothing(r.COMPLETIONS),
+        "num_completions_to_print": r.nothing(shared_rows.COMPLETIONS),
     },
     "examples": {
         "max_steps": r.same("--steps", "-1: --epochs"),
@@ -270,7 +272,7 @@ TABLE: r.Table = {
                 apo_zero="--loss apo_zero",
                 apo_down="--loss apo_down",
             ),
-            hint=r.ALGORITHM,
+            hint=shared_rows.ALGORITHM,
         ),
     },
     "sft": {
@@ -278,7 +280,7 @@ TABLE: r.Table = {
         "packing": r.choice(_PACKED, true="", false="", hint=r.Flag("packing_samples")),
         "packing_strategy eval_packing": r.nothing(_PACKED),
         "dataset_text_field": r.nothing(
-            "a text without a prompt is not learned: --template and --response", r.COLUMN
+            "a text without a prompt is not learned: --template and --response", shared_rows.COLUMN
         ),
         "dataset_kwargs": r.nothing("docs/data.md has the forms of rows"),
         "completion_only_loss assistant_only_loss": r.choice(
@@ -292,8 +294,8 @@ TABLE: r.Table = {
         ),
         "rpo_alpha": r.same("--nll"),
         "loss_weights": r.nothing("one loss at a time; --nll adds the chosen side's likelihood"),
-        "precompute_ref_log_probs precompute_ref_batch_size reference_free": r.REFERENCE,
-        "ref_model_init_kwargs force_use_ref_model": r.REFERENCE,
+        "precompute_ref_log_probs precompute_ref_batch_size reference_free": shared_rows.REFERENCE,
+        "ref_model_init_kwargs force_use_ref_model": shared_rows.REFERENCE,
         "model_adapter_name ref_adapter_name": r.nothing(
             "under adapters the reference is the policy without them"
         ),
@@ -318,7 +320,7 @@ TABLE: r.Table = {
         "dataloader_num_workers": r.only("rows are read as they are drawn, there is no loader"),
         "generation_batch_size": r.only(r.Flag("prompts", "counted in prompts per step, not in responses")),
         "num_generations_eval": r.only("an evaluation has one greedy answer a question"),
-        "reward_model_name_or_path": r.only(r.REWARD_MODEL),
+        "reward_model_name_or_path": r.only(shared_rows.REWARD_MODEL),
         "scale_rewards": r.only(
             r.Flag("algorithm", "grpo divides by the deviation of a group, dr_grpo does not")
         ),

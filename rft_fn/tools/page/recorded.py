@@ -47,7 +47,7 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def read(folder: str | Path, name: str = "") -> Recorded:
     """Return the run in a folder; raise ValueError if it has no config or no finished step."""
     from rft_fn.border import json_rows  # loads torch, which the command's help does without
-    from rft_fn.run.files import FACTS, settings
+    from rft_fn.run.earlier_run import FACTS, settings
 
     folder = Path(folder)
     config = flattened({name: x for name, x in settings(folder).items() if name not in FACTS})

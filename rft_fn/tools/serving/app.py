@@ -23,8 +23,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rft_fn.border import contained
 from rft_fn.check import error_text, writable
-from rft_fn.data.table import value_at
-from rft_fn.reward import Scored, wire
+from rft_fn.data.row_paths import value_at
+from rft_fn.reward import Scored, wire, wire_openrlhf
 from rft_fn.reward.wire import Batch
 from rft_fn.tools.serving.jobs import Job, Jobs
 
@@ -127,7 +127,9 @@ def application(names: Sequence[str], jobs: Jobs, rules: Rules, metrics: Metrics
         middleware=[Middleware(OneLength)],
         routes=[
             Route("/score", scores(wire.read_request, wire.answer), methods=["POST"]),
-            Route("/get_reward", scores(wire.read_openrlhf_request, _openrlhf_answer), methods=["POST"]),
+            Route(
+                "/get_reward", scores(wire_openrlhf.read_openrlhf_request, _openrlhf_answer), methods=["POST"]
+            ),
             Route("/health", health),
             Route("/metrics", numbers),
         ],
@@ -150,7 +152,9 @@ class OneLength:
 
 
 def _openrlhf_answer(scored: Scored) -> bytes:
-    return wire.openrlhf_answer(scored.total, {**scored.parts, **wire.logs_of(scored, scored.metrics)})
+    return wire_openrlhf.openrlhf_answer(
+        scored.total, {**scored.parts, **wire.logs_of(scored, scored.metrics)}
+    )
 
 
 async def _answered(request: Request, read: Read, write: Write, jobs: Jobs, rules: Rules) -> Response:

@@ -1,0 +1,59 @@
+"""Dropout off for good, also in layers that are checkpointed."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["checkpointed", "disable_dropout"]
+
+
+class _EvalCheckpoint:
+    """The checkpointing function of a layer that runs in evaluation mode.
+
+    transformers checkpoints a layer only in training mode, and many layers read their mode for dropout. So
+    the layer is in training mode when transformers looks, and not while it runs.
+    """
+
+    def __init__(self, layer: nn.Module, function: Callable[..., Any]):
+        self.layer = layer
+        self.function = function
+
+    def __call__(self, forward: Callable[..., Any], *args: Any) -> Any:
+        def in_eval(*inputs: Any) -> Any:
+            self.layer.training = False
+            try:
+                return forward(*inputs)
+            finally:
+                self.layer.training = True
+
+        return self.function(in_eval, *args)
+
+
+def checkpointed(module: nn.Module) -> list[Any]:
+    """Return the checkpointed layers. ValueError for a model that checkpoints in another way."""
+
+    def is_on(m: nn.Module) -> bool:
+        return getattr(m, "gradient_checkpointing", False) and hasattr(m, "_gradient_checkpointing_func")
+
+    on = [m for m in module.modules() if is_on(m)]
+    if not on:
+        return []
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [m for m in on if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"gradient_checkpointing: expected layers of transformers' GradientCheckpointingLayer, "
+            f"{type(module).__name__} has none; load it without"
+        )
+    return layers
+
+
+def disable_dropout(module: nn.Module) -> None:
+    """Turn dropout off for good, also in checkpointed layers: log-probs are a function of (params, pack)."""
+    module.eval()
+    for layer in checkpointed(module):
+        layer.training = True
+        if not isinstance(layer._gradient_checkpointing_func, _EvalCheckpoint):
+            layer._gradient_checkpointing_func = _EvalCheckpoint(layer, layer._gradient_checkpointing_func)

@@ -1,0 +1,62 @@
+"""Sampled responses with their rewards, to be read."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rft_fn.reward import Judged
+from rft_fn.types import Rollout
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["QUANTILES", "distribution", "response_row", "rows"]
+
+
+QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+"""The quantiles of `distribution`."""
+
+
+def distribution(step: int, rollout: Rollout, judged: Judged) -> dict[str, Any]:
+    """Return the `QUANTILES` of the lengths [tokens] and rewards of a step's responses, as a row."""
+    levels = torch.tensor(QUANTILES, dtype=torch.float64)
+    row: dict[str, Any] = {"step": step}
+    for name, x in (("length", rollout.mask.sum(-1)), ("reward", judged.reward.flatten())):
+        finite = x.double()[x.double().isfinite()]
+        if len(finite):
+            row[name] = finite.quantile(levels).tolist()
+    return row
+
+
+def response_row(prompt: Any, response: str) -> dict[str, Any]:
+    """Return a prompt and a response to it, with the names of the prompt's media if it has any."""
+    row: dict[str, Any] = {"prompt": prompt.text, "response": response}
+    names = getattr(prompt, "media_names", ())
+    if names:
+        row["media"] = list(names)
+    return row
+
+
+def rows(
+    step: int, prompts: Sequence[Any], judged: Judged, *, count: int, split: str
+) -> list[dict[str, Any]]:
+    """Return a row for every prompt of the first `count`: its first response, with the rewards.
+
+    `split` is "train", or the name that other rows carry. A conversation of several turns is whole in the
+    column of that name, where the rewards have it. Numbers that do not apply to a response (NaN) are left
+    out.
+    """
+    found = []
+    group = judged.reward.shape[1]
+    for i, prompt in enumerate(prompts[:count]):
+        first = i * group  # the row of its first response
+        row = {"step": step, **response_row(prompt, judged.texts[first])}
+        row["reward"] = float(judged.reward[i, 0])
+        if split != "train":
+            row["split"] = split
+        numbers = {**judged.parts, **judged.metrics}
+        row |= {name: float(x[i, 0]) for name, x in numbers.items() if not x[i, 0].isnan()}
+        row |= {name: values[first] for name, values in judged.extra.items()}
+        found.append(row)
+    return found

@@ -1,0 +1,210 @@
+"""The distance between an engine and its trainer under changed weights."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rft_fn import model as model_lib
+from rft_fn import strategy
+from rft_fn.model.bind import Scorer
+from rft_fn.model.lora import adapted
+from rft_fn.model.lora_merged import plain_name, product
+from rft_fn.model.quantize import is_low
+from rft_fn.sync.push import push
+from rft_fn.types import Apply, Engine, Rollout, Sampling, Strategy, TrainState
+
+__all__ = ["Change", "Sides", "agreed", "plain", "unchanged", "weights_read_as"]
+
+
+Change = Callable[[str, Tensor], Tensor]  # a weight and its name -> what is sent in its place
+
+
+def unchanged(name: str, x: Tensor) -> Tensor:
+    """Return the weight itself."""
+    return x
+
+
+def plain(model: str) -> nn.Module:
+    """Load the model of a name in host memory, with adapters merged."""
+    lm = model_lib.load(model, quantize="none", device="cpu")
+    merge = getattr(lm, "merge_and_unload", None)
+    if merge is not None:
+        lm = merge()
+    return lm
+
+
+def agreed(st: Strategy, x: float) -> float:
+    """Return the number of rank 0, on every rank."""
+    return float(st.gather(torch.tensor([x], dtype=torch.float64))[0])
+
+
+class _Changed(Iterator[tuple[str, Tensor]]):
+    """Weights on their way to an engine, changed on a device; a plain model on the host gets them too."""
+
+    def __init__(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        change: Change,
+        copy: nn.Module | None,
+        device: torch.device | None,
+    ):
+        self.weights = iter(weights)
+        self.change = change
+        self.device = device  # None: where each of them is
+        self.finite: bool = getattr(weights, "finite", False)  # checked already
+        self.frozen: frozenset[str] = frozenset(getattr(weights, "frozen", ()))
+        self.names: list[str] = []
+        named = () if copy is None else copy.named_parameters(remove_duplicate=False)
+        self.places: dict[str, Tensor] = dict(named)
+
+    @torch.no_grad()
+    def __next__(self) -> tuple[str, Tensor]:
+        name, x = next(self.weights)
+        self.names.append(name)
+        x = self.change(name, x if self.device is None else x.to(self.device))
+        place = self.places.get(name)
+        if place is not None and place.shape == x.shape:
+            place.copy_(x)
+        return name, x
+
+
+COPIED = frozenset({"cpu"})  # kinds of device where a copy costs less than noise for each reading
+
+
+@contextmanager
+def weights_read_as(
+    root: nn.Module, module: nn.Module, change: Change, names: Collection[str]
+) -> Iterator[None]:
+    """Have a bound module compute with changed weights, by the names that an export gives them.
+
+    Each is made when the module reads it and forgotten after, so there is no copy of the model; the weights
+    themselves stay as they were. Adapters are merged on the way and off meanwhile. Log-probs are those of
+    `Sampling()`.
+    """
+    layers = dict(adapted(module))
+    first = {id(p): name for name, p in module.named_parameters()}  # of a tied weight the one that is sent
+    classes: list[tuple[nn.Module, type[nn.Module]]] = []
+    scorers = [(x, x.sampling) for x in root.modules() if isinstance(x, Scorer)]
+    try:
+        for path, part in module.named_modules():
+            layer = layers.get(path.removesuffix(".base_layer"))
+            reads: dict[str, Any] = {}
+            for key, p in part._parameters.items():
+                name = "" if p is None else plain_name(module, first[id(p)])
+                if name in names:
+                    reads[key] = _read_as(key, change, name, layer)
+            if reads:
+                classes.append((part, type(part)))
+                reading: Any = type(type(part).__name__, (type(part),), reads)
+                part.__class__ = reading
+        for x, _ in scorers:
+            x.sampling = Sampling()
+        for layer in layers.values():
+            layer._disable_adapters = True
+        with torch.compiler.set_stance("force_eager"):  # compiled blocks read their weights themselves
+            yield
+    finally:
+        for layer in layers.values():
+            layer._disable_adapters = False
+        for x, sampling in scorers:
+            x.sampling = sampling
+        for part, cls in classes:
+            part.__class__ = cls
+
+
+def _read_as(key: str, change: Change, name: str, layer: Any) -> property:
+    """Return the attribute `key` of a module: the changed parameter, with the adapters of `layer` in it."""
+
+    def read(part: nn.Module) -> Tensor:
+        x: Any = part._parameters[key]
+        x = x.detach()
+        if layer is not None and key == "weight":
+            both = [(a, layer.lora_A[a].weight, layer.lora_B[a].weight) for a in layer.active_adapters]
+            x = product(layer, x, both)
+        return change(name, x)
+
+    return property(read)
+
+
+def _trainer_of(st: Strategy, state: TrainState) -> Apply | None:
+    """Return the apply of a state; None if its weights are better not changed as it reads them."""
+    bound = getattr(state.residence, "bound", None)
+    apply = None if bound is None else bound()
+    if apply is None or st.device.type in COPIED or any(is_low(p) for p in state.module.parameters()):
+        return None
+    return apply
+
+
+class Sides:
+    """An engine, and the trainer: on a GPU itself, else as a plain copy of the model named `model`.
+
+    On a GPU the trainer makes each changed weight as it reads it, so nothing is loaded. On a CPU, where a
+    weight is drawn more slowly than it is read, and for weights in low precision, the copy is in the host
+    memory of rank 0, takes each full tensor as it is sent, and scores by functional_call. Both hold for every
+    strategy, also for FSDP2 and ZeRO, where a module takes no parameters but its own.
+    """
+
+    def __init__(
+        self,
+        st: Strategy,
+        state: TrainState,
+        engine: Engine,
+        model: str,
+        prompts: Sequence[Any],
+        *,
+        version: int,
+        max_new: int,
+    ):
+        self.st = st
+        self.state = state
+        self.engine = engine
+        self.model = model
+        self.prompts = prompts
+        self.version = version
+        self.max_new = max_new
+        self.names: list[str] = []  # of the tensors that are sent, in order
+        self.trainer = _trainer_of(st, state)
+        self.copy: nn.Module | None = None
+        if self.trainer is None and st.rank == 0:
+            self.copy = plain(model)
+
+    def gap(self, change: Change) -> float:
+        """Return the mean |engine - trainer| of log-probs with changed weights.
+
+        It is over the engines of all ranks. The engine keeps these weights. All ranks call it.
+        """
+
+        def export(state: TrainState, /) -> Iterable[tuple[str, Tensor]]:
+            # noise is drawn by device, and the trainer draws it on its own
+            device = None if self.trainer is None else self.st.device
+            sent = _Changed(self.st.export(state), change, self.copy, device)
+            self.names = sent.names
+            return sent
+
+        push(self.st._replace(export=export), self.state, self.engine, version=self.version)
+        self.engine.wake()
+        sampling = Sampling(max_new=self.max_new)
+        keys = range(len(self.prompts))
+        rollout = self.engine.generate(self.prompts, keys, n=1, sampling=sampling)
+        every: Rollout = self.st.gather(rollout)
+        logp = self._scored(change, every)
+        if logp is None:
+            return agreed(self.st, 0.0)
+        gap = (logp - every.logp).abs() * every.mask
+        return agreed(self.st, float(gap.double().sum() / every.mask.sum()))
+
+    @torch.no_grad()
+    def _scored(self, change: Change, rollout: Rollout) -> Tensor | None:
+        """Return the trainer's log-probs of a rollout; None on a rank that has no copy."""
+        if self.trainer is not None:
+            residence = self.state.residence
+            with weights_read_as(residence.root, residence.module, change, set(self.names)):
+                return self.st.score(self.trainer, self.state.params, rollout, 4096).logp
+        if self.copy is None:
+            return None
+        st = strategy.get_fake_strategy()
+        apply, params = st.bind(self.copy)
+        return st.score(apply, params, rollout, 4096).logp
