@@ -16,6 +16,7 @@ from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset, ItemT
 from rft_fn.data.medium import digest
 from rft_fn.data.messages import unread
+from rft_fn.data.rendering import TooSlow
 from rft_fn.data.table import (
     Endless,
     FirstFew,
@@ -55,6 +56,8 @@ class Recipe(Generic[ItemT]):
             raise InvalidRow(error.place, f"{error.reason}{_remedy(row, self.what)}") from None
         except ValueError as error:
             raise InvalidRow(place, f"{error}{_remedy(row, self.what)}") from None
+        except TooSlow as error:
+            raise TooSlow(f"{place}: {error}") from None
 
 
 _HEADS = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
