@@ -17,7 +17,7 @@ LOOPS = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "loops that print": "{% for a in range(99999) %}{% for b in range(999) %}x{% endfor %}{% endfor %}",
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "filters": "{% for a in range(99999) %}{% if range(9999) | map('string') | list %}{% endif %}{% endfor %}",
+    "filters": "{% for a in range(99999) %}{% set b = range(9999) | map('string') | list %}{% endfor %}",
 }
 
 
