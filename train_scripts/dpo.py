@@ -182,9 +182,12 @@ def main(cfg: Config) -> None:
     loss_fn = partial(policy_loss, cfg)
     names = () if cfg.unpaired else ("chosen", "rejected")
     tokens = env.tokens(loss_fn, group=cfg.unit, unit=cfg.unit, names=names)
-    loop = {"step": 0, "reference": env.reference} | ({"shift": 0.0} if cfg.loss == "bco" else {})
+    loop = {"step": 0, "reference": env.reference} | (
+        {"shift": 0.0, "middles": -1} if cfg.loss == "bco" else {}
+    )
     state, loop = env.restore(env.policy.state, loop)
-    shift = loop.get("shift", 0.0)  # of the rewards, which only bco reads
+    shift, middles = loop.get("shift", 0.0), loop.get("middles", 0)  # of the rewards, which only bco reads
+    middles = loop["step"] if middles < 0 else middles  # at the start, and of a checkpoint without them
 
     # the rows of the evaluations, whose reference log-probs change only with the reference
     unseen, _ = rft.data.take(task.unseen, cfg.eval_pairs, cfg.seed)
@@ -215,14 +218,15 @@ def main(cfg: Config) -> None:
 
         # report, save, and stop where a signal asked for it
         values |= preferences.with_margin(rft.metric.results(metrics | more)) | {"lr": rate}
-        shift = preferences.rewards_mean(cfg, shift, values, step)
+        shift = preferences.rewards_mean(cfg, shift, values, middles)
+        middles += f"{what}/margin" in values  # a batch of one kind has none
         if env.evaluates(step + 1):
             values |= evaluate(state, shift)
         env.run.write(step, values, tokens=int(exp.length.sum()))
         reference = env.follow(loop["reference"], state, step + 1)
         if reference is not None and (step + 1) % cfg.ref_every == 0:
             held_out = preferences.with_reference(cfg, env, state, unseen, shift)
-        now = {"step": step + 1, "reference": reference, "shift": shift}
+        now = {"step": step + 1, "reference": reference, "shift": shift, "middles": middles}
         loop = {name: now[name] for name in loop}
         env.checkpoint(state, loop)
     env.finish(state)
