@@ -1,4 +1,4 @@
-"""Renders a tokenizer's chat template, which is a stranger's program, within a limit of processor time."""
+"""Renders a chat template, which is a stranger's program, within a limit of processor time."""
 
 import signal
 import threading
