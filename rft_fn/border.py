@@ -23,9 +23,9 @@ from rft_fn import check
 from rft_fn.types import Rollout
 
 __all__ = [
-    "LEAST_LOGP", "MASS", "ROUNDING", "contained", "entries", "integer", "integers", "is_finite", "is_ours",
-    "json_rows", "log_probs", "number", "numbers", "numbers_or_none", "object_of", "printed", "quoted",
-    "read_json", "rollout_of", "sample", "text", "words",
+    "LEAST_LOGP", "MASS", "ROUNDING", "contained", "entries", "finite", "integer", "integers", "is_finite",
+    "is_ours", "json_rows", "log_probs", "number", "numbers", "numbers_or_none", "object_of", "printed",
+    "quoted", "read_json", "rollout_of", "sample", "text", "words",
 ]  # fmt: skip
 
 ROUNDING = 1e-3  # nats by which a log-prob may be above 0
@@ -196,6 +196,19 @@ def text(name: str, x: Any) -> str:
 def is_finite(x: Any) -> bool:
     """Return whether a number is finite as a float32."""
     return abs(x) <= _LARGEST  # False for NaN
+
+
+def finite(name: str, x: Any) -> Any:
+    """Return a value of JSON. ValueError for a number inside it that is not finite, which JSON has not."""
+    if isinstance(x, Mapping):
+        for key, y in x.items():
+            finite(f"{name}[{quoted(key)}]", y)
+    elif isinstance(x, (list, tuple)):
+        for i, y in enumerate(x):
+            finite(f"{name}[{i}]", y)
+    elif isinstance(x, float) and not math.isfinite(x):
+        raise ValueError(f"{name}: expected a finite number, got {x!r}")
+    return x
 
 
 def integer(name: str, x: Any, *, low: int = -_INT64, high: int = _INT64 - 1) -> int:

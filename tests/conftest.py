@@ -42,13 +42,25 @@ OPTIONAL = {
 }  # fmt: skip
 
 
+# what a process writes whose import failed: Python's line, or a script's; in the repr of its output, too
+_LACKED = re.compile(r"(?:ModuleNotFoundError|error(?: on rank \d+)?): [^\n]*?No module named \\*'(\w+)")
+
+
+def lacked(error):
+    """The packages whose import failed behind an error: here by name, in processes by what they wrote."""
+    if isinstance(error, ImportError):
+        return {error.name.partition(".")[0]} if error.name else set()
+    inner = [*getattr(error, "exceptions", ()), error.__cause__ or error.__context__]
+    found = set().union(*(lacked(x) for x in inner if x is not None))
+    return found or set(_LACKED.findall(f"{error} {getattr(error, 'stderr', '')}"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Skip a test that failed, here or in a process that it started, because it needs an optional package."""
     report = yield
-    if report.failed:
-        missed = set(re.findall(r"No module named '(\w+)", str(report.longrepr))) & OPTIONAL
-        missed = sorted(name for name in missed if find_spec(name) is None)
+    if report.failed and call.excinfo is not None:
+        missed = sorted(name for name in lacked(call.excinfo.value) & OPTIONAL if find_spec(name) is None)
         if missed:
             path, line, _ = item.location
             report.outcome = "skipped"

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import chats
 import pytest
 import torch
 from each_case import each
@@ -760,6 +761,69 @@ def test_a_damaged_cache_is_made_again(tmp_path):
         {"ids": torch.tensor([1, 2])}, tmp_path / "key.safetensors", {"about": '{"names": [], "notes": []}'}
     )
     assert Cache(str(tmp_path))._stored("key").ids == [1, 2]
+
+
+# ------------------------------------------------------------------------------------- numbers in users' rows
+
+
+CHOICE = {"question": "1=", "chosen": "1", "rejected": "2", "completion": "1", "completions": ["1", "2"]}
+ASKED, SAID = {"role": "user", "content": "1="}, {"role": "assistant", "content": "1"}
+TAKES = {"type": "function", "function": {"name": "f", "parameters": {"default": HOLE}}}
+
+
+def called(arguments):
+    """A talk with a call of a tool."""
+    calls = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
+    return {"talk": [ASKED, calls, {"role": "tool", "content": "1"}]}
+
+
+TALK = {"messages": ("talk",)}
+OF_ROWS = {
+    "text": (None, {"answer": HOLE}, {"template": "{question}{answer}"}),
+    "margin": (rft.data.PAIRS, {"margin": HOLE}, {"margin": "margin"}),
+    "preference": (rft.data.PAIRS, {"preference": HOLE}, {"preferences": ("preference",)}),
+    "ranks": (rft.data.LISTS, {"ranks": [0, HOLE]}, {}),
+    "scores": (rft.data.LISTS, {"scores": [0, HOLE]}, {}),
+    "label": (rft.data.POINTS, {"label": HOLE}, {"labels": ("label",)}),
+    "labels of steps": (rft.data.STEPS, {"labels": [1, HOLE]}, {"separator": "="}),
+    "weight of a turn": (None, {"talk": [ASKED, SAID | {"weight": HOLE}]}, TALK | {"loss_on": "all"}),
+    "a tool": (None, {"talk": [ASKED], "tools": [TAKES]}, TALK),
+    "a call": (None, called({"x": [HOLE]}), TALK),
+    "a call as text": (None, called(f"{{'x': {HOLE}}}"), TALK),
+}
+LABELS = ("margin", "preference", "ranks", "scores", "label", "labels of steps")
+
+
+@each("name", OF_ROWS)
+def test_a_number_of_a_row_that_is_used_is_finite(name, tmp_path):
+    """JSON has no NaN, no Infinity, no 1e999; Python reads all three. A label is a float32 as well."""
+    kind, columns, options = OF_ROWS[name]
+    file, tokenizer = tmp_path / "rows.jsonl", chats.tokenizer(chats.CHATML)
+
+    def load(number):
+        text = json.dumps(CHOICE | columns).replace(json.dumps(HOLE), number).replace(HOLE, number)
+        file.write_text(f"{text}\n".replace("'", '\\"') * 2)
+        of_kind = {"kind": kind} if kind else {}
+        rft.data.load(str(file), tokenizer, **{"template": "{question}"} | options | of_kind)
+
+    load("1")
+    for lie in (
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "1e999",
+        *(("1e39", f"1{'0' * 400}") if name in LABELS else ()),
+    ):
+        line = rf"^data: {file}, lines 1, 2: [^\n]*(expected|is empty)[^\n]*$"
+        with pytest.raises(ValueError, match=line):
+            load(lie)
+
+
+def test_a_reference_is_finite():
+    for lie in (NAN, float("inf"), [1.0, -float("inf")]):
+        for reward in ("exact", "numeric", "math", "boxed"):
+            with pytest.raises(ValueError, match=r"^column 'answer': expected a text, a number, or"):
+                rft.reward.parse([reward])(["1"], ["1"], {"answer": [lie]})
 
 
 # ----------------------------------------------------------------------------- what a reward function returns

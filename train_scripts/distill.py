@@ -1,7 +1,7 @@
 """Distillation: responses of the student (or given ones), what the teacher says of them, loss, update.
 
     python train_scripts/distill.py --teacher runs/grpo
-    python train_scripts/distill.py --teacher self --hint '{short}{answer};{short}'
+    python train_scripts/distill.py --teacher ema --ema 0.99 --teacher-temperature 0.5
     python train_scripts/distill.py --teacher openai:http://HOST:8000 --top-k 20 --on-policy 0.5
 
 The teacher is a model or run folder, the policy itself behind another prompt, an average of it, or a server.

@@ -181,6 +181,7 @@ class Loop(NamedTuple):
     step: int = 0
     reference: Any = None
     shift: float = 0.0  # of the rewards, which only bco reads
+    middles: int = -1  # batches that the shift is the mean of; -1: all of them
 
 
 def main(cfg: Config) -> None:
@@ -195,6 +196,7 @@ def main(cfg: Config) -> None:
     tokens = env.tokens(loss_fn, group=cfg.unit, unit=cfg.unit, names=names)
     state, loop = env.restore(env.policy.state, Loop(reference=env.reference))
     shift = loop.shift
+    middles = loop.step if loop.middles < 0 else loop.middles
 
     # the rows of the evaluations, whose reference log-probs change only with the reference
     unseen, _ = rft.data.take(task.unseen, cfg.eval_pairs, cfg.seed)
@@ -225,14 +227,15 @@ def main(cfg: Config) -> None:
 
         # report, save, and stop where a signal asked for it
         values |= preferences.with_margin(rft.metric.results(metrics | more)) | {"lr": rate}
-        shift = preferences.rewards_mean(cfg, shift, values, step)
+        shift = preferences.rewards_mean(cfg, shift, values, middles)
+        middles += f"{what}/margin" in values  # a batch of one kind has none
         if env.evaluates(step + 1):
             values |= evaluate(state, shift)
         env.run.write(step, values, tokens=int(exp.length.sum()))
         reference = env.follow(loop.reference, state, step + 1)
         if reference is not None and (step + 1) % cfg.ref_every == 0:
             held_out = preferences.with_reference(cfg, env, state, unseen, shift)
-        loop = Loop(step=step + 1, reference=reference, shift=shift)
+        loop = Loop(step=step + 1, reference=reference, shift=shift, middles=middles)
         env.checkpoint(state, loop)
     env.finish(state)
 

@@ -14,6 +14,7 @@ from rft_fn.data.lesson import Lesson, cut, runs, shared_prefix, span, special_t
 from rft_fn.data.medium import for_template, media_of_turns, placed
 from rft_fn.data.messages import Conversation, Turn, extra_keys, is_learned, text_of
 from rft_fn.data.processing import Encoded, Processing
+from rft_fn.data.rendering import TooSlow, render
 from rft_fn.data.table import Row
 from rft_fn.data.template_variables import MARK, dated
 
@@ -245,7 +246,8 @@ class Chat:
         tools = template_probe.wrapped_tools(self.tokenizer, tools)
 
         def rendered(turns: Sequence[Turn]) -> Any:
-            return self.tokenizer.apply_chat_template(
+            return render(
+                self.tokenizer,
                 [self._as_read(turn) for turn in turns],
                 tools=tools,
                 add_generation_prompt=ask,
@@ -267,6 +269,8 @@ class Chat:
                 continue
             try:
                 out = rendered(way)
+            except TooSlow:
+                raise
             except Exception as error:  # a template is a program: it may raise anything
                 if refused is None or number == 2:
                     refused = _refusal(way, error)

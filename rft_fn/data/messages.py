@@ -10,7 +10,7 @@ or is passed on to the chat template and named by `extra_keys`.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rft_fn import check
+from rft_fn import border, check
 from rft_fn.data.medium import KINDS, part_of
 from rft_fn.data.table import Row
 
@@ -208,6 +208,7 @@ def tools_of(row: Row) -> list[Any] | None:
             schema = _json(schema)
         if not isinstance(schema, Mapping):
             raise ValueError(f"column 'tools', tool {i}: expected a JSON schema, got {given[i - 1]!r:.60}")
+        border.finite(f"column 'tools', tool {i}", schema)
         schemas.append(_solid(schema, _VALUES if from_text else values))
     return schemas or None
 
@@ -421,6 +422,7 @@ def _call(call: Any) -> Turn:
         if isinstance(read, dict):
             arguments = read
 
+    border.finite(f"tool_calls: {function['name']}", arguments)
     of_call = ("name", "arguments", "parameters", "function")
     turn = {name: x for name, x in call.items() if name not in of_call and x is not None}
     return {**turn, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -18,6 +18,7 @@ from rft_fn.data.invalid_rows import FirstFew, TooLong, invalid_line
 from rft_fn.data.lesson import Lesson
 from rft_fn.data.medium import digest
 from rft_fn.data.messages import unread
+from rft_fn.data.rendering import TooSlow
 from rft_fn.data.table import Endless, InvalidRow, Place, Row, Table, place_of, row_at
 from rft_fn.data.template_variables import fix_day, fixed_day
 
@@ -46,6 +47,8 @@ class Recipe(Generic[ItemT]):
             raise InvalidRow(error.place, f"{error.reason}{_remedy(row, self.what)}") from None
         except ValueError as error:
             raise InvalidRow(place, f"{error}{_remedy(row, self.what)}") from None
+        except TooSlow as error:
+            raise TooSlow(f"{place}: {error}") from None
 
 
 _HEADS = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")

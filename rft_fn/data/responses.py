@@ -1,10 +1,10 @@
 """Responses to the prompt of a row as sequences: what pairs, lists, points and steps have in common."""
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rft_fn import border
 from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import ItemT
 from rft_fn.data.invalid_rows import TooLong, check_window
@@ -229,12 +229,12 @@ def cells_of(row: Row, column: str) -> list[Any]:
 
 
 def number(value: Any, column: str, *, share: bool = False) -> float:
-    """Return a label as a number. ValueError for text and holes, with `share` for one outside [0, 1]."""
+    """Return a label as a number, finite as a float32; with `share` in [0, 1]. ValueError for others."""
     limits = "a number in [0, 1]" if share else "a number"
     if hasattr(value, "item"):  # a number of a table
         value = value.item()
-    if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
-        raise ValueError(f"column {column!r}: expected {limits}, got {value!r:.40}")
+    if not isinstance(value, (bool, int, float)) or not border.is_finite(value):
+        raise ValueError(f"column {column!r}: expected {limits}, got {border.quoted(value)}")
     if share and not 0 <= value <= 1:
         raise ValueError(f"column {column!r}: expected {limits}, got {value!r}")
     return float(value)

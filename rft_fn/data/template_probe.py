@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from rft_fn.data.rendering import TooSlow, render
 from rft_fn.data.template_variables import MARK
 
 __all__ = [
@@ -56,9 +57,11 @@ def rendered(
     given = [dict(turn) for turn in turns]
     tools = None if tools is None else list(tools)
     try:
-        return tokenizer.apply_chat_template(
-            given, tools=tools, tokenize=False, add_generation_prompt=ask, **(kwargs or {})
+        return render(
+            tokenizer, given, tools=tools, tokenize=False, add_generation_prompt=ask, **(kwargs or {})
         )
+    except TooSlow:
+        raise
     except Exception:  # whatever a template raises
         return None
 

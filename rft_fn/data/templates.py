@@ -1,5 +1,6 @@
 """Templates of texts, filled from the columns of a row."""
 
+import math
 import re
 import string
 from collections.abc import Mapping
@@ -41,10 +42,12 @@ class _Filler(string.Formatter):
         return value, first
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """Return the text of a value. InvalidRow for a list or an object: Python's form is hardly meant."""
+        """Return the text of a value. InvalidRow for a list, an object or an infinity: hardly meant."""
         if isinstance(value, (Mapping, list, tuple)) or hasattr(value, "tolist"):
             kind = "an object" if isinstance(value, Mapping) else "a list"
             raise InvalidRow("", f"column {self.at!r} holds {kind}, which no template prints")
+        if isinstance(value, float) and math.isinf(value):  # also 1e999
+            raise InvalidRow("", f"column {self.at!r}: expected a finite number, got {value}")
         return super().format_field(value, format_spec)
 
 

@@ -91,6 +91,8 @@ class Rollouts(Sampling, subject="Rollouts"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.temperature:
+            raise ValueError("temperature: expected > 0 to learn from samples, got 0")
         if self.floor is not None and self.mismatch not in ("tis", "icepop"):
             raise ValueError(f"floor: expected None without --mismatch tis or icepop, got {self.floor}")
 
@@ -401,11 +403,6 @@ class ReinforcementRun(ScoredRun, Optimizer, Reinforcement, Policy, Prompts, Mod
     """A run that learns from the rewards of responses."""
 
     strategy: StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.temperature:
-            raise ValueError("temperature: expected > 0 to learn from samples, got 0")
 
 
 ENGINE = (

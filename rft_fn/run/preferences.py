@@ -115,10 +115,11 @@ def with_margin(values: dict[str, float]) -> dict[str, float]:
     return values
 
 
-def rewards_mean(cfg: Any, shift: float, values: Mapping[str, float], step: int) -> float:
-    """Return BCO's running mean of rewards, over the steps: the middle of both kinds.
+def rewards_mean(cfg: Any, shift: float, values: Mapping[str, float], middles: int) -> float:
+    """Return BCO's running mean of rewards: of the middle of both kinds, over the steps that have one.
 
-    A step whose batch has responses of one kind has no middle, and leaves it as it is.
+    A step whose batch has responses of one kind has no middle, and leaves the mean as it is; `middles` is the
+    number of those that it has seen. With as many responses of both kinds it is TRL's mean over responses.
     """
     if cfg.loss != "bco":
         return shift
@@ -126,4 +127,4 @@ def rewards_mean(cfg: Any, shift: float, values: Mapping[str, float], step: int)
     sides = [values[key] for key in (f"{name}/reward_chosen", f"{name}/reward_rejected") if key in values]
     if len(sides) < 2:
         return shift
-    return shift + (sum(sides) / 2 - shift) / (step + 1)
+    return shift + (sum(sides) / 2 - shift) / (middles + 1)

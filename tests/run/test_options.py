@@ -94,6 +94,15 @@ BAD = [
 ]
 
 
+@each("name", ["grpo", "ppo", "distill", "multi_turn"])
+def test_what_learns_from_samples_draws_them(name):
+    """At a temperature of 0 there is no distribution to learn; an evaluation may be greedy."""
+    for x in (0, 0.0):
+        with pytest.raises(ValueError, match=r"^temperature: expected > 0 to learn from samples, got 0$"):
+            CONFIGS[name](temperature=x, **{"teacher": ("ema",)} if name == "distill" else {})
+    assert CONFIGS["evaluate"](model="tiny", temperature=0).temperature == 0
+
+
 @each(("given", "line"), BAD)
 def test_limits_are_those_of_the_subject(given, line):
     """In Python and on the command line alike."""

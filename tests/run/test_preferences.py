@@ -126,3 +126,17 @@ def test_the_baseline_of_bco_is_the_mean_over_the_steps_of_the_middle_of_both_ki
         shift = preferences.rewards_mean(cfg, shift, values, step)
         assert shift == pytest.approx(sum(sum(x) / 2 for x in seen[: step + 1]) / (step + 1))
     assert preferences.rewards_mean(config("kto", unpaired=True), 0.75, {}, 3) == 0.75
+
+
+def test_a_batch_of_one_kind_does_not_weigh_in_the_baseline_of_bco():
+    """The mean is over the batches that have a middle, whichever of them comes first."""
+    cfg = config("bco", unpaired=True)
+    seen = [(None, -2.0), (3.0, 1.0), (5.0, None), (None, -9.0), (-1.0, -4.0), (0.5, 0.25)]
+    shift, middles = 0.0, []
+    for sides in seen:
+        names = ("responses/reward_chosen", "responses/reward_rejected")
+        values = {name: x for name, x in zip(names, sides) if x is not None}
+        shift = preferences.rewards_mean(cfg, shift, values, len(middles))
+        if None not in sides:
+            middles.append(sum(sides) / 2)
+        assert shift == pytest.approx(sum(middles) / max(len(middles), 1))

@@ -226,6 +226,19 @@ def test_the_baselines_of_single_responses(tmp_path):
     assert preferences.rewards_mean(cfg, 0.3, one, 2) == 0.3 and preferences.with_margin(dict(one)) == one
 
 
+def test_the_baseline_of_a_run_is_of_the_batches_with_both_kinds(tmp_path):
+    """Batches of two responses are of one kind half of the time; the mean goes on in another process."""
+    options = {"loss": "bco", "unpaired": True, "batch": 2, "lr": 1e-2, "lr_end": 1.0}
+    train(tmp_path / "run", **options, steps=5)
+    found = train(tmp_path / "run", **options, steps=12)
+    names = ("responses/reward_chosen", "responses/reward_rejected")
+    middles = [sum(row[name] for name in names) / 2 for row in found if all(name in row for name in names)]
+    assert 0 < len(middles) < len(found) == 12
+    meta = json.loads((rft.ckpt.latest(tmp_path / "run" / "checkpoints") / "meta.json").read_text())
+    assert meta["plain"]["extra/middles"] == len(middles)
+    assert meta["plain"]["extra/shift"] == pytest.approx(sum(middles) / len(middles), rel=1e-4)
+
+
 def test_a_mismatched_response_has_another_prompt():
     cfg = dpo.Config(loss="kto")
     tokenizer = rft.model.load_tokenizer("tiny")
