@@ -124,7 +124,7 @@ class Packed:
     media: Media | None = None
     num_seqs: int = tree.static()  # K
     rows: tuple[int, ...] = tree.static(default=())  # rows of the Experience, of the first sequences
-    # sequences of each unit that belongs together, (2, 2) for two pairs of a loss; (): each is its own
+    # sequences that belong together, the size of each unit: (2, 2) for two pairs; (): each is its own
     unit: tuple[int, ...] = tree.static(default=())
     padding: int = tree.static(default=0)  # masked tokens after the last sequence
     # (which half of the batch it is of: 0 or 1, prompts of the first half, of the second); None: not cut so
