@@ -15,7 +15,7 @@ from torch.func import grad, vmap
 
 from rft_fn import loss, packing, testing, tree, weight
 from rft_fn.loss.evaluate import evaluate
-from rft_fn.strategy import step
+from rft_fn.loss.gradient import loss_and_metrics
 from rft_fn.types import TokenOut
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -271,7 +271,7 @@ def test_a_loss_that_reads_an_absent_field_is_told_where_it_comes_from(f, line):
     """One line, whoever noticed that it is absent: torch, Python, or a loss of this library."""
     b = tree.replace(packing.pack(testing.case(0).exp, [3]), ref_logp=None)
     with pytest.raises(ValueError, match=f"^{line}[^\n]*$") as error:
-        step.loss_and_metrics(f, TokenOut(logp=b.old_logp), b)
+        loss_and_metrics(f, TokenOut(logp=b.old_logp), b)
     assert error.value.__cause__ is not None
 
 
@@ -312,4 +312,4 @@ def test_a_loss_that_returns_something_else_is_told_what_to_return(f, got):
     b = packing.pack(testing.case(0).exp, [3])
     line = "loss: expected the function to return a tensor [T], or a tensor and a dict of metrics, got "
     with pytest.raises(ValueError, match=f"^{re.escape(line + got)}$"):
-        step.loss_and_metrics(f, TokenOut(logp=b.old_logp), b)
+        loss_and_metrics(f, TokenOut(logp=b.old_logp), b)
