@@ -186,7 +186,7 @@ class Fixed(Setup):
         return rft.reward.Judged(total, parts, [])
 
     def restore(self, state, loop):
-        return state, dict(loop)
+        return state, loop
 
     def check_gap(self, floor, *_):
         return {}, floor
