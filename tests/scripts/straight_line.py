@@ -290,7 +290,7 @@ def clipped_loss(logp, old, adv, low, high, dual=None):
     still = logp.detach() * 0  # a loss without gradient
     loss = -rho * adv if unclipped <= clipped else still - bounded * adv
     if dual is not None and adv < 0 and float(loss.detach()) > -dual * adv:
-        loss = still - dual * adv
+        loss, stopped = still - dual * adv, True
     return loss, stopped
 
 

@@ -300,4 +300,4 @@ def test_the_command_line_says_it_in_one_line_too(tmp_path):
     err = run("ppo", "--minibatches", "1000", "--out", tmp_path / "r", code=2)
     assert err.strip().splitlines()[-1] == "error: minibatches: expected at most 512, got 1000"
     text = " ".join(run("ppo", "--help").split())
-    assert "steps at the start that train only the critic" in text and "--kl-horizon" in text
+    assert "first steps that train only the critic" in text and "--kl-horizon" in text
