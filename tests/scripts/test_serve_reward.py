@@ -171,7 +171,8 @@ SLOW = """
 import time
 
 def slow(completions):
-    time.sleep(0.4)
+    open("began", "w").close()
+    time.sleep(0.8)
     return [float(len(c)) for c in completions]
 
 def loud(completions, log_extra):
@@ -197,8 +198,11 @@ def test_a_signal_finishes_what_has_arrived(folder, number):
         serving("--reward", "slow.py:slow", "--rows", "1", cwd=folder) as (process, url),
         ThreadPoolExecutor(4) as pool,
     ):
-        asked = [pool.submit(post, url, "x" * i) for i in range(4)]
+        asked = [pool.submit(post, url, "")]
         end = time.monotonic() + 20
+        while not (folder / "began").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        asked += [pool.submit(post, url, "x" * i) for i in (1, 2, 3)]  # one is scored, and three wait
         while time.monotonic() < end:
             if httpx2.get(f"{url}/health", trust_env=False).json()["waiting"] == 3:
                 break
