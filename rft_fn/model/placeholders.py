@@ -33,7 +33,7 @@ def placeholders(config: Any) -> dict[int, str]:
 
 
 def placeholder_ids(config: Any) -> frozenset[int]:
-    """Return the tokens of a model that stand for media, and may not be sampled.
+    """Return the placeholder tokens of media, which may not be sampled.
 
     Sampled, one would ask for a feature that is not there: an engine ends the response with it. The same
     holds for tokens around images that a model embeds in its own way in any pack with images (Ovis 2).

@@ -283,11 +283,12 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
             device = subprocess.run(asked, capture_output=True, text=True).stdout.splitlines()[0].strip()
         except (OSError, IndexError):
             device = "cuda"
+    given = ["runs/gpu" if x == str(args.out) else x for x in sys.argv[1:]]  # of no machine
     return {
         "date": date.today().isoformat(),
         "device": device,
         "dry": args.dry,
-        "command": shlex.join(["python", "tests/bench/gpu/run.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "tests/bench/gpu/run.py", *given]),
         "peak_tflops": args.peak,
         "rounds": args.rounds,
         "mfu": f"{models.FORMULA}, over seconds and peak",
