@@ -104,6 +104,10 @@ class _Batches(NamedTuple):
     greedy: bool
     mask_truncated: bool
 
+    def init(self) -> State:
+        """Return the state before the first step: nothing sampled, nothing waiting."""
+        return {"ahead": [], "waiting": None, "curriculum": None}
+
     def draw(self, step: int, i: int = 0) -> tuple[list[Any], list[int]]:
         """Return the prompts of round i of a step, and a key for each."""
         return data.draw(self.source.dataset, self.prompts, step, self.source.seed, round=i)
@@ -139,9 +143,6 @@ def _by_step(batches: _Batches, rounds: int, ahead: int) -> Collector:
     """Collect by the step's own prompts, whose responses may have been sampled `ahead` steps before."""
     samples = batches.source.samples
 
-    def init() -> State:
-        return {"ahead": [], "waiting": None, "curriculum": None}
-
     def next_batch(state: State, step: int) -> tuple[Batch, State]:
         samples.resume(state["ahead"])
         for later in due(step, ahead, batches.source.steps) if ahead else ():
@@ -151,15 +152,12 @@ def _by_step(batches: _Batches, rounds: int, ahead: int) -> Collector:
         )
         return batches.batch(groups, step), {**state, "ahead": []}
 
-    return Collector(init, next_batch, batches.save)
+    return Collector(batches.init, next_batch, batches.save)
 
 
 def _partial_rollouts(batches: _Batches, budget: int) -> Collector:
     """Collect the groups that are finished after each response grew by `budget` tokens; others wait."""
     source = batches.source
-
-    def init() -> State:
-        return {"ahead": [], "waiting": None, "curriculum": None}
 
     def next_batch(state: State, step: int) -> tuple[Batch, State]:
         with source.sampling_block():
@@ -176,14 +174,14 @@ def _partial_rollouts(batches: _Batches, budget: int) -> Collector:
         groups = judged_groups(asked, rollout, source.judge(rollout, asked, step))
         return batches.batch(groups, step), {**state, "ahead": [], "waiting": waiting}
 
-    return Collector(init, next_batch, batches.save)
+    return Collector(batches.init, next_batch, batches.save)
 
 
 def _by_success(batches: _Batches, rounds: int, rule: Rule) -> Collector:
     """Collect by prompts whose shares of the batch are a rule of their success so far."""
 
     def init() -> State:
-        return {"ahead": [], "waiting": None, "curriculum": rule.init()}
+        return {**batches.init(), "curriculum": rule.init()}
 
     def next_batch(state: State, step: int) -> tuple[Batch, State]:
         batches.source.samples.resume(state["ahead"])
