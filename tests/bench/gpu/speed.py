@@ -195,7 +195,7 @@ def profiled(setting: Setting, call: Callable[[], object], top: int = 12) -> Row
 def profile_of(setting: Setting, name: str, tokens: int) -> Row:
     """Profile the gradient of a pack without checkpointing."""
     lm = models.module_of(setting, name)
-    st, apply, state = models.prefill(lm, StrategyConfig())
+    st, apply, state = models.start(lm, StrategyConfig())
     words = models.shape_of(setting, name)["vocab_size"]
     setting = setting if setting.dry else models.dataclasses.replace(setting, tokens=tokens)
     b = models.pack_of(setting, words)
