@@ -23,6 +23,7 @@ from rft_fn.engine.hf.row_batch import Batch, CacheSupport, prefill
 from rft_fn.engine.hf.sampler import Sampler, filled
 from rft_fn.engine.requests import Stop
 from rft_fn.model import packed_attention
+from rft_fn.rollout import take
 from rft_fn.strategy import get_fake_strategy
 
 join, decode_step = Batch.join, Batch.decode_step
@@ -494,6 +495,17 @@ def test_greedy_tokens_across_the_switch_are_those_of_transformers():
             n = int(r.length[i])
             assert r.tokens[i, :n].tolist() == want[0, :n].tolist()
     assert int(r.length.max()) > AT + 4
+
+
+def test_a_score_does_not_depend_on_the_rows_beside_it():
+    """Short rows beside rows that have passed the switch, whose factors are not theirs."""
+    eng = engine.hf(far("Phi3 longrope"), tiny.tokenizer())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        r = eng.generate([AROUND[1], AROUND[4]], [1, 2], n=2, sampling=rft.Sampling(max_new=6))
+        assert r.length[:2].max() <= AT < r.length[2:].min()
+        order = torch.tensor([0, 2, 1, 3])
+        torch.testing.assert_close(eng.score(take(r, order)), r.logp[order], rtol=0, atol=1e-4)
 
 
 def test_a_row_that_is_continued_across_the_switch_is_the_whole_row():

@@ -154,15 +154,13 @@ class _InProcess:
             return torch.zeros(rollout.tokens.shape)
         self.wake()
         most = len(rollout.tokens) if rollout.media is None else self.batch
-        if rope_switch(self.lm.config) is not None:
-            most = 1  # the longest row of a forward chooses the rotary factors of all
         parts = torch.arange(len(rollout.tokens)).split(most)
         if sampling is None:
             sampling, rollout = Sampling(), tree.replace(rollout, temperature=None)
         return torch.cat([self._score(take(rollout, part), sampling) for part in parts])
 
     def _score(self, rollout: Rollout, sampling: Sampling) -> Tensor:
-        """Score rows by one forward, or one row that has passed a switch of rotary factors by two."""
+        """Score rows by one forward, or by two where one of them has passed a switch of rotary factors."""
         # the last token of a row is not read, as in training: it may be a placeholder of media
         read = (rollout.length - 1).clamp(min=1)
         logits = self._logits(rollout, read)
