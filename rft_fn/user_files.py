@@ -34,7 +34,7 @@ def find_module(source: str, spec: str, *, kind: str = "reward") -> ModuleType:
     is_file = source.endswith(".py")
     path = Path(source).resolve()
     if is_file and not path.is_file():
-        raise ValueError(f"{what}: no such file: {path}")
+        raise ValueError(f"{what}: {'not a regular file' if path.exists() else 'no such file'}: {path}")
 
     # a file may do anything while it runs: every error gets the name of the reward
     try:

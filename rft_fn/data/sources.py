@@ -111,6 +111,11 @@ def _tables(source: Source) -> Tables:
             raise ValueError("no file has such a name")
         return {"": file_formats.read_files([Path(file) for file in files], source.part)}
 
+    if path.exists():
+        raise ValueError(
+            "expected a file or a folder, got a pipe or a device; write its rows to a file first"
+        )
+
     # a name that can only be a file is not looked for on the hub
     if file_formats.suffix_of(path) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
         raise ValueError(f"no such file{hub.did_you_mean(source.name)}")

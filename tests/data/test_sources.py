@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import datasets
 import pytest
@@ -396,6 +397,7 @@ def test_a_source_that_lacks_a_column_is_named(here):
         ("dota/train.jsonl", "'dota/train.jsonl': no such file; did you mean data?"),
         ("./trian.jsonl", "'./trian.jsonl': no such file; did you mean train.jsonl?"),
         ("a/b/c", "'a/b/c': no such file"),
+        ("pipe.jsonl", "'pipe.jsonl': expected a file or a folder, got a pipe or a device; write its rows"),
         ("mydta", "cannot be reached: .*; did you mean mydata?"),
         ("adition", "cannot be reached: .*; did you mean addition?"),
         ("gsm9k", "'gsm9k': it is neither a file nor in the hub's cache, and http://127.0.0.1:9 cannot be"),
@@ -404,6 +406,7 @@ def test_a_source_that_lacks_a_column_is_named(here):
 def test_what_is_like_a_missing_name_is_said(here, name, message):
     for file in ("train.jsonl", "data/x.jsonl", "mydata/train.jsonl"):
         jsonl(here / file)
+    os.mkfifo(here / "pipe.jsonl")
     with pytest.raises(ValueError, match=message) as error:
         data.read_rows(name)
     assert "\n" not in str(error.value)
