@@ -1,7 +1,7 @@
 """The likeliest cause of what failed: facts of a loss, and the signs of each cause."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,30 +14,39 @@ from rft_fn.testing.diagnosis import Verdict, attempt, known_terms, raised
 from rft_fn.testing.directions import Terms
 from rft_fn.testing.policy_losses import finite_cases
 from rft_fn.testing.sides import slopes_at
-from rft_fn.types import Apply, Experience, LossFn, Packed, WeightFn
+from rft_fn.types import Apply, Experience, LossFn, Packed, TokenOut, WeightFn
 from rft_fn.weight import token_mean
 
 __all__ = ["CAUSES", "likeliest_cause"]
 
 
 class _FirstInfinite(TorchDispatchMode):
-    """Remembers the operation that made the first number that is not finite, and casts to narrower types."""
+    """Remembers which operation made a number that is not finite, and casts to narrower types.
+
+    A result has the operation of the first of its arguments that is not finite: what a metric divides by
+    nothing is in no loss.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.name = ""
         self.narrowed = False
+        self._made: dict[int, tuple[str, Tensor]] = {}  # by id: the operation, and the tensor to keep its id
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+        wrong = [x for x in given if not x.isfinite().all()]
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.is_floating_point():
-            given = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
             name = func.overloadpacket.__name__
             self.narrowed |= bool(given) and name == "_to_copy" and out.itemsize < given[0].itemsize
-            finite = given and all(bool(x.isfinite().all()) for x in given)
-            if not self.name and finite and not out.isfinite().all():
-                self.name = name
+            if given and not out.isfinite().all():
+                before = [self.name(x) for x in wrong if self.name(x)]
+                self._made[id(out)] = (before or [name])[0], out
         return out
+
+    def name(self, x: Tensor) -> str:
+        """Return the operation that first made a number of a tensor not finite, "" for none that was seen."""
+        return self._made.get(id(x), ("", x))[0]
 
 
 _DIVISIONS = ("div", "log", "log1p", "log2", "log10", "reciprocal", "rsqrt", "sqrt", "logit")
@@ -61,24 +70,31 @@ class _Facts(NamedTuple):
     drawn: bool  # a second call has other losses or slopes
     runs_on: bool  # tokens with A > 0 learn when they are far more probable already
     terms: Terms | None  # what it has beside the advantage, where that is a KL and an entropy
-    infinite: str  # the operation that made the first number that is not finite
+    infinite: str  # the operation that made the first number of a gradient not finite
     narrowed: bool  # a cast to a narrower type
 
 
-def _watched(loss_fn: LossFn, apply: Apply, params: tree.Named, packs: list[Packed]) -> _FirstInfinite:
-    """Return what happened inside a loss and its gradient."""
-    watch = _FirstInfinite()
+def _watched(loss_fn: LossFn, apply: Apply, params: tree.Named, packs: list[Packed]) -> tuple[str, bool]:
+    """Return the operation that made losses or their gradient infinite, and whether one narrows a type."""
+    watch, results = _FirstInfinite(), []
+
+    def watched(out: TokenOut, b: Packed) -> Any:
+        result = loss_fn(out, b)
+        results.append(result[0] if isinstance(result, tuple) else result)
+        return result
+
     for b in packs:
         with torch.no_grad():
             out = apply(params, b)
         with watch:
-            token_gradient(loss_fn, out, b)
-    return watch
+            results.append(token_gradient(watched, out, b))
+    names = (watch.name(x) for x in results)
+    return next((name for name in names if name), ""), watch.narrowed
 
 
 def _first_infinite(loss_fn: LossFn, c: Case, weight: WeightFn, unit: Unit) -> str:
     """Return the operation that made the first number that is not finite, "" for none."""
-    names = (_watched(loss_fn, *x).name for x in finite_cases(c, weight, unit))
+    names = (_watched(loss_fn, *x)[0] for x in finite_cases(c, weight, unit))
     return next((name for name in names if name), "")
 
 
@@ -148,7 +164,7 @@ def _facts(
         runs_on=bool((far != 0)[of > 0].all()),
         terms=known_terms(loss_fn, weight, extra, seed) if unit == 1 else None,
         infinite=_first_infinite(loss_fn, c, weight, unit) if "finite" in failed else "",
-        narrowed=_watched(loss_fn, c.apply, c.params, whole(at, unit)).narrowed,
+        narrowed=_watched(loss_fn, c.apply, c.params, whole(at, unit))[1],
     )
 
 

@@ -298,6 +298,10 @@ WRONG = {
         "steep": lambda o, b: -(10 * (o.logp - b.old_logp)).exp() * b.adv / 10,
         "square": lambda o, b: -r(o, b).square() * b.adv / 2,
         "inverse": lambda o, b: (b.old_logp - o.logp).exp() * b.adv,
+        "ratio beside a metric over nothing": lambda o, b: (
+            -(o.logp - b.old_logp).exp() * b.adv,
+            {"clipped": metric.mean(o.logp / (b.adv - b.adv), b.mask)},
+        ),
         "ratio in a clip": lambda o, b: (
             -torch.min(
                 (o.logp - b.old_logp).exp() * b.adv, (o.logp - b.old_logp).exp().clamp(0.8, 1.2) * b.adv
