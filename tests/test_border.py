@@ -43,7 +43,6 @@ MODULES = {
     "ast",
     "datasets",
     "safetensors",
-    "check",
     "np",
 }
 OF_MODULES = {"loads", "load", "raw_decode", "reader", "literal_eval", "load_dataset", "load_dataset_builder"}
