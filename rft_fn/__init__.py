@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 # a room is imported when it is first used
 if TYPE_CHECKING:
     # L0: values; torch and optree only
-    from rft_fn import check, precision, rng, tree, types
+    from rft_fn import check, limits, precision, rng, tree, types
 
     # L1: mathematics
     from rft_fn import advantage, algorithm, analysis, logprob, loss, metric, optim, packing, reward_shaping
     from rft_fn import rollout, sampling, scan, segment, testing, weight
 
     # L2: the model as a function, prompts, and what turns responses into numbers
-    from rft_fn import border, confined, data, environment, hub, modality, model, opened, parsing, patience
-    from rft_fn import reward, user_files
+    from rft_fn import border, confined, data, environment, foreign_json, hub, modality, model, opened
+    from rft_fn import parsing, patience, reward, text, user_files
 
     # L3: effects; each room may use those before it
     from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run, tools
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
-    "Transform", "advantage", "algorithm", "analysis", "check", "ckpt", "collect", "data", "engine",
-    "environment", "experience", "logprob", "loss", "memory", "metric", "modality", "model", "optim",
-    "packing", "reward", "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "sync",
-    "testing", "tree", "types", "weight",
+    "Transform", "advantage", "algorithm", "analysis", "ckpt", "collect", "data", "engine", "environment",
+    "experience", "limits", "logprob", "loss", "memory", "metric", "modality", "model", "optim", "packing",
+    "reward", "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "sync", "testing",
+    "tree", "types", "weight",
 ]  # fmt: skip
 _UNLISTED = (
-    "border", "confined", "dist", "hub", "migrate", "opened", "parsing", "patience", "precision", "sampling",
-    "tools", "user_files",
+    "border", "check", "confined", "dist", "foreign_json", "hub", "migrate", "opened", "parsing", "patience",
+    "precision", "sampling", "text", "tools", "user_files",
 )  # fmt: skip
 _OF_TYPES = (
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",

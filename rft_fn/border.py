@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
+from rft_fn.foreign_json import parse_json
+from rft_fn.text import check_text, error_text
 from rft_fn.types import Rollout
 
 __all__ = [
@@ -78,12 +80,12 @@ def read_json(data: str | bytes) -> Any:
     integers beyond Python's limits, and for text that is no Unicode.
     """
     try:
-        value = check.parse_json(data, decoder=_FINITE)
+        value = parse_json(data, decoder=_FINITE)
     except (json.JSONDecodeError, UnicodeDecodeError):
         began = data[:_BEGAN]
         began = began.decode(errors="replace") if isinstance(began, bytes) else began
         raise ValueError(f"expected JSON, got {' '.join(began.split())!r}") from None
-    check.check_text(value)
+    check_text(value)
     return value
 
 
@@ -106,7 +108,7 @@ def json_rows(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for i, line in enumerate(path.read_text(errors="replace").split("\n"), 1):  # a text may have U+2028
         try:
-            row = check.parse_json(line, decoder=_ABSENT)
+            row = parse_json(line, decoder=_ABSENT)
         except ValueError:
             break
         where = f"{path}, line {i}"
@@ -431,7 +433,7 @@ def contained(error: BaseException) -> Exception:
     stopping = StopIteration, StopAsyncIteration, concurrent.futures.CancelledError
     if isinstance(error, Exception) and not isinstance(error, stopping):
         return error
-    made = RuntimeError(f"{type(error).__name__}: {check.error_text(error)}")
+    made = RuntimeError(f"{type(error).__name__}: {error_text(error)}")
     for note in getattr(error, "__notes__", ()):
         made.add_note(str(note))
     made.__cause__ = error

@@ -16,11 +16,12 @@ from safetensors.torch import save_file
 from test_house import ROOT
 
 import rft_fn as rft
-from rft_fn import border, check, ckpt
+from rft_fn import border, ckpt
 from rft_fn.data import file_formats, messages, template_variables
 from rft_fn.data.medium import columns_of
 from rft_fn.engine import EngineConfig, openai, served_words, sglang
 from rft_fn.engine.server_protocol import Ask, Client, Described, Fault, check_reply
+from rft_fn.foreign_json import parse_json
 from rft_fn.model import head_folders, lora_folders
 from rft_fn.reward import verdicts, wire, wire_openrlhf
 from rft_fn.reward.results import read_result
@@ -42,7 +43,6 @@ MODULES = {
     "ast",
     "datasets",
     "safetensors",
-    "check",
     "np",
 }
 OF_MODULES = {"loads", "load", "raw_decode", "reader", "literal_eval", "load_dataset", "load_dataset_builder"}
@@ -136,7 +136,7 @@ def lied(reader, tmp_path):
         rules = [rule for pattern, rule in reader.must.items() if re.fullmatch(pattern, place)]
         for lie in LIES:
             try:
-                value = check.parse_json(lie)
+                value = parse_json(lie)
                 allowed = all(rule(value) for rule in rules)
             except ValueError:
                 allowed = reader.lines or not rules

@@ -16,10 +16,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
-    0: "tree rng check precision types",
+    0: "tree rng check limits precision types",
     1: "segment scan advantage weight loss reward_shaping logprob sampling metric rollout packing optim "
     "algorithm testing analysis",
-    2: "border confined model modality reward data environment hub opened parsing patience user_files",
+    2: "text foreign_json border confined model modality reward data environment hub opened parsing patience "
+    "user_files",
     3: "dist ckpt memory strategy engine sync collect run tools",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}

@@ -16,7 +16,7 @@ from torch import Tensor
 import rft_fn as rft
 from rft_fn.algorithm import Algorithm, get_algorithm
 from rft_fn.analysis import estimators
-from rft_fn.check import Count, Filled, Positive, Seed, Several, Share, Whole
+from rft_fn.limits import Count, Filled, Positive, Seed, Several, Share, Whole
 from rft_fn.run import options
 from rft_fn.strategy import StrategyConfig
 from rft_fn.tools import comparison

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import Count, Filled, Free, Warmup
+from rft_fn.limits import Count, Filled, Free, Warmup
 from rft_fn.run import options
 
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Filled, Finite, PositiveShare, Seed
+from rft_fn.limits import AtLeast0, Count, Filled, Finite, PositiveShare, Seed
 from rft_fn.run import options
 from rft_fn.strategy import StrategyConfig
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import tyro
 
 import rft_fn as rft
-from rft_fn.check import Count, Filled
+from rft_fn.limits import Count, Filled
 from rft_fn.run.options import Options
 
 

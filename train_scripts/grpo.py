@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Filled, Free, Warmup
+from rft_fn.limits import AtLeast0, Count, Filled, Free, Warmup
 from rft_fn.run import options
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Filled, Free, Positive, Share, Warmup
+from rft_fn.limits import AtLeast0, Count, Filled, Free, Positive, Share, Warmup
 from rft_fn.run import options
 from rft_fn.strategy import StrategyConfig
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Filled, Finite, Free, Positive, Warmup
+from rft_fn.limits import AtLeast0, Count, Filled, Finite, Free, Positive, Warmup
 from rft_fn.run import options
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import Above1, AtLeast0, Count, Filled
+from rft_fn.limits import Above1, AtLeast0, Count, Filled
 from rft_fn.run.options import Limits, Options
 from rft_fn.types import LossFn
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Filled, Range
+from rft_fn.limits import AtLeast0, Count, Filled, Range
 from rft_fn.run import options
 from rft_fn.strategy import StrategyConfig
 

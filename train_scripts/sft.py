@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import rft_fn as rft
-from rft_fn.check import Count, Filled, Free, Share, Warmup
+from rft_fn.limits import Count, Filled, Free, Share, Warmup
 from rft_fn.run import options
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 
 import rft_fn as rft
-from rft_fn.check import Count, Filled, Positive, Seed, Several, Whole
+from rft_fn.limits import Count, Filled, Positive, Seed, Several, Whole
 from rft_fn.run.options import Options
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Decay, Filled, Free, Positive, Range, Warmup
+from rft_fn.limits import AtLeast0, Count, Decay, Filled, Free, Positive, Range, Warmup
 from rft_fn.run import options
 
 

@@ -13,7 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rft_fn import border, check, dist, tree
+from rft_fn import border, dist, tree
+from rft_fn.foreign_json import parse_json
+from rft_fn.text import printable
 
 __all__ = [
     "FORMAT", "build", "damaged", "delete", "latest", "number", "outline", "read_meta", "steps", "sum_of",
@@ -211,7 +213,7 @@ def sum_of(meta: dict[str, Any]) -> str:
 def read_meta(path: Path) -> dict[str, Any]:
     """Read the meta.json of a checkpoint; ValueError, with the remedy, if it has changed."""
     try:
-        meta = border.object_of("meta.json", check.parse_json((path / "meta.json").read_text()))
+        meta = border.object_of("meta.json", parse_json((path / "meta.json").read_text()))
         if meta["format"] != FORMAT:
             raise ValueError(f"format {meta['format']}, expected {FORMAT}")
         if meta["digest"] != sum_of(meta):
@@ -280,7 +282,7 @@ def _scores(paths: list[Path], warned: set[Path]) -> tuple[list[tuple[float, Pat
             unknown.add(p)
             if p not in warned:
                 line = f"warning: {error}; it may be the best one, so it stays until then"
-                print(check.printable(line), file=sys.stderr, flush=True)
+                print(printable(line), file=sys.stderr, flush=True)
             warned.add(p)
         else:
             if score is not None:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rft_fn import check, dist
+from rft_fn import dist
 from rft_fn.ckpt import folder as folder_lib
+from rft_fn.text import printable
 
 __all__ = [
     "Writer", "Writing", "agree", "complete", "digest", "file_name", "flush", "read_part", "write_shard",
@@ -286,7 +287,7 @@ class Writer:
 
         if write.error is not None or (write.rank == 0 and write.tmp.exists()):
             _, why = _failure(write.error) or (0, "not all ranks wrote their part")
-            print(check.printable(f"error: checkpoint {write.path} was not saved: {why}"), file=sys.stderr)
+            print(printable(f"error: checkpoint {write.path} was not saved: {why}"), file=sys.stderr)
             shutil.rmtree(write.tmp, ignore_errors=True)
         elif write.late is not None:
             print(f"error: older checkpoints could not be deleted: {write.late}", file=sys.stderr)

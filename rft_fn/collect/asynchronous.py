@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from rft_fn import rng
-from rft_fn.check import printable
 from rft_fn.engine import EngineConfig, EngineDead
 from rft_fn.engine.global_batch import (
     check_prompts,
@@ -32,6 +31,7 @@ from rft_fn.engine.global_batch import (
 )
 from rft_fn.engine.requests import Request
 from rft_fn.sync import CanaryError
+from rft_fn.text import printable
 from rft_fn.types import Engine, Rollout, Sampling, Strategy, record
 from rft_fn.types.engine import Delivered, EngineStatus
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from rft_fn import dist
 from rft_fn.border import is_ours
-from rft_fn.check import error_text
 from rft_fn.data.messages import Turn
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.environment import Environment, as_messages
 from rft_fn.reward import Judged
 from rft_fn.reward.event_loop import EventLoop
+from rft_fn.text import error_text
 from rft_fn.types import Rollout, Sampling, Strategy
 
 __all__ = [

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from rft_fn import dist
-from rft_fn.check import error_text
 from rft_fn.engine.global_batch import shard_prompts
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import Judged, Score, Scored, TrainerState, check, concat, judge, judge_rows
 from rft_fn.reward.combine import joint_names
 from rft_fn.reward.preflight import made_up
 from rft_fn.reward.scoring import Joint
+from rft_fn.text import error_text
 from rft_fn.types import Rollout, Strategy
 
 __all__ = ["check_reward", "gather_and_judge", "gather_and_judge_rows"]

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rft_fn import check, opened
+from rft_fn import opened
 from rft_fn.data.table import InvalidRow, Joined, Listed, Records, Row, Rows, Table, decode
+from rft_fn.foreign_json import parse_json
 
 __all__ = ["READERS", "quiet_datasets", "read_files", "suffix_of", "undecoded"]
 
@@ -105,7 +106,7 @@ def _json_lines(path: Path, file: BinaryIO, key: str | None = None) -> Records:
 
 def _parse_object(text: str, place: str) -> Row:
     try:
-        row = check.parse_json(text.rstrip())
+        row = parse_json(text.rstrip())
     except json.JSONDecodeError as error:
         raise InvalidRow(
             place, f"expected an object in one line, got broken JSON: {error.msg} at column {error.colno}"
@@ -127,13 +128,13 @@ def _json(path: Path, file: BinaryIO, key: str | None) -> Rows:
     if first.startswith(b"["):
         if key is not None:
             raise ValueError(f"expected an object with a list {key!r}, got a list; leave out :{key}")
-        return _objects(check.parse_json(decode(file.read(), 0, f"{path}, line 1")), str(path), path.parent)
+        return _objects(parse_json(decode(file.read(), 0, f"{path}, line 1")), str(path), path.parent)
     if key is None and second and _is_json(first):
         return _json_lines(path, file)
 
     # one object over several lines, or broken lines: reading them as lines names the broken one
     try:
-        whole = check.parse_json(decode(file.read(), 0, f"{path}, line 1"))
+        whole = parse_json(decode(file.read(), 0, f"{path}, line 1"))
     except ValueError:
         return _json_lines(path, file)
     if not isinstance(whole, dict):
@@ -143,7 +144,7 @@ def _json(path: Path, file: BinaryIO, key: str | None) -> Rows:
 
 def _is_json(text: bytes) -> bool:
     try:
-        check.parse_json(text)
+        parse_json(text)
     except ValueError:
         return False
     return True

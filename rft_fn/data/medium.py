@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rft_fn import check
+from rft_fn.foreign_json import parse_json
 
 __all__ = [
     "KINDS", "Content", "Medium", "columns_of", "digest", "for_template", "label", "marks", "media_of_turns",
@@ -63,7 +63,7 @@ def _cells(kind: str, name: str, cell: Any) -> list[Any]:
     """Return the media of one cell. ValueError for one that is no list where a list is due."""
     if isinstance(cell, str) and cell.lstrip().startswith("["):
         try:
-            cell = check.parse_json(cell)
+            cell = parse_json(cell)
         except ValueError:
             raise ValueError(f"column {name!r}: expected JSON text of a list, got {cell!r:.40}") from None
     if name == kind:

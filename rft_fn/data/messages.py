@@ -10,9 +10,10 @@ or is passed on to the chat template and named by `extra_keys`.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rft_fn import border, check
+from rft_fn import border
 from rft_fn.data.medium import KINDS, part_of
 from rft_fn.data.table import Row
+from rft_fn.foreign_json import parse_json
 
 __all__ = [
     "Conversation", "Turn", "advice", "are_messages", "conversation", "extra_keys", "is_learned", "opened",
@@ -257,7 +258,7 @@ def _listed(cell: Any) -> list[Any] | None:
 def _json(text: str) -> Any:
     """Return the value of JSON text; None for other text."""
     try:
-        return check.parse_json(text)
+        return parse_json(text)
     except ValueError:
         return None
 

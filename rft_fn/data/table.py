@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from rft_fn import check
+from rft_fn.text import check_text
 
 __all__ = [
     "Endless",
@@ -107,7 +107,7 @@ def row_at(rows: Table, i: int, name: str) -> tuple[dict[str, Any], Place]:
     except OverflowError as error:  # of a table: Arrow's dates and durations reach further
         raise InvalidRow(place, f"a date or duration is out of Python's range: {error}") from None
     try:
-        check.check_text(row)
+        check_text(row)
     except ValueError as error:
         raise InvalidRow(place, str(error)) from None
     return row, place

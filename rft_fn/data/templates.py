@@ -6,9 +6,9 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn import check
 from rft_fn.data.messages import advice
 from rft_fn.data.table import InvalidRow, Row
+from rft_fn.text import check_text
 
 __all__ = ["columns_in", "fill", "is_empty"]
 
@@ -74,7 +74,7 @@ def fill(template: str, row: Row, source: str) -> str:
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise InvalidRow(source, f"the template {template!r} cannot be filled: {error}; {_HINT}") from None
     try:
-        check.check_text(text)  # of the template: rows are asked when they are read
+        check_text(text)  # of the template: rows are asked when they are read
     except ValueError as error:
         raise InvalidRow(source, str(error)) from None
     return text

@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as torch_dist
 
-from rft_fn import check
 from rft_fn.dist import group
 from rft_fn.dist.collectives import rank, world
+from rft_fn.text import printable
 
 __all__ = [
     "LOST", "Heartbeat", "LostProcess", "Processes", "abort", "begin", "describe", "is_lost", "lost_line",
@@ -142,7 +142,7 @@ def lost_line(error: BaseException) -> str:
 
 def abort(text: str) -> None:
     """Print the line and end this process at once: tidying up would wait for the others."""
-    print(f"error: {check.printable(text)}", file=sys.stderr, flush=True)
+    print(f"error: {printable(text)}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(LOST)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from rft_fn import check, dist
+from rft_fn import dist
 from rft_fn import model as model_lib
 from rft_fn.engine import openai, sglang, vllm
 from rft_fn.engine.engine_config import EngineConfig, config_of
@@ -26,6 +26,7 @@ from rft_fn.engine.pool import check_servers, refuse_media
 from rft_fn.engine.process import own_process
 from rft_fn.engine.requests import BadRequest
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.text import no_secret
 from rft_fn.types import Engine
 
 __all__ = ["ENGINES", "BadRequest", "Engine", "EngineConfig", "EngineDead", "config_of", "get_engine", "hf"]
@@ -61,7 +62,7 @@ def check_config(config: EngineConfig) -> None:
     """Raise ValueError for an engine that does not exist, or an option that it cannot honour."""
     for server in config.servers:
         instead = f"a server's key belongs into the environment variable {config.key_env}"
-        check.no_secret("engine_servers", server, instead)
+        no_secret("engine_servers", server, instead)
     if config.type not in ENGINES:
         raise ValueError(f"engine type: expected {', '.join(ENGINES)}, got {config.type!r}")
     if config.process and config.tp_size != 1:

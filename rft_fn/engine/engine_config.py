@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Annotated
 
-from rft_fn import check
-from rft_fn.check import Count, Range, Share, Whole
+from rft_fn import limits
+from rft_fn.limits import Count, Range, Share, Whole
 from rft_fn.strategy.config import StrategyConfig
 
 __all__ = ["EngineConfig", "config_of"]
@@ -54,7 +54,7 @@ class EngineConfig:
     alone: bool = False
     """a process asks its servers without the others; their weights stay as they are, and they stay awake"""
 
-    __post_init__ = check.fields
+    __post_init__ = limits.fields
 
 
 def config_of(config: StrategyConfig) -> EngineConfig:

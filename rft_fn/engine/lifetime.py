@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rft_fn.check import error_text
 from rft_fn.engine.requests import BadRequest, Request, drawn_with
 from rft_fn.engine.time_limit import time_limit
+from rft_fn.text import error_text
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus, described, record
 

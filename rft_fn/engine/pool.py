@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from rft_fn import check
 from rft_fn.engine.engine_config import EngineConfig
 from rft_fn.engine.server_protocol import Client, Described, Fault, Refused
 from rft_fn.patience import DEADLINE, FIRST, pause
+from rft_fn.text import printable
 
 __all__ = [
     "COMPARED", "Pool", "ServersFailed", "check_servers", "check_url", "compare_servers", "refuse_media",
@@ -320,7 +320,7 @@ def compare_servers(known: Mapping[str, Described], logp: Mapping[str, Sequence[
                 f"warning: engine_servers: {first} has weights {one.label!r} and {server} {other.label!r}; "
                 f"log-probs differ by {gap:.3g} nats per token; they are compared again after the first load"
             )
-            print(check.printable(line), file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)
             continue
         if not gap <= DIFFERENT:
             raise ValueError(
@@ -329,4 +329,4 @@ def compare_servers(known: Mapping[str, Described], logp: Mapping[str, Sequence[
             )
         if (one.model, one.window) != (other.model, other.window):
             line = f"warning: engine_servers: {models}; their log-probs agree"
-            print(check.printable(line), file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)

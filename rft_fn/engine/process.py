@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from rft_fn import tree
 from rft_fn.border import contained
-from rft_fn.check import error_text
 from rft_fn.engine import prompt_media
 from rft_fn.engine.engine_config import EngineConfig
 from rft_fn.engine.lifetime import EngineCore, EngineDead, supervised
 from rft_fn.engine.requests import Request
+from rft_fn.text import error_text
 from rft_fn.types import Engine, Media, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
 

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from rft_fn import border, check
+from rft_fn import border
 from rft_fn.engine import openai, sglang
 from rft_fn.engine.engine_config import EngineConfig
 from rft_fn.engine.lifetime import EngineDead
 from rft_fn.engine.server_protocol import Client, Described, Fault, Refused, ServerProtocol, checked
 from rft_fn.patience import Patience
+from rft_fn.text import printable
 from rft_fn.types import Rollout
 
 __all__ = ["ServedWords", "served_words"]
@@ -131,7 +132,7 @@ def insist(server: str, question: Callable[[], T], client: Client, passes: Calla
             if patience.failures == 1:
                 line = f"warning: teacher: {server}: {client.line(error)}; trying again"
                 print(
-                    check.printable(f"{line} for up to {patience.deadline:.0f} s"),
+                    printable(f"{line} for up to {patience.deadline:.0f} s"),
                     file=sys.stderr,
                     flush=True,
                 )

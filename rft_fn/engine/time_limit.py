@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rft_fn.check import printable
+from rft_fn.text import printable
 
 __all__ = ["time_limit"]
 

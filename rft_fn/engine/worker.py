@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rft_fn.check import error_text
 from rft_fn.engine import weight_folder
 from rft_fn.engine.weight_folder import LoadCheck
+from rft_fn.text import error_text
 
 __all__ = ["MissingElements", "WeightsFromFolder", "checked", "replace"]
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from rft_fn import check
+from rft_fn.foreign_json import json_at, parse_json
 
 __all__ = ["Call", "Form", "Objects", "found_form"]
 
@@ -126,7 +126,7 @@ def _arguments(name: str, arguments: Any, call_id: str = "") -> Call:
     """Return the call with arguments that are an object, or JSON text of one; null and "" are none."""
     if isinstance(arguments, str) and arguments.strip():
         try:
-            arguments = check.parse_json(arguments)
+            arguments = parse_json(arguments)
         except ValueError:
             return Call(name, {}, "the arguments are no JSON object", id=call_id)
     if arguments is None or arguments == "":
@@ -162,7 +162,7 @@ class Objects(NamedTuple):
         at = _behind(text, place.end(), " \t\r\n[")
         while text.startswith("{", at) or (not calls and marked):
             try:
-                value, end = check.json_at(text, at)
+                value, end = json_at(text, at)
             except ValueError as error:
                 end = _end_of(text, at, '"') if text.startswith("{", at) else at
                 cut = end is None or not text[at:].strip()
@@ -208,7 +208,7 @@ def _as_objects(one: str) -> Form | None:
     """Return the form of an object that holds name and arguments."""
     for match in re.finditer(r"\{", one[: one.index(_NAME)]):
         try:
-            value, _ = check.json_at(one, match.start())
+            value, _ = json_at(one, match.start())
         except ValueError:
             continue
         before = one[: match.start()].strip()
@@ -254,7 +254,7 @@ class _NameAndObject(NamedTuple):
         if groups.get("number"):
             call_id = f"functions.{name[1]}{groups['number']}"
         try:
-            value, end = check.json_at(text, start)
+            value, end = json_at(text, start)
         except ValueError as error:
             end = _end_of(text, start, '"')
             cut = end is None
@@ -274,7 +274,7 @@ def _as_name_and_object(one: str, opening: str, call_id: str) -> Form | None:
     if at < 0 or not opening:
         return None
     try:
-        value, _ = check.json_at(after, at)
+        value, _ = json_at(after, at)
     except ValueError:
         return None
     if value != {_KEYS[0]: _VALUES[0]}:
@@ -455,7 +455,7 @@ class _Braces(NamedTuple):
             raise EOFError
         word = text[at : end.start()].strip()
         try:
-            return check.parse_json(word), end.start()
+            return parse_json(word), end.start()
         except ValueError:
             return word, end.start()
 

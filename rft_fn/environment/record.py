@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from rft_fn.check import writable
 from rft_fn.data import template_probe
 from rft_fn.data.chat import EXCHANGE, MARKED, Chat
 from rft_fn.data.lesson import shared_prefix, special_tokens
 from rft_fn.data.messages import Turn, opened
 from rft_fn.data.responses import prompt_ids
+from rft_fn.text import writable
 
 __all__ = ["Environment", "Observation", "Renderer", "Reset", "Row", "Step", "Stepped", "as_messages"]
 

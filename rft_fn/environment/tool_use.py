@@ -11,12 +11,13 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
-from rft_fn.check import error_text, parse_json
 from rft_fn.data.messages import Turn
 from rft_fn.data.template_probe import CALL_ID
 from rft_fn.environment.record import Environment, Row, Stepped
 from rft_fn.environment.tool_calls import Call, ParseCalls, tagged_calls
+from rft_fn.foreign_json import parse_json
 from rft_fn.reward.event_loop import EventLoop
+from rft_fn.text import error_text
 
 __all__ = ["Tooled", "run_tool", "tool_schema", "with_tools"]
 

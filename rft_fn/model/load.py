@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rft_fn import border, check, confined, modality
+from rft_fn import border, confined, modality
+from rft_fn.foreign_json import parse_json
 from rft_fn.modality import ActorModality
 from rft_fn.model import classifier
 from rft_fn.model import quantize as low
@@ -377,7 +378,7 @@ def load_processor(name: str | Path) -> Any:
     stored = cached_file(folder, "config.json", _raise_exceptions_for_missing_entries=False)
     try:
         read = "{}" if stored is None else Path(stored).read_text()
-        config = border.object_of("config", check.parse_json(read))
+        config = border.object_of("config", parse_json(read))
     except ValueError as error:
         raise ValueError(f"model: {stored}: expected JSON, got {error}") from error
     towers = [tower for tower in _TOWERS if tower in config]
@@ -414,7 +415,7 @@ def _smolvlm(folder: str) -> Any:
     tokenizer = from_pretrained(AutoTokenizer, folder, what="tokenizer")
     images = SmolVLMImageProcessorPil.from_pretrained(folder)
     about = Path(folder, "processor_config.json")
-    stored = border.object_of(str(about), check.parse_json(about.read_text()) if about.is_file() else {})
+    stored = border.object_of(str(about), parse_json(about.read_text()) if about.is_file() else {})
     return Idefics3Processor(
         images,
         tokenizer,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn import check, confined
+from rft_fn import confined
+from rft_fn.foreign_json import parse_json
 from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import BELOW, require_plain_lora, wrapped
 
@@ -97,7 +98,7 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
     """Return the config of a folder of adapters. ValueError for one that is no mapping in JSON."""
     path = Path(folder, CONFIG)
     try:
-        found = check.parse_json(path.read_text())
+        found = parse_json(path.read_text())
     except ValueError as error:
         raise ValueError(f"model: {path}: expected JSON, got {error}") from error
     if not isinstance(found, dict):

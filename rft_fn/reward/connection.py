@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, urlsplit
 
-from rft_fn.check import printable
+from rft_fn.text import printable
 
 if TYPE_CHECKING:
     import httpx2

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rft_fn import check
 from rft_fn.reward import verifiable
 from rft_fn.reward.combine import Weighted
 from rft_fn.reward.connection import shown
@@ -16,6 +15,7 @@ from rft_fn.reward.remote import TOKEN_ENV, served_at
 from rft_fn.reward.row_weights import RowWeights, Weight
 from rft_fn.reward.signature import GIVEN, JointReward, RewardFn, parameters, takes_all
 from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_rows, split_weight
+from rft_fn.text import no_secret, shown_without_secrets
 from rft_fn.user_files import find_module
 
 __all__ = ["Source", "by_column", "load", "parse"]
@@ -188,11 +188,11 @@ def _function(spec: Spec, sources: Mapping[str, Source]) -> Any:
 def _made_by(source: Source, spec: Spec) -> RewardFn | JointReward:
     """Return the reward of a source. ValueError where it refuses the target or the arguments."""
     places, named = arguments(spec)
-    check.no_secret(f"reward {shown(spec.target)!r}", spec.target, _TOKEN)
+    no_secret(f"reward {shown(spec.target)!r}", spec.target, _TOKEN)
     try:
         return source(spec.target, *places, **named)
     except (TypeError, ValueError) as error:
-        text = check.shown_without_secrets(spec.text)
+        text = shown_without_secrets(spec.text)
         raise ValueError(f"reward {text!r}: {error}") from error
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from rft_fn import packing, rng
-from rft_fn.check import error_text
 from rft_fn.data.row_paths import value_at
 from rft_fn.reward.combine import Known, Weighted, columns
 from rft_fn.reward.foreign import Adapter, messages, texts
@@ -17,6 +16,7 @@ from rft_fn.reward.media_records import media_records
 from rft_fn.reward.references import alternatives
 from rft_fn.reward.signature import Columns, RewardFn, Score, Scored, as_messages
 from rft_fn.reward.signature import text as text_of
+from rft_fn.text import error_text
 from rft_fn.types import Rollout
 
 __all__ = ["check", "made_up"]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rft_fn import check
+from rft_fn.foreign_json import json_at
 
 __all__ = [
     "VOTES", "Choice", "JsonNumber", "Match", "Parser", "TaggedNumber", "TerseNumber", "Vote",
@@ -171,7 +171,7 @@ def _objects(text: str) -> Iterator[tuple[Mapping[str, Any], int]]:
     while at >= 0:
         end = at + 1
         try:
-            entries, end = check.json_at(text, at, decoder=_DECODER)
+            entries, end = json_at(text, at, decoder=_DECODER)
             yield entries, end
         except ValueError:
             pass

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rft_fn import border, check
+from rft_fn import border
 from rft_fn.data.medium import KINDS
+from rft_fn.text import writable
 
 __all__ = ["dump", "media_in", "media_out", "plain"]
 
@@ -24,7 +25,7 @@ _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, u
 def dump(x: Any) -> bytes:
     """Return JSON of plain values, with U+FFFD in place of halves of surrogate pairs."""
     text = json.dumps(x, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return check.writable(text).encode()
+    return writable(text).encode()
 
 
 def plain(value: Any) -> Any:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rft_fn import border, hub
-from rft_fn.check import shown_without_secrets
 from rft_fn.data import file_formats, sources
 from rft_fn.run.earlier_run import FACTS, settings
 from rft_fn.run.files import write_whole
+from rft_fn.text import shown_without_secrets
 
 __all__ = ["save_card"]
 

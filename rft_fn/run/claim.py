@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rft_fn import opened
-from rft_fn.check import parse_json, printable
 from rft_fn.data import Dataset
 from rft_fn.data.template_variables import fixed_day
+from rft_fn.foreign_json import parse_json
 from rft_fn.run import manifest
 from rft_fn.run.earlier_run import FACTS, begun, settings
 from rft_fn.run.files import append_row, differences, filled, write_whole
+from rft_fn.text import printable
 
 __all__ = ["Claim", "Inputs", "acquire", "check", "held", "lock_folder", "release"]
 

@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Any
 
 from rft_fn import dist, parsing
-from rft_fn.check import error_text, printable
 from rft_fn.engine import EngineDead
 from rft_fn.run import config_file, signals
+from rft_fn.text import error_text, printable
 
 __all__ = ["cli", "error_line", "explain", "fail", "guard", "without"]
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from rft_fn import border, check, parsing
+from rft_fn import border, parsing
+from rft_fn.foreign_json import parse_json
 from rft_fn.run.earlier_run import FACTS
 
 __all__ = ["parse"]
@@ -141,7 +142,7 @@ def _read(path: Path) -> dict[Any, Any]:
 
 def _json(text: str) -> Any:
     try:
-        return check.parse_json(text)
+        return parse_json(text)
     except ValueError as error:
         raise ValueError(f"expected JSON: {error}") from None
 

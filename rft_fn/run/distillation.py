@@ -6,9 +6,9 @@ from typing import Any, Literal
 from torch import nn
 
 from rft_fn import data, engine, loss, model
-from rft_fn.check import AtLeast0, Decay, Finite, Positive, PositiveShare, Share, Whole
 from rft_fn.data.templates import columns_in
 from rft_fn.engine.served_words import ServedWords, served_words
+from rft_fn.limits import AtLeast0, Decay, Finite, Positive, PositiveShare, Share, Whole
 from rft_fn.model.load import read_vocabulary
 from rft_fn.run import options
 from rft_fn.run.cli import without

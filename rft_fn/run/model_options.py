@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from rft_fn import check
-from rft_fn.check import AtLeast0, Count, Filled, Free, Positive, Range, Whole
+from rft_fn import limits
+from rft_fn.limits import AtLeast0, Count, Filled, Free, Positive, Range, Whole
 
 __all__ = ["Data", "Model", "Options", "Policy", "Prompts", "Rank"]
 
@@ -27,7 +27,7 @@ class Options:
         cls.__subject__ = subject
 
     def __post_init__(self) -> None:
-        check.fields(self)
+        limits.fields(self)
 
 
 # ---------- model and data

@@ -219,8 +219,8 @@ def open_folder(
     """Open the folder of a run, once its number of steps is decided.
 
     `free` are options that may differ from the ones of the steps that the folder holds, in addition to
-    `check.Free` ones. The rows of `datasets`, by the options that name them, must be the rows of these steps;
-    changes of the tokenizer and of its chat template are announced. ValueError as `Run` raises it.
+    `limits.Free` ones. The rows of `datasets`, by the options that name them, must be the rows of these
+    steps; changes of the tokenizer and of its chat template are announced. ValueError as `Run` raises it.
     """
     if cfg.steps is None:
         raise ValueError("steps: expected a number, got None; plan_steps decides it")

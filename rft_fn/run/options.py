@@ -22,7 +22,9 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from rft_fn import loss
-from rft_fn.check import (
+from rft_fn.collect.batches import check_ways
+from rft_fn.data.wrong_answers import COVERING
+from rft_fn.limits import (
     Above1,
     AtLeast0,
     Count,
@@ -37,8 +39,6 @@ from rft_fn.check import (
     Warmup,
     Whole,
 )
-from rft_fn.collect.batches import check_ways
-from rft_fn.data.wrong_answers import COVERING
 from rft_fn.run.cli import without
 from rft_fn.run.model_options import Data, Model, Options, Policy, Prompts
 from rft_fn.strategy import StrategyConfig

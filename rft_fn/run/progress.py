@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rft_fn.check import printable
+from rft_fn.text import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

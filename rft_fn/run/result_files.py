@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rft_fn.check import printable
 from rft_fn.run.files import jsonable, write_whole
+from rft_fn.text import printable
 
 if TYPE_CHECKING:
     pass

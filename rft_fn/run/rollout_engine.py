@@ -16,11 +16,11 @@ from torch import Tensor
 
 from rft_fn import collect, data, dist, optim, strategy, sync
 from rft_fn import engine as engine_lib
-from rft_fn.check import printable
 from rft_fn.collect import asynchronous
 from rft_fn.engine import BadRequest, EngineDead, lifetime
 from rft_fn.run.reward_task import Task
 from rft_fn.run.run_folder import Run
+from rft_fn.text import printable
 from rft_fn.types import Engine, Rollout, Sampling, Strategy, TrainState
 from rft_fn.types.engine import Delivered, EngineStatus, record
 

@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 
 import rft_fn
-from rft_fn import check, ckpt, dist, optim
+from rft_fn import ckpt, dist, limits, optim
 from rft_fn.ckpt.folder import read_meta
 from rft_fn.data.template_variables import fix_day
 from rft_fn.metric import Calibration
@@ -72,7 +72,7 @@ class Run:
     ):
         """Make the folder and lock it, or continue the run in it.
 
-        A run may continue with other values of the options that are `check.Free` in the config's class or
+        A run may continue with other values of the options that are `limits.Free` in the config's class or
         named in `free`; with `override` any may change, and what changed is noted in overrides.jsonl.
         Pictures and tensorboard files go to `log_dir`, or to the folder; a histogram of response lengths
         every `plot_every` steps (0: only at the end). `project` and `name` are what trackers show. Dumps of
@@ -94,7 +94,7 @@ class Run:
         may_change = {"out", "override", *free}
         defaults: dict[str, Any] = {}
         if dataclasses.is_dataclass(config):
-            may_change |= check.free(type(config))
+            may_change |= limits.free(type(config))
             defaults = defaults_of(config)
         made_by = {"script": _script_of(config), "rft_fn": rft_fn.__version__}
         self._override = override

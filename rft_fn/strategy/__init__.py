@@ -13,7 +13,7 @@ from rft_fn import dist, memory
 from rft_fn.data import Dataset
 from rft_fn.memory import Estimate, Example, Layout
 from rft_fn.memory.estimate import Model, Sampler
-from rft_fn.model.layers import require_compiler
+from rft_fn.model.blocks import require_compiler
 from rft_fn.model.load import usual_device
 from rft_fn.strategy.config import StrategyConfig, add_arguments
 from rft_fn.strategy.diagnose import NonFinite, load_fault

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rft_fn import check, ckpt, dist, memory, metric, optim, packing, tree
+from rft_fn import ckpt, dist, memory, metric, optim, packing, tree
 from rft_fn import model as model_lib
 from rft_fn.model.bind import Scorer, read_field, require_fields, to_params_device
 from rft_fn.model.lora_merged import Export
@@ -31,6 +31,7 @@ from rft_fn.strategy.placing import (
     residence_of,
 )
 from rft_fn.strategy.session import Session
+from rft_fn.text import printable
 from rft_fn.types import (
     Apply,
     Experience,
@@ -544,7 +545,7 @@ class Backend(ABC):
     def print(self, *args: Any, **options: Any) -> None:
         """Print on rank 0."""
         if self.rank == 0:
-            print(*map(check.printable, args), **options)
+            print(*map(printable, args), **options)
 
     @watched
     def report_memory(self, prefix: str = "") -> dict[str, int]:

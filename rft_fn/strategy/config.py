@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
-from rft_fn import check, dist
-from rft_fn.check import AtLeast0, Count, Free, Range, Seed, Share, Whole
+from rft_fn import dist, limits
+from rft_fn.limits import AtLeast0, Count, Free, Range, Seed, Share, Whole
 
 __all__ = ["StrategyConfig", "add_arguments"]
 
@@ -100,7 +100,7 @@ class StrategyConfig:
     """arguments that are not the strategy's, kept for `get_extra_arg`"""
 
     def __post_init__(self) -> None:
-        check.fields(self)
+        limits.fields(self)
         if self.fsdp and self.zero_stage:
             raise ValueError(f"fsdp, zero_stage: expected one of them, got True and {self.zero_stage}")
         if self.bf16 and self.use_mp_opt:

@@ -20,9 +20,9 @@ from rft_fn import dist, memory, metric, packing, tree
 from rft_fn import model as model_lib
 from rft_fn.model import quantize
 from rft_fn.model.bind import own_parameters, require_own
+from rft_fn.model.blocks import blocks
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.copies import to_device
-from rft_fn.model.layers import blocks
 from rft_fn.model.residence import Residence
 from rft_fn.strategy import prepare, step
 from rft_fn.strategy.common import Backend, all_true, grad_with_noise

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from rft_fn import model as model_lib
 from rft_fn import optim, tree
-from rft_fn.model import layers
+from rft_fn.model import blocks
 from rft_fn.model.residence import Residence
 from rft_fn.strategy import placing
 from rft_fn.strategy.config import StrategyConfig
@@ -77,7 +77,7 @@ def compile_blocks(config: StrategyConfig, root: nn.Module) -> None:
     To be called after `reader.detect_packing`, so that its short forwards are not compiled.
     """
     if config.compile_blocks:
-        layers.compile_blocks(root)
+        blocks.compile_blocks(root)
 
 
 def start(

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
-from rft_fn.check import printable
+from rft_fn.text import printable
 
 __all__ = ["command", "comment", "line", "word"]
 

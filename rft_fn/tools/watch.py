@@ -12,10 +12,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rft_fn.check import printable
 from rft_fn.run import claim
 from rft_fn.run.samples import QUANTILES
 from rft_fn.run.symptoms import symptoms
+from rft_fn.text import printable
 from rft_fn.tools.page.build import metric_names, phases, top_metrics
 from rft_fn.tools.page.recorded import FIELDS, Name, Recorded, full_scale, hue, level, read
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rft_fn import check, tree
-from rft_fn.check import AtLeast0, Count, PositiveShare, Whole
+from rft_fn import check, limits, tree
+from rft_fn.limits import AtLeast0, Count, PositiveShare, Whole
 from rft_fn.types.media import Media
 
 __all__ = [
@@ -37,7 +37,7 @@ class Sampling:
     stop: tuple[int | str, ...] = ()  # token ids, or texts, that end a response; the engine adds the eos
 
     def __post_init__(self) -> None:
-        check.fields(self)
+        limits.fields(self)
         if "" in self.stop:
             raise ValueError(f"stop: expected token ids and texts that are not empty, got {self.stop}")
 

@@ -45,7 +45,7 @@ READ = (
     "optim/updates",
 )
 # what these stand on, to look up
-GROUND = ("tree", "check", "precision", "segment", "types/media", "packing/units", "optim/in_place")
+GROUND = ("tree", "check", "limits", "precision", "segment", "types/media", "packing/units", "optim/in_place")
 
 
 def path_of(name: str) -> Path:

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-UNCOUNTED = {"check", "tree", "types", "rng", "precision"}  # floors that a reader knows after one file
+# floors that a reader knows after one file
+UNCOUNTED = {"check", "limits", "tree", "types", "rng", "precision"}
 TICS = [
     "alone",
     "those of",

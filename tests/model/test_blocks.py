@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import rft_fn as rft
 from rft_fn import model, packing
-from rft_fn.model import attention, layers
+from rft_fn.model import attention, blocks
 from rft_fn.strategy import StrategyConfig, get_strategy, prepare
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ LENGTHS = ([5, 1, 9, 3], [4, 7, 4, 4, 7, 1, 1, 4, 2], [8, 2, 2], [6, 6, 21, 3])
 def _fresh():
     """Graphs of another test are not found."""
     torch._dynamo.reset()
-    layers._compiled_class.cache_clear()
+    blocks._compiled_class.cache_clear()
     counters.clear()
 
 
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_eager_mode(change):
     apply, params = model.bind(lm)
     packs = [pack(lengths) for lengths in LENGTHS[:2]]
     want = [gradients(apply, params, b) for b in packs]
-    assert layers.compile_blocks(apply.root, backend="aot_eager") == 2
+    assert blocks.compile_blocks(apply.root, backend="aot_eager") == 2
     names = list(lm.state_dict())
     for b, expected in zip(packs, want):
         for got, w in zip(gradients(apply, params, b), expected):
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_eager_mode(change):
 def test_a_third_length_compiles_nothing():
     """One graph for all blocks of a class, and at most one more of each for a second length."""
     apply, params = model.bind(tiny.llama(num_hidden_layers=4))
-    layers.compile_blocks(apply.root, backend="aot_eager")
+    blocks.compile_blocks(apply.root, backend="aot_eager")
     made = []
     for lengths in LENGTHS:
         gradients(apply, params, pack(lengths))
@@ -114,7 +114,7 @@ def trained(config):
 def test_a_strategy_trains_to_the_same_weights(options, monkeypatch):
     want = trained(StrategyConfig(**options))
     assert graphs() == 0
-    monkeypatch.setattr(layers, "compile_blocks", partial(layers.compile_blocks, backend="aot_eager"))
+    monkeypatch.setattr(blocks, "compile_blocks", partial(blocks.compile_blocks, backend="aot_eager"))
     got = trained(StrategyConfig(compile_blocks=True, **options))
     assert graphs() > 0
     for name, x in want.items():
@@ -125,7 +125,7 @@ def test_a_bound_model_keeps_its_attention_between_graphs():
     """Binding it once more does not put the boundaries back into graphs."""
     lm = tiny.llama()
     apply, _ = model.bind(lm)
-    layers.compile_blocks(apply.root, backend="aot_eager")
+    blocks.compile_blocks(apply.root, backend="aot_eager")
     model.bind(lm)
     assert lm.config._attn_implementation == attention.APART[attention.SDPA]
 
@@ -133,22 +133,22 @@ def test_a_bound_model_keeps_its_attention_between_graphs():
 def test_what_cannot_be_compiled_is_refused_before_training(monkeypatch):
     linear = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="expected a language model of transformers, got Linear"):
-        layers.compile_blocks(linear)
+        blocks.compile_blocks(linear)
     with pytest.raises(ValueError, match="compile_blocks: expected False with zero_stage, got True"):
         get_strategy(StrategyConfig(zero_stage=1, compile_blocks=True))
     root = prepare.wrap_for_training(StrategyConfig(), tiny.llama(num_hidden_layers=1))
     with pytest.raises(ValueError, match="expected a list of decoder blocks in Scorer, got none"):
-        layers.compile_blocks(root)
+        blocks.compile_blocks(root)
     root.balance = object()
     with pytest.raises(ValueError, match="aux: expected False with compile_blocks"):
-        layers.compile_blocks(root)
+        blocks.compile_blocks(root)
 
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match=r"expected a C\+\+ compiler .* got none"):
-        layers.require_compiler(torch.device("cpu"))
+        blocks.require_compiler(torch.device("cpu"))
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"expected a C\+\+ compiler"):
             get_strategy(StrategyConfig(compile_blocks=True))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="expected triton, got none"):
-        rft.model.layers.require_compiler(torch.device("cuda"))
+        rft.model.blocks.require_compiler(torch.device("cuda"))

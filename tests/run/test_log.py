@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from matplotlib import image
 
-from rft_fn import check, data, dist, model
+from rft_fn import data, dist, limits, model
 from rft_fn import run as runs
 from rft_fn.data import template_variables
 from rft_fn.reward import Judged
@@ -78,14 +78,14 @@ def test_another_configuration_is_refused(tmp_path):
 
 @dataclass(frozen=True)
 class Part:
-    timeout: check.Free[float] = 9.0
+    timeout: limits.Free[float] = 9.0
     sp: int = 1
 
 
 @dataclass(frozen=True)
 class Nested:
     lr: float = 0.1
-    budget: check.Free[check.Count] = 64
+    budget: limits.Free[limits.Count] = 64
     override: bool = False
     part: Part = field(default_factory=Part)
 

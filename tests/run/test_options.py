@@ -12,9 +12,9 @@ import pytest
 from each_case import each
 from test_house import load_script
 
-from rft_fn import check, parsing, reward
-from rft_fn.check import Count, Free, Positive
+from rft_fn import limits, parsing, reward
 from rft_fn.engine.vllm.surroundings import import_vllm
+from rft_fn.limits import Count, Free, Positive
 from rft_fn.run import files, options
 from rft_fn.run.cli import guard
 
@@ -52,7 +52,7 @@ def test_a_default_is_changed_for_one_script_alone():
 
 def test_what_may_change_on_resume_is_inherited():
     """Also for an option whose line was written again, and for those of the strategy."""
-    free = check.free(Config)
+    free = limits.free(Config)
     assert {"budget", "save_every", "out", "strategy.fsdp"} <= free
     assert free.isdisjoint({"lr", "beta", "model", "seed", "strategy.bf16"})
 

@@ -22,10 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rft_fn.border import contained
-from rft_fn.check import error_text, writable
 from rft_fn.data.row_paths import value_at
 from rft_fn.reward import Scored, wire, wire_openrlhf
 from rft_fn.reward.wire import Batch
+from rft_fn.text import error_text, writable
 from rft_fn.tools.serving.jobs import Job, Jobs
 
 __all__ = ["Metrics", "Rules", "Server", "application"]

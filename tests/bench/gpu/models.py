@@ -10,7 +10,7 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import packing
-from rft_fn.model import layers
+from rft_fn.model import blocks
 from rft_fn.strategy import StrategyConfig, get_strategy
 from rft_fn.types import Experience, Packed, Strategy, TokenOut, TrainState
 
@@ -119,9 +119,9 @@ def gradient_of(
     """Measure the gradient of a pack: seconds, tokens/s, MFU and the peak of memory."""
     if tokens is not None and not setting.dry:
         setting = dataclasses.replace(setting, tokens=tokens)
-    if setting.dry and config.compile_blocks and not isinstance(layers.compile_blocks, partial):
+    if setting.dry and config.compile_blocks and not isinstance(blocks.compile_blocks, partial):
         # the compiler of a CPU takes a minute; graphs are made and run without it
-        layers.compile_blocks = partial(layers.compile_blocks, backend="aot_eager")
+        blocks.compile_blocks = partial(blocks.compile_blocks, backend="aot_eager")
     lm = module_of(setting, name, checkpointing=checkpointing) if module is None else module
     shape = shape_of(setting, name)
     packs = [pack_of(setting, shape["vocab_size"], seed=seed) for seed in range(2)]

@@ -26,7 +26,7 @@ from case import LENGTHS, Case, weights, window
 from worker import SIDES
 
 import rft_fn as rft
-from rft_fn.check import Count
+from rft_fn.limits import Count
 
 WORKER = Path(__file__).with_name("worker.py")
 ROOT = Path(__file__).resolve().parents[3]
