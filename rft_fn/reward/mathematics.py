@@ -1,8 +1,8 @@
 r"""Compare an answer with a reference as mathematics, with a limit of seconds in any thread.
 
-What math-verify is asked is cleaned first: a reference "$7.$", "7 apples.", "2+5=7" or "(A) 7" is 7, and so
-is such an answer. What it says is guarded: it takes letters for variables ("cat" would be "act"), rounds to
-six decimals (any two small numbers are equal) and drops units ("5 cm" would be "5 m").
+What math-verify is asked is cleaned first: a reference "$7.$", "7 apples.", "2+5=7", "(A) 7" or "The answer
+is 7." is 7, and so is such an answer. What it says is guarded: it takes letters for variables ("cat" would be
+"act"), rounds to six decimals (any two small numbers are equal) and drops units ("5 cm" would be "5 m").
 
 Its limit is a signal, which only the main thread gets. Other threads ask a child process, which runs this
 file as a script: it imports nothing of the library.
@@ -87,11 +87,17 @@ _WRAPPED = [
 _CURRENCY = r"(?:\\?\$|[\u20ac\u00a3\u00a5\u20b9])"
 _MONEY = re.compile(rf"(-?)\s*{_CURRENCY}\s*(?=[0-9.])|(?<=[0-9])\s*{_CURRENCY}$")
 _LABEL = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*(.*)", re.DOTALL)
+_SAID = re.compile(
+    r"(?:(?:so|thus|hence|therefore)\b\W*)?(?:the\s+)?(?:(?:final|correct|right)\s+)?(?:answer|ans|result|solution)"
+    r"\s*(?:is\b|:|=)\s*:?\s*(.+)",
+    re.DOTALL | re.IGNORECASE,
+)
+_MIXED = re.compile(r"(-?[0-9]+)\s+([0-9]+)/([0-9]+)")
 _CLOCK = re.compile(r"([0-9]{1,2}):([0-9]{2})(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE)
 _WORDS = re.compile(r"[^\W\d_]{3,}(?:[\s'-]+[^\W\d_]+)*|[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*[\s'-]+[^\W\d_]{3,}")
 _VARIABLES = re.compile(r"[u-z\s]*|.*\b(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|pi|inf)\b.*", re.IGNORECASE)
 _UNIT = re.compile(
-    rf"(?P<number>-?(?:{_UNSIGNED})(?:/[0-9]+)?)(?P<gap>[\s~]*)(?P<unit>[^\W\d_][^\W\d_/^.\s]*"
+    rf"(?P<number>-?(?:[0-9]+\s+(?=[0-9]+/))?(?:{_UNSIGNED})(?:/[0-9]+)?)(?P<gap>[\s~]*)(?P<unit>[^\W\d_][^\W\d_/^.\s]*"
     r"(?:\s*[\s/^.]\s*[\w.]+)*)"
 )
 _TEXT_IN = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
@@ -127,6 +133,8 @@ def _read(text: str) -> _Read:
     """Return what of a text is compared."""
     whole = _unwrapped(text)
     core, label, unit = whole, "", ""
+    if match := _SAID.fullmatch(core):
+        core = whole = _unwrapped(match[1])
     if match := _LABEL.fullmatch(core):
         label = match[1] or match[2]
         core = _unwrapped(match[3]) or label
@@ -142,6 +150,8 @@ def _read(text: str) -> _Read:
             core, unit = match["number"], known
         elif words:
             core = match["number"]
+    if match := _MIXED.fullmatch(core):
+        core = rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}"
     return _Read(whole, core, label, unit)
 
 
@@ -150,7 +160,7 @@ def _unwrapped(text: str) -> str:
     before = None
     while text != before:
         before = text
-        text = text.strip().removesuffix(r"\\").removesuffix(r"\,")
+        text = text.strip().removesuffix(r"\\").removesuffix(r"\,").removesuffix("\N{DEGREE SIGN}")
         if text.endswith(".") and not text.endswith(".."):
             text = text[:-1]
         for pattern in _WRAPPED:
