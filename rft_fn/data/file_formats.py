@@ -1,8 +1,8 @@
 """The file formats: jsonl, json, csv and parquet, plain or gzipped.
 
-A new format is a reader and its row in `READERS`. json and csv are not read by `datasets`, which gives columns
-one type: 007 becomes 7, NA nothing, 7 beside 4.0 the number 7.0, 1e999 nothing, a date no text; and its errors
-name no line.
+A new format is a reader and its row in `READERS`. json and csv are not read by `datasets`, which gives a
+column one type (007 becomes 7, NA nothing, 7 beside 4.0 the number 7.0, 1e999 nothing, a date no text), and
+whose errors name no line.
 """
 
 import csv

@@ -42,10 +42,13 @@ _ROLES = {
 _READ = ("role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id")
 """The keys that make a turn."""
 
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")
 """The keys of a thought; a turn has it in the first."""
 
-_LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+_LEARNED = (
+    "weight", "train", "training", "trainable", "is_train", "loss", "loss_mask", "loss_weight", "loss_scale",
+    "calculate_loss",
+)  # fmt: skip
 """The keys that say by 0 or 1 whether a turn is learned; a turn that is not has "weight": 0."""
 
 _REFUSED = {
@@ -53,6 +56,7 @@ _REFUSED = {
     "tools": "give them in the column 'tools'",
     "functions": "give them in the column 'tools'",
     "train_detail": "only whole turns are learned or left out, by 'train'",
+    **{name: "say by 'train' whether it is learned" for name in ("mask", "masked", "exclude", "ignore")},
     "prefix": "a turn that the assistant has begun is not continued",
     "partial": "a turn that the assistant has begun is not continued",
 }

@@ -10,7 +10,7 @@ from each_case import each
 
 from rft_fn import data
 from rft_fn.data.chat import Chat
-from rft_fn.data.messages import conversation
+from rft_fn.data.messages import _LEARNED, conversation
 
 
 def turn(role, content, **more):
@@ -39,7 +39,7 @@ def learned(tok, turns, loss_on="all", column="messages"):
 A, B = "<|im_start|>assistant\n", "<|im_end|>"
 
 
-@each("name", ["weight", "train", "training", "trainable", "loss", "loss_mask"])
+@each("name", _LEARNED)
 @each("no", [0, False, 0.0])
 @each("template", ["CHATML", "MARKED", "LLAMA3"])
 def test_a_turn_that_the_row_leaves_out_is_not_learned(name, no, template):
@@ -92,6 +92,7 @@ def test_templates_and_prompts_see_no_weight():
             "expected no 'prefix' in a message, got True; a turn that the assistant has begun",
         ),
         ({"train_detail": [{"train": False}]}, "expected no 'train_detail' in a message"),
+        ({"mask": 0}, "expected no 'mask' in a message, got 0; say by 'train' whether it is learned"),
         ({"reasoning": ["x"]}, r"reasoning: expected the text of one thought, got \['x'\]"),
         ({"reasoning": "x", "thinking": "y"}, "reasoning and thinking: expected the text of one thought"),
     ],
