@@ -2,10 +2,10 @@
 
 A new engine is one file next to `hf`, with a `build` and a `check_config`, and a row of `ENGINES`. All
 engines share `requests` (checks of prompts, the end of a response, assembly of a Rollout), `weight_folder`
-(checks of the weights that are loaded), `lifetime` (in time, and dead after a failure) and `time_limit` (the
-time of a call in this process). `openai` and `sglang` are protocols of `servers`, over `pool` (retries) and
-`server_protocol` (requests with deadlines). An engine that only one script needs can do without a row: every
-function that takes an Engine takes any such record.
+(checks of the weights that are loaded), `lifetime` (in time, dead after a failure, and built again) and
+`time_limit` (the time of a call in this process). `openai` and `sglang` are protocols of `servers`, over
+`pool` (retries) and `server_protocol` (requests with deadlines). An engine that only one script needs can do
+without a row: every function that takes an Engine takes any such record.
 """
 
 from collections.abc import Callable
@@ -102,4 +102,4 @@ def get_engine(
     engine = build(config, model, tokenizer)
     if isinstance(engine, Engine) and timeout is None:
         return engine
-    return supervised(engine, timeout=timeout, loads_together=dist.started() > 1)
+    return supervised(lambda: engine, timeout=timeout, loads_together=dist.started() > 1)

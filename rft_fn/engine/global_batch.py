@@ -55,7 +55,7 @@ def gather_and_generate(
     with strategy.session.phase("generate"):
         try:
             # also on a rank without prompts: ranks may share an engine, or agree on whether it lives
-            rollout = own.ask(engine)
+            rollout = engine.generate(own.prompts, own.keys, n=n, sampling=sampling, **own.of_rows)
         except requests.BadPrompt as error:
             refused = error.moved(mine.start)  # numbered in the global batch
         except requests.BadRequest as error:

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
 from typing import IO, Any, NamedTuple
@@ -114,7 +115,7 @@ class _Server:
             if options["device"] is not None:
                 torch.cuda.set_device(options["device"])
             build, config, model, tokenizer = args
-            self.engine = supervised(build(config, model, tokenizer))
+            self.engine = supervised(partial(build, config, model, tokenizer))
             return None
         assert self.engine is not None
         if name == "load":
@@ -199,7 +200,7 @@ def own_process(
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     with engine.end_on_failure("build"):
         engine.call("build", build, config, model, tokenizer, threads=engine.threads, device=device)
-    return supervised(engine)
+    return supervised(lambda: engine)
 
 
 class _RemoteTraceback(Exception):

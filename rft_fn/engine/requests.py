@@ -70,11 +70,15 @@ class Request(NamedTuple):
     start: Sequence[int] | None = None  # B
     temperature: Sequence[float] | None = None  # B
 
-    def ask(self, engine: Engine) -> Rollout:
-        """Return what an engine samples; one without the last three can answer all other requests."""
+    @property
+    def of_rows(self) -> dict[str, Any]:
+        """Return the numbers of rows that are given; an engine that knows none answers all other requests."""
         options = {"max_new": self.max_new, "start": self.start, "temperature": self.temperature}
-        given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
-        return engine.generate(self.prompts, self.keys, n=self.n, sampling=self.sampling, **given)
+        return {name: x for name, x in options.items() if x is not None}
+
+    def ask(self, engine: Engine) -> Rollout:
+        """Return what an engine samples."""
+        return engine.generate(self.prompts, self.keys, n=self.n, sampling=self.sampling, **self.of_rows)
 
     def part(self, shard: slice) -> "Request":
         """Return the request for a contiguous part of the prompts, and of their rows."""

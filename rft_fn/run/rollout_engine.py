@@ -5,24 +5,23 @@ nothing had happened.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from rft_fn import collect, data, dist, optim, strategy, sync
 from rft_fn import engine as engine_lib
 from rft_fn.collect import asynchronous
-from rft_fn.engine import BadRequest, EngineDead, lifetime
+from rft_fn.engine import EngineDead, lifetime
+from rft_fn.engine.lifetime import Rebuilds, Supervised
 from rft_fn.run.reward_task import Task
 from rft_fn.run.run_folder import Run
 from rft_fn.text import printable
-from rft_fn.types import Engine, Rollout, Sampling, Strategy, TrainState
-from rft_fn.types.engine import Delivered, EngineStatus, record
+from rft_fn.types import Engine, Strategy, TrainState
 
 __all__ = ["Push", "checked", "saved_if_lost", "start_engine", "start_sampler"]
 
@@ -42,130 +41,41 @@ class Push(Protocol):
         ...
 
 
-class _Kept:
-    """An engine, what it is built from, and the weights that it was last sent."""
+class _Pushed:
+    """An engine that is built again where it dies, and the weights that it was last sent."""
 
-    def __init__(self, build: Callable[[], Engine], load: Callable[..., None], st: Strategy, rebuilds: int):
-        self.build = build
-        self.load_weights = load
+    def __init__(
+        self, build: Callable[[], Engine], check: Callable[..., str] | None, st: Strategy, rebuilds: int
+    ):
+        self.check = check  # of a new engine, in place of a plain push; its line is printed
         self.st = st
-        self.left = rebuilds
-        self.inner = build()
-        self.fresh = True  # it has not had any weights since it was built
         self.pushed: tuple[TrainState, int] | None = None
-        self.lost = ""  # why the last engine died, once no new one is built
-
-    # ---------- what can fail
+        again = Rebuilds(rebuilds, restore=self._push_again, on_any_rank=self._on_any_rank, announce=st.print)
+        self.supervised = Supervised(build, rebuilds=again)
+        self.engine = self.supervised.engine()
 
     def push(self, state: TrainState, *, version: int) -> None:
         self.pushed = (state, version)
-        first = self.fresh
-        error = self._try(self._send)
-        while error and self._rebuild(error):
-            error = self._try(self._send)
-        if error and first:
-            self._raise_lost()
+        first = self.supervised.fresh
+        for attempt in self.supervised.attempts(restored=False):
+            with attempt:
+                fresh = self._on_any_rank(self.supervised.fresh)
+                if fresh and self.check is not None:
+                    self.st.print(self.check(state, self.engine, version=version))
+                else:
+                    sync.push(self.st, state, self.engine, version=version)
+                self.supervised.fresh = False
+        if first:
+            self.supervised.check_lost()
 
-    def generate(
-        self, prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling, **more: Any
-    ) -> Rollout:
-        found: list[Rollout] = []
-
-        def answer() -> None:
-            found[:] = [self.inner.generate(prompts, keys, n=n, sampling=sampling, **more)]
-
-        # a new engine has the same weights, and the same keys draw the same tokens
-        if self.lost:
-            self._raise_lost()
-        error = self._try(answer)
-        while error:
-            if not self._rebuild(error):
-                self._raise_lost()
-            error = self._try(self._send) or self._try(answer)
-        return found[0]
-
-    def _send(self) -> None:
-        """Send the weights of the last push, with a canary where the engine is new on some rank."""
+    def _push_again(self) -> None:
+        """Send the weights of the last push to an engine that was built again."""
         assert self.pushed is not None
         state, version = self.pushed
-        fresh = bool(self._any(self.fresh))
-        self.load_weights(state, self.inner, version=version, fresh=fresh)
-        self.fresh = False
+        self.push(state, version=version)
 
-    def _try(self, act: Callable[[], None]) -> str:
-        """Return the failure of an engine on any rank, empty where there is none; raise other errors.
-
-        All ranks agree, because the next thing that any of them does needs the others.
-        """
-        line = ""
-        refused: BadRequest | None = None
-        try:
-            act()
-        except (sync.ManifestError, sync.CanaryError):
-            raise
-        except BadRequest as error:  # perhaps of this rank only
-            refused = error
-        except Exception as error:
-            if self.inner.status()["alive"]:
-                raise
-            line = " ".join(f"{type(error).__name__}: {error}".split()) or "unknown"
-        if self._any(bool(line)) and not line:
-            line = "the engine of another rank failed"
-        if refused is not None:
-            raise refused
-        return line
-
-    def _any(self, x: bool) -> float:
-        return float(self.st.gather(torch.tensor([float(x)])).max())
-
-    def _rebuild(self, why: str) -> bool:
-        """Build an engine in place of one that died; False where that was done too often."""
-        if not self.left:
-            self.lost = why
-            return False
-        self.left -= 1
-        self.st.print(f"engine: it died ({why}); building another, {self.left} more after that")
-        failed = ""
-        if not self.inner.status()["alive"]:
-            with suppress(Exception):  # what is left of an engine that failed
-                self.inner.close()
-            try:
-                self.inner = self.build()
-                self.fresh = True
-            except Exception as error:  # its servers may all be gone
-                failed = " ".join(f"{type(error).__name__}: {error}".split()) or "unknown"
-        if self._any(bool(failed)):
-            self.lost = failed or "another rank could not build one"
-            return False
-        return True
-
-    def _raise_lost(self) -> None:
-        raise EngineDead(
-            f"engine {self.inner.status()['engine']}: expected one that stays alive, got one that died again "
-            f"({self.lost}); --rebuilds says how often another is built"
-        )
-
-    # ---------- what is handed on
-
-    def score(self, rollout: Rollout, **options: Any) -> Tensor:
-        return self.inner.score(rollout, **options)
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
-        return self.inner.load(weights, version=version)
-
-    def sleep(self) -> None:
-        with suppress(EngineDead):
-            self.inner.sleep()
-
-    def wake(self) -> None:
-        with suppress(EngineDead):
-            self.inner.wake()
-
-    def status(self) -> EngineStatus:
-        return self.inner.status()
-
-    def close(self) -> None:
-        self.inner.close()
+    def _on_any_rank(self, x: bool) -> bool:
+        return bool(self.st.gather(torch.tensor([float(x)])).max())
 
 
 def checked(cfg: Any, st: Strategy, task: Task, state: TrainState, engine: Engine, *, version: int) -> str:
@@ -196,14 +106,9 @@ def start_engine(
     def build_engine() -> Engine:
         return engine_lib.get_engine(engine_lib.config_of(cfg.strategy), cfg.model, task.tokenizer)
 
-    def load(state: TrainState, engine: Engine, *, version: int, fresh: bool) -> None:
-        if not (fresh and cfg.canary):
-            sync.push(st, state, engine, version=version)
-            return
-        st.print(checked(cfg, st, task, state, engine, version=version))
-
-    kept = _Kept(build or build_engine, load, st, cfg.rebuilds)
-    return record(Engine, kept), kept.push
+    check = partial(checked, cfg, st, task) if cfg.canary else None
+    kept = _Pushed(build or build_engine, check, st, cfg.rebuilds)
+    return kept.engine, kept.push
 
 
 @contextmanager

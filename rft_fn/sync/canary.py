@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import precision, rng
+from rft_fn.engine.lifetime import Unchanged
 from rft_fn.sync.changed_weights import Sides, agreed, unchanged
 from rft_fn.sync.wrong_tensor import locate
 from rft_fn.types import Engine, Strategy, TrainState
@@ -27,7 +28,7 @@ LEAST = 1e-6  # nats per token: the rounding of float32
 CHANCE = 2.0  # times the limit that a gap may be by chance, which another draw of the noise tells
 
 
-class CanaryError(ValueError):
+class CanaryError(ValueError, Unchanged):
     """An engine does not sample from the weights that it was sent."""
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rft_fn.engine.lifetime import Unchanged
 from rft_fn.model.finite import is_finite
 from rft_fn.model.lora_merged import plain_name
 from rft_fn.model.quantize import is_low
@@ -19,7 +20,7 @@ __all__ = ["CheckedWeights", "Expected", "ManifestError", "check_tensor", "manif
 # ---------- the manifest: which tensors a sync must send, by the trainer's own module
 
 
-class ManifestError(ValueError):
+class ManifestError(ValueError, Unchanged):
     """Weights that the trainer must not send: the fault is not the engine's."""
 
 

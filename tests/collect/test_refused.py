@@ -6,8 +6,8 @@ import torch
 
 import rft_fn as rft
 from rft_fn import collect, data, engine, reward
+from rft_fn.engine.lifetime import Rebuilds, Supervised
 from rft_fn.rollout import take
-from rft_fn.run.rollout_engine import _Kept
 
 SAMPLING = rft.Sampling(max_new=9)
 BAD = {"empty": [[3], [4], [5], []], "long": [[3], [4], [5], [6] * 120], "text": ["1+", "2+", "3+", ""]}
@@ -23,8 +23,10 @@ def refusals(st):
         return rollout
 
     # as the engine of a run, which agrees on what has failed
-    kept = _Kept(lambda: engine.dead_after_failure(eng._replace(generate=generate)), None, st, 0)
-    own = kept.inner._replace(generate=kept.generate)
+    agreed = Rebuilds(0, lambda: None, lambda x: bool(st.gather(torch.tensor([float(x)])).max()), print)
+    own = Supervised(
+        lambda: engine.dead_after_failure(eng._replace(generate=generate)), rebuilds=agreed
+    ).engine()
     calls = collect.EngineWorker(lambda: own)
     samples = collect.AsyncSampler(calls.engine(), st, calls=calls)
     found = {}

@@ -61,11 +61,12 @@ def test_loads_and_scores_have_the_limit_too():
         time.sleep(600)
 
     record = engine.hf(tiny.llama(), tiny.tokenizer())
-    eng = lifetime.supervised(record, timeout=0.5)
+    eng = lifetime.supervised(lambda: record, timeout=0.5)
     with pytest.raises(TimeoutError, match=r"^engine hf, load: expected"):
         eng.load(slow(), version=1)
     assert not eng.status()["alive"]
-    stuck = lifetime.supervised(record._replace(score=lambda *_, **__: time.sleep(600)), timeout=0.2)
+    slow_scores = record._replace(score=lambda *_, **__: time.sleep(600))
+    stuck = lifetime.supervised(lambda: slow_scores, timeout=0.2)
     with pytest.raises(TimeoutError, match=r"^engine hf, score: expected a result within 0.2 s"):
         stuck.score(None)
 
@@ -77,7 +78,8 @@ def test_on_several_processes_a_load_has_no_limit_but_theirs():
         time.sleep(0.4)
         yield from tiny.llama().named_parameters()
 
-    eng = lifetime.supervised(engine.hf(tiny.llama(), tiny.tokenizer()), timeout=0.2, loads_together=True)
+    record = engine.hf(tiny.llama(), tiny.tokenizer())
+    eng = lifetime.supervised(lambda: record, timeout=0.2, loads_together=True)
     assert eng.load(late(), version=1).version == 1
 
 
@@ -114,7 +116,8 @@ def call():
     with lifetime.saving(lambda: "; all is saved"):
         eng.generate([[3]], [1], sampling=test_engine_deadline.SAMPLING)
 
-eng = lifetime.supervised(test_engine_deadline.made()._replace(generate=stuck), timeout=1.0)
+made = test_engine_deadline.made()._replace(generate=stuck)
+eng = lifetime.supervised(lambda: made, timeout=1.0)
 if sys.argv[1] == "thread":
     thread = threading.Thread(target=call)
     thread.start()

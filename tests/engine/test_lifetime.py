@@ -8,6 +8,7 @@ import torch
 
 import rft_fn as rft
 from rft_fn import engine
+from rft_fn.engine import lifetime
 
 PROMPTS, KEYS, SAMPLING = [[3, 4, 5], [6, 7]], [1, 2], rft.Sampling(max_new=3)
 
@@ -96,6 +97,83 @@ def test_a_closed_engine_says_so_and_holds_no_weights():
     del lm
     gc.collect()
     assert weight() is None
+
+
+def test_an_engine_is_supervised_once_and_keeps_its_limits():
+    """What another wrapper would do, the supervision that an engine has can do."""
+    inner = lifetime.supervised(made, timeout=300.0, loads_together=True)
+    outer = lifetime.Supervised(lambda: inner, rebuilds=again(1))
+    assert type(outer.core).__name__ == "_InProcess" and (outer.timeout, outer.loads_together) == (
+        300.0,
+        True,
+    )
+    own = lifetime.Supervised(lambda: inner, timeout=9.0)
+    assert own.timeout == 9.0 and own.core is outer.core
+
+    # neither one whose function was replaced, nor one that is dead, is looked into
+    calls = []
+    noted = inner._replace(generate=lambda *args, **how: calls.append(0) or inner.generate(*args, **how))
+    lifetime.supervised(lambda: noted).generate(PROMPTS, KEYS, sampling=SAMPLING)
+    assert calls == [0]
+    inner.close()
+    with pytest.raises(engine.EngineDead, match="got one that was closed"):
+        lifetime.supervised(lambda: inner).generate(PROMPTS, KEYS, sampling=SAMPLING)
+
+
+def again(most, on_any_rank=bool, restore=lambda: None):
+    """Rebuilds of one process."""
+    return lifetime.Rebuilds(most, restore, on_any_rank, lambda line: None)
+
+
+def test_a_call_is_repeated_by_engines_that_are_built_again_and_ends_where_none_lives(monkeypatch):
+    """The new one is restored first; a death while it is restored costs another."""
+    dies = {"generate": {1, 3}, "restore": {1}}
+    done = {"generate": 0, "restore": 0, "built": 0}
+
+    def step(name):
+        done[name] += 1
+        if done[name] in dies[name]:
+            raise Broken(f"{name} {done[name]}")
+
+    def build():
+        done["built"] += 1
+        inner = made()
+        return engine.dead_after_failure(
+            inner._replace(
+                generate=lambda *args, **how: step("generate") or inner.generate(*args, **how),
+                load=lambda weights, version: step("restore"),
+            )
+        )
+
+    def restore():
+        eng.load([], version=0)
+
+    eng = lifetime.Supervised(build, rebuilds=again(3, restore=restore)).engine()
+    want = made().generate(PROMPTS, KEYS, sampling=SAMPLING)
+    got = eng.generate(PROMPTS, KEYS, sampling=SAMPLING)
+    assert torch.equal(got.tokens, want.tokens) and done == {"generate": 2, "restore": 2, "built": 3}
+    with pytest.raises(engine.BadRequest):
+        eng.generate([[]], [1], sampling=SAMPLING)
+    dies["generate"] = set(range(99))
+    line = r"^engine hf: expected one that stays alive, got one that died again \(Broken: generate 5\)"
+    for _ in range(2):
+        with pytest.raises(engine.EngineDead, match=line):
+            eng.generate(PROMPTS, KEYS, sampling=SAMPLING)
+        eng.wake()
+        eng.sleep()
+    assert done["built"] == 4 and not eng.status()["alive"]
+
+
+def test_a_rank_repeats_a_call_that_the_engine_of_another_died_of():
+    others = [True, False, False, False]  # an engine of another rank: failed, not built, failed, failed
+    restored = []
+    eng = lifetime.Supervised(
+        made, rebuilds=again(2, lambda x: x or others.pop(0), lambda: restored.append(0))
+    )
+    first = eng.core
+    eng.generate(PROMPTS, KEYS, sampling=SAMPLING)
+    assert restored == [0] and not others and eng.left == 1
+    assert eng.core is first  # it was alive
 
 
 def test_the_status_says_what_is_supported():

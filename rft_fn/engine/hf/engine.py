@@ -78,7 +78,8 @@ def hf(
     not allow it (a few random tokens before the first sample show it). Rows that ended leave the batch at
     once. ValueError for a quantised model, and for one that is not of transformers.
     """
-    return supervised(_in_process(lm, tokenizer, batch=batch, sleep=sleep, fast_linear=fast_linear))
+    core = _in_process(lm, tokenizer, batch=batch, sleep=sleep, fast_linear=fast_linear)
+    return supervised(lambda: core)
 
 
 def _in_process(lm: nn.Module, tokenizer: Any, *, batch: int, sleep: bool, fast_linear: bool) -> "_InProcess":
