@@ -13,7 +13,7 @@ from each_case import each
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.collect.asynchronous import EngineWorker
+from rft_fn.collect.engine_worker import EngineWorker
 from rft_fn.engine.lifetime import deferred
 from rft_fn.strategy.common import Backend
 from rft_fn.strategy.fsdp2 import FSDP2Backend

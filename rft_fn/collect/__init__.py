@@ -1,7 +1,8 @@
 """Collects rollouts: sampled and judged by all ranks, and checked against the trainer."""
 
-from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, Weights, due, version_of
-from rft_fn.collect.batches import Batch, Collector, Source, collector, sample_ahead
+from rft_fn.collect.asynchronous import AsyncSampler, due, sample_ahead, version_of
+from rft_fn.collect.batches import Batch, Collector, Source, collector
+from rft_fn.collect.engine_worker import EngineWorker, Weights
 from rft_fn.collect.episodes import Played
 from rft_fn.collect.inference_engine import (
     inference_engine_status,

@@ -1,6 +1,6 @@
-"""The batches that the steps of a run learn from: a collector over explicit state, and sampling ahead."""
+"""The batches that the steps of a run learn from: a collector over explicit state."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -8,15 +8,15 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from rft_fn import data
-from rft_fn.collect.asynchronous import AsyncSampler, EngineWorker, due
+from rft_fn.collect.asynchronous import AsyncSampler, Saved, due
 from rft_fn.collect.partial import VariedGroups, judged_groups, sample_partial, sample_varied_groups
 from rft_fn.data.curriculum import Rule, by_prompt, by_source
 from rft_fn.engine.global_batch import gather_and_generate
 from rft_fn.reward import Judged
 from rft_fn.rollout import without_truncated
-from rft_fn.types import Engine, Rollout, Sampling, Strategy
+from rft_fn.types import Rollout, Sampling, Strategy
 
-__all__ = ["Batch", "Collector", "SampledAhead", "Source", "check_ways", "collector", "sample_ahead"]
+__all__ = ["Batch", "Collector", "Source", "check_ways", "collector"]
 
 State: TypeAlias = Mapping[str, Any]
 """What a checkpoint keeps of collecting: {"ahead": rollouts, "waiting": groups, "curriculum": shares}."""
@@ -112,9 +112,11 @@ class _Batches(NamedTuple):
         """Return the prompts of round i of a step, and a key for each."""
         return data.draw(self.source.dataset, self.prompts, step, self.source.seed, round=i)
 
-    def answer(self, step: int, asked: Sequence[Any], keys: Sequence[int]) -> tuple[Rollout, Judged]:
-        """Return G responses to each prompt, and their rewards [N, G]."""
-        return self._answer(step, asked, keys, self.group, self.source.sampling)
+    def answer(
+        self, step: int, asked: Sequence[Any], keys: Sequence[int], *, saved: Saved = ()
+    ) -> tuple[Rollout, Judged]:
+        """Return G responses to each prompt, and their rewards [N, G]; `saved` are responses from before."""
+        return self._answer(step, asked, keys, self.group, self.source.sampling, saved=saved)
 
     def batch(self, groups: VariedGroups, step: int, metrics: Mapping[str, float] | None = None) -> Batch:
         """Return the batch of these groups, with what the options add to it."""
@@ -129,13 +131,20 @@ class _Batches(NamedTuple):
 
     def save(self, state: State) -> State:
         """Finish the rollouts under way, and return the state with them."""
-        return {**state, "ahead": self.source.samples.save()}
+        return {**state, "ahead": self.source.samples.save(state["ahead"])}
 
     def _answer(
-        self, step: int, asked: Sequence[Any], keys: Sequence[int], n: int, sampling: Sampling
+        self,
+        step: int,
+        asked: Sequence[Any],
+        keys: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        *,
+        saved: Saved = (),
     ) -> tuple[Rollout, Judged]:
         with self.source.sampling_block():
-            rollout = self.source.samples.generate(asked, keys, n=n, sampling=sampling)
+            rollout = self.source.samples.generate(asked, keys, n=n, sampling=sampling, saved=saved)
         return rollout, self.source.judge(rollout, asked, step)
 
 
@@ -144,13 +153,15 @@ def _by_step(batches: _Batches, rounds: int, ahead: int) -> Collector:
     samples = batches.source.samples
 
     def next_batch(state: State, step: int) -> tuple[Batch, State]:
-        samples.resume(state["ahead"])
+        saved = state["ahead"]
+        kept: list[Mapping[str, Any]] = []  # of it, for later steps
         for later in due(step, ahead, batches.source.steps) if ahead else ():
-            samples.begin(*batches.draw(later), n=batches.group, sampling=batches.source.sampling)
-        groups = sample_varied_groups(
-            partial(batches.answer, step), partial(batches.draw, step), batches.prompts, rounds=rounds
-        )
-        return batches.batch(groups, step), {**state, "ahead": []}
+            asked, keys = batches.draw(later)
+            own = samples.begin(asked, keys, n=batches.group, sampling=batches.source.sampling, saved=saved)
+            kept += own if later > step else ()
+        answer = partial(batches.answer, step, saved=saved)
+        groups = sample_varied_groups(answer, partial(batches.draw, step), batches.prompts, rounds=rounds)
+        return batches.batch(groups, step), {**state, "ahead": kept}
 
     return Collector(batches.init, next_batch, batches.save)
 
@@ -184,7 +195,6 @@ def _by_success(batches: _Batches, rounds: int, rule: Rule) -> Collector:
         return {**batches.init(), "curriculum": rule.init()}
 
     def next_batch(state: State, step: int) -> tuple[Batch, State]:
-        batches.source.samples.resume(state["ahead"])
         shares = _Shares(batches, step, rule, state["curriculum"])
         groups = sample_varied_groups(shares.answer, shares.draw, batches.prompts, rounds=rounds)
         batch = batches.batch(groups, step, rule.metrics(shares.levels))
@@ -232,61 +242,3 @@ def check_ways(*, ahead: int, partial_budget: int, rounds: int, curriculum: int)
             "curriculum: expected it without ahead and partial, which draw prompts before the rewards that "
             f"decide their shares, got ahead {ahead}, partial {partial_budget}"
         )
-
-
-# ---------- sampling ahead in a script that has no collector
-
-
-Draw = Callable[[int], tuple[Sequence[Any], Sequence[int]]]  # a step -> (its prompts, their keys)
-
-
-class SampledAhead(Iterable[tuple[Sequence[Any], Rollout]]):
-    """The prompts and the rollout of each step, while later ones are sampled.
-
-    The weights of a step, evaluations and scores go to `engine`, which does one after the other.
-    """
-
-    def __init__(self, sampler: AsyncSampler, draw: Draw, total: int, ahead: int, n: int, sampling: Sampling):
-        self.engine = sampler.engine
-        self.sampler = sampler
-        self.draw = draw
-        self.total = total
-        self.ahead = ahead
-        self.n = n
-        self.sampling = sampling
-
-    def __iter__(self):
-        for step in range(self.total):
-            for later in due(step, self.ahead, self.total):
-                self.sampler.begin(*self.draw(later), n=self.n, sampling=self.sampling)
-            prompts, keys = self.draw(step)
-            yield prompts, self.sampler.generate(prompts, keys, n=self.n, sampling=self.sampling)
-
-
-def sample_ahead(
-    engine: Engine,
-    strategy: Strategy,
-    draw: Draw,
-    *,
-    total: int,
-    n: int,
-    sampling: Sampling,
-    ahead: int = 1,
-) -> SampledAhead:
-    """Sample the rollouts of `total` steps in a thread, up to `ahead` steps before they are learned from.
-
-        samples = sample_ahead(engine, st, draw, total=100, n=8, sampling=sampling)
-        for prompts, rollout in samples:
-            ...
-            samples.engine.load(st.export(state), version=state.step)
-
-    `draw(step)` gives (prompts, keys), the same whenever it is asked. The rollout of step k is of version
-    max(0, k - ahead), where each step loads its weights. From here on only `samples.engine` may be called: it
-    takes turns with the rollouts. To overlap with training the engine has its own process,
-    EngineConfig(process=True), or servers. All ranks iterate alike. ValueError for `ahead` below 0.
-    """
-    if ahead < 0:
-        raise ValueError(f"ahead: expected >= 0 steps, got {ahead}")
-    worker = EngineWorker(lambda: engine)
-    sampler = AsyncSampler(worker.engine(), strategy, calls=worker)
-    return SampledAhead(sampler, draw, total, ahead, n, sampling)

@@ -10,15 +10,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rft_fn import rng
-from rft_fn.collect.episodes import (
-    Act,
-    Conversation,
-    Played,
-    assembled,
-    read_reset,
-    read_step,
-    step_environments,
-)
+from rft_fn.collect.environment_calls import Act, read_reset, read_step, step_environments
+from rft_fn.collect.episodes import Conversation, Played, assembled
 from rft_fn.engine.global_batch import gather_and_generate, has_media, shard_prompts, with_media
 from rft_fn.environment import Environment, Renderer
 from rft_fn.rollout import Prefix

@@ -99,22 +99,25 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
-def sampler(build, *, ahead, saved=(), rebuilds=0, strategy=STRATEGY):
+def sampler(build, *, ahead, rebuilds=0, strategy=STRATEGY):
     """What `run.start_sampler` makes of an engine of plain Python."""
     if not ahead:
-        return rft.collect.AsyncSampler(build(), strategy, saved=saved)
+        return rft.collect.AsyncSampler(build(), strategy)
     calls = rft.collect.EngineWorker(build, rebuilds=rebuilds)
-    return rft.collect.AsyncSampler(calls.engine(), strategy, calls=calls, saved=saved)
+    return rft.collect.AsyncSampler(calls.engine(), strategy, calls=calls)
 
 
-def train(samples, first, total, ahead, *, evaluate=(), stop=None):
+def train(samples, first, total, ahead, *, saved=(), evaluate=(), stop=None):
     """(the rollouts of the steps from `first` on, what a checkpoint has kept after step `stop`)."""
     found = []
     samples.engine.load(iter(weights_of(first)), version=first)
     for step in range(first, total):
+        kept = []
         for later in due(step, ahead, total):
-            samples.begin(*draw(later), n=2, sampling=SAMPLING)
-        found.append(samples.generate(*draw(step), n=2, sampling=SAMPLING))
+            own = samples.begin(*draw(later), n=2, sampling=SAMPLING, saved=saved)
+            kept += own if later > step else ()
+        found.append(samples.generate(*draw(step), n=2, sampling=SAMPLING, saved=saved))
+        saved = kept
         live = torch.tensor((step + 1) * 0.5)  # a trainer changes its weights in place, after the load too
         samples.engine.load(iter([("w", live)]), version=step + 1)
         live.fill_(torch.nan)
@@ -122,8 +125,8 @@ def train(samples, first, total, ahead, *, evaluate=(), stop=None):
             mine = samples.generate(*draw(step), n=1, sampling=GREEDY)
             assert same(mine, expected(step, step + 1, GREEDY, 1))
         if step == stop:
-            return found, samples.save()
-    return found, samples.save()
+            return found, samples.save(saved)
+    return found, samples.save(saved)
 
 
 @given(some.integers(0, 4), some.integers(1, 9), some.sets(some.integers(0, 8)), some.integers(0, 8))
@@ -134,8 +137,8 @@ def test_each_rollout_is_of_the_version_that_the_schedule_says(ahead, total, eva
     samples.close()
     assert len(kept) == max(0, min(ahead, total - 1 - stop))
     if stop < total - 1:
-        again = sampler(lambda: Plain().record(), ahead=ahead, saved=kept)
-        more, kept = train(again, stop + 1, total, ahead, evaluate=evaluate)
+        again = sampler(lambda: Plain().record(), ahead=ahead)
+        more, kept = train(again, stop + 1, total, ahead, saved=kept, evaluate=evaluate)
         again.close()
         found += more
     assert not kept and len(found) == total
@@ -291,8 +294,8 @@ def test_what_is_lost_with_an_engine_is_drawn_again_with_the_weights_it_had(ahea
     kept = samples.save()
     samples.close()
     if done < total:
-        again = sampler(lambda: Plain().record(), ahead=ahead, saved=kept)
-        more, kept = train(again, done, total, ahead)
+        again = sampler(lambda: Plain().record(), ahead=ahead)
+        more, kept = train(again, done, total, ahead, saved=kept)
         again.close()
         found += more
     for step, rollout in enumerate(found):
@@ -339,8 +342,8 @@ def test_an_engine_of_its_own_process_never_sleeps_and_has_half_of_the_threads()
 def test_what_a_run_no_longer_asks_for_leaves_its_checkpoints():
     """Another seed gives other keys."""
     old = [{"name": "0" * 16, "rollout": expected(3, 2)}]
-    samples = sampler(lambda: Plain().record(), ahead=1, saved=old)
-    _, kept = train(samples, 0, 3, 1, stop=1)
+    samples = sampler(lambda: Plain().record(), ahead=1)
+    _, kept = train(samples, 0, 3, 1, saved=old, stop=1)
     samples.close()
     assert len(kept) == 1 and kept[0]["name"] != old[0]["name"]
 

@@ -153,6 +153,27 @@ def test_rollouts_that_are_ahead_are_in_the_state_that_is_saved():
     assert len(names) == 2 and not states[-1]["ahead"]
 
 
+def test_the_state_alone_says_what_was_sampled_before():
+    """A collector that has seen no step takes the rollouts of a checkpoint from its argument, each once."""
+
+    def one():
+        calls = collect.EngineWorker(lambda: engine.hf(tiny.llama(), tiny.tokenizer()))
+        samples = collect.AsyncSampler(calls.engine(), STRATEGY, calls=calls)
+        return collect.collector(source(prompts_of(9), samples), prompts=N, group=G, ahead=2), calls
+
+    first, calls = one()
+    _, state = first.next(first.init(), 0)
+    saved = first.save(state)
+    calls.close()
+    again, calls = one()
+    batch, after = again.next(saved, 1)
+    alike(again.next(saved, 1)[0], batch)  # the step may be taken again
+    assert len(saved["ahead"]) == 2 and len(after["ahead"]) == 1 and after["ahead"][0] in saved["ahead"]
+    whole = again.save(after)["ahead"]  # of step 2 from the state, and of step 3, which this process began
+    calls.close()
+    assert len(whole) == 2 and after["ahead"][0] in whole
+
+
 @each(
     ("ways", "line"),
     [

@@ -12,7 +12,7 @@ from sees_and_hears import FAMILIES
 
 import rft_fn as rft
 from rft_fn import collect, engine, rng
-from rft_fn.collect.asynchronous import name_of
+from rft_fn.collect.engine_worker import name_of
 from rft_fn.engine import EngineConfig, prompt_media
 from rft_fn.environment import Environment, Renderer, Stepped
 from rft_fn.model.placeholders import placeholder_ids
@@ -112,8 +112,8 @@ def test_a_checkpoint_of_rollouts_ahead_brings_their_media_back(eng):
     want = eng.generate(prompts, keys, n=2, sampling=SAMPLING)
     same(samples.generate(prompts, keys, n=2, sampling=SAMPLING), want)
     samples.close()
-    resumed = collect.AsyncSampler(eng, st, saved=saved)
-    same(resumed.generate(prompts, keys, n=2, sampling=SAMPLING), want)
+    resumed = collect.AsyncSampler(eng, st)
+    same(resumed.generate(prompts, keys, n=2, sampling=SAMPLING, saved=saved), want)
 
 
 def test_partial_rollouts_keep_their_media(eng):
@@ -203,7 +203,7 @@ def everything(st):
     done = collect.sample_partial(generate, draw, 0, **how)
     later = collect.sample_partial(generate, draw, 1, waiting=done.waiting, **how)
     saved = [{"name": name_of(keys, 2, SAMPLING), "rollout": rft.tree.replace(first, media=None)}]
-    ahead = collect.AsyncSampler(eng, st, saved=saved).generate(prompts, keys, n=2, sampling=SAMPLING)
+    ahead = collect.AsyncSampler(eng, st).generate(prompts, keys, n=2, sampling=SAMPLING, saved=saved)
     found = {"first": first, "more": more, "done": done.rollout, "later": later.rollout, "ahead": ahead}
     return {name: packed(st, x) for name, x in found.items()}
 
