@@ -2,6 +2,7 @@
 
 import copy
 import re
+import traceback
 from functools import partial
 from importlib import import_module
 
@@ -12,7 +13,8 @@ import torch
 from each_case import each
 
 import rft_fn as rft
-from rft_fn import engine, optim, sync
+from rft_fn import collect, engine, optim, sync
+from rft_fn.engine.hf import engine as hf_engine
 from rft_fn.model import finite, lora, lora_merged
 from rft_fn.run import options
 from rft_fn.run.rollout_engine import start_engine
@@ -267,6 +269,29 @@ def test_an_iterator_that_dies_once_is_followed_by_a_new_engine():
     assert torch.equal(
         eng.generate(PROMPTS, [1, 2, 3], **how).logp, want.generate(PROMPTS, [1, 2, 3], **how).logp
     )
+
+
+def test_one_supervision_is_between_a_run_and_its_engine(monkeypatch):
+    """Every file that a call passes through is one that has to be read to follow it."""
+    found = {}
+    for name in ("sample", "load"):
+        real = getattr(hf_engine._InProcess, name)
+
+        def noted(self, *args, name=name, real=real, **options):
+            files = [frame.filename for frame in traceback.extract_stack()[:-1]]
+            ours = [file.split("rft_fn/")[-1] for file in files if "rft_fn/" in file]
+            found[name] = [file for file in ours if not file.startswith("strategy")]
+            return real(self, *args, **options)
+
+        monkeypatch.setattr(hf_engine._InProcess, name, noted)
+    st, state, eng = started()
+    own, push = start_engine(
+        options.Reinforcement(model="tiny", canary=False, rebuilds=3), st, None, build=lambda: eng
+    )
+    push(state, version=1)
+    collect.gather_and_generate(own, st, PROMPTS, [1, 2, 3], n=1, sampling=rft.Sampling(max_new=2))
+    assert found["load"] == ["run/rollout_engine.py", "sync/push.py", "engine/lifetime.py"]
+    assert found["sample"] == ["engine/global_batch.py", "engine/lifetime.py"]
 
 
 def test_an_iterator_that_dies_leaves_a_dead_engine():

@@ -24,8 +24,9 @@ from rft_fn.collect.mismatch import (
     noise_floor,
     staleness,
 )
-from rft_fn.collect.partial import VariedGroups, Waiting, judged_groups, sample_partial, sample_varied_groups
+from rft_fn.collect.partial import Waiting, sample_partial
 from rft_fn.collect.turns import play
+from rft_fn.collect.varied_groups import VariedGroups, judged_groups, sample_varied_groups
 from rft_fn.engine import gather_and_generate
 
 __all__ = [

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from rft_fn import data
 from rft_fn.collect.asynchronous import AsyncSampler, Saved, due
-from rft_fn.collect.partial import VariedGroups, judged_groups, sample_partial, sample_varied_groups
+from rft_fn.collect.partial import sample_partial
+from rft_fn.collect.varied_groups import VariedGroups, judged_groups, sample_varied_groups
 from rft_fn.data.curriculum import Rule, by_prompt, by_source
 from rft_fn.engine.global_batch import gather_and_generate
 from rft_fn.reward import Judged

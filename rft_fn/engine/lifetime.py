@@ -134,13 +134,13 @@ class Supervised:
 
     def _take(self, built: EngineCore | Engine) -> None:
         """Take an engine that was just built in place of the last one."""
-        core = self._within(built) if isinstance(built, Engine) else built
+        core = self._core_of(built) if isinstance(built, Engine) else built
         self.core: EngineCore | None = core
         self.last: EngineStatus = core.status()
         self.ended = ""  # why it is not alive; empty while it is
         self.fresh = True  # it has not had any weights since it was built
 
-    def _within(self, engine: Engine) -> EngineCore:
+    def _core_of(self, engine: Engine) -> EngineCore:
         """Return what an engine calls, and take over its supervision where it has one: no call has two."""
         inner = engine.generate.__self__ if inspect.ismethod(engine.generate) else None
         if not isinstance(inner, Supervised) or inner.core is None or inner.ended or inner.rebuilds:
