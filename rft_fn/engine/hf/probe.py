@@ -85,21 +85,25 @@ def _with_cache(lm: "PreTrainedModel", pad: int, fixed: bool | None) -> list[tup
     """Return `_plain`, before each the same with buffers, and with joins if they hold all of its cache."""
     plain = _plain(lm, pad)
     roomy = _attempt(prefill, lm, CacheSupport(rows={}, room=True), [[pad] * 3], [1], pad)
+    buffered = roomy is not None and bool(cache_rows.buffered_layers(roomy.cache))
+    outside = cache_rows.tensors(roomy.cache).keys() if buffered else set()
+    on_cpu = lm.device.type == "cpu"
+    replays = can_replace(lm) and (not on_cpu if fixed is None else fixed)
+    sums_wide = not on_cpu or lm.dtype.itemsize > 2  # a CPU has no products of 16 bits with wide sums
+
     ways: list[tuple[CacheSupport, str]] = []
     for batching, note in plain:
-        if roomy is not None and cache_rows.buffered_layers(roomy.cache):
-            if batching.padded and not cache_rows.tensors(roomy.cache).keys() & (batching.rows or {}).keys():
-                joining = batching._replace(room=True, joins=True)
-                if can_replace(lm) and (lm.device.type != "cpu" if fixed is None else fixed):
-                    # a CPU has no products of 16 bits with wide sums
-                    if lm.device.type != "cpu" or lm.dtype.itemsize > 2:
-                        ways.append((joining._replace(fixed=True, shares=True), note))
-                    ways.append((joining._replace(fixed=True), note))
-                if can_replace(lm) and lm.device.type == "cpu":
-                    ways.append((joining._replace(shares=True), note))
-                ways.append((joining, note))
-            ways.append((batching._replace(room=True), note))
-        ways.append((batching, note))
+        joins = buffered and batching.padded and not outside & (batching.rows or {}).keys()
+        joining = batching._replace(room=True, joins=True)
+        candidates = [  # (a way, whether the model is one for it), the fastest first
+            (joining._replace(fixed=True, shares=True), joins and replays and sums_wide),
+            (joining._replace(fixed=True), joins and replays),
+            (joining._replace(shares=True), joins and can_replace(lm) and on_cpu),
+            (joining, joins),
+            (batching._replace(room=True), buffered),
+            (batching, True),
+        ]
+        ways += [(way, note) for way, possible in candidates if possible]
     return ways
 
 
