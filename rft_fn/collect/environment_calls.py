@@ -1,4 +1,4 @@
-"""Calls of environments: many at once where they can be awaited, in a limit of time, each result checked."""
+"""Calls environments, many at once where they can be awaited, in a time limit; checks each result."""
 
 import asyncio
 import inspect

@@ -1,4 +1,4 @@
-"""Supervises an engine: its calls answer in time, one that failed is dead, and another may take its place."""
+"""Supervises an engine: it answers in time, is dead once it failed, and another takes its place."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
