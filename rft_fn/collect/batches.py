@@ -114,10 +114,23 @@ class _Batches(NamedTuple):
         return data.draw(self.source.dataset, self.prompts, step, self.source.seed, round=i)
 
     def answer(
-        self, step: int, asked: Sequence[Any], keys: Sequence[int], *, saved: Saved = ()
+        self,
+        step: int,
+        asked: Sequence[Any],
+        keys: Sequence[int],
+        *,
+        n: int | None = None,
+        sampling: Sampling | None = None,
+        saved: Saved = (),
     ) -> tuple[Rollout, Judged]:
-        """Return G responses to each prompt, and their rewards [N, G]; `saved` are responses from before."""
-        return self._answer(step, asked, keys, self.group, self.source.sampling, saved=saved)
+        """Return n responses to each prompt, by default G by the run's sampling, and their rewards [N, n].
+
+        They are taken from `saved` where it has them.
+        """
+        n, sampling = n or self.group, sampling or self.source.sampling
+        with self.source.sampling_block():
+            rollout = self.source.samples.generate(asked, keys, n=n, sampling=sampling, saved=saved)
+        return rollout, self.source.judge(rollout, asked, step)
 
     def batch(self, groups: VariedGroups, step: int, metrics: Mapping[str, float] | None = None) -> Batch:
         """Return the batch of these groups, with what the options add to it."""
@@ -125,7 +138,7 @@ class _Batches(NamedTuple):
         if self.greedy:  # for which keys do not matter
             keys = range(len(groups.prompts))
             likeliest = Sampling(temperature=0, max_new=self.source.sampling.max_new)
-            answers = self._answer(step, groups.prompts, keys, 1, likeliest)
+            answers = self.answer(step, groups.prompts, keys, n=1, sampling=likeliest)
         learned = without_truncated(groups.rollout) if self.mask_truncated else groups.rollout
         found = groups.metrics() | dict(metrics or {})
         return Batch(groups.prompts, groups.rollout, groups.judged, answers, found, learned)
@@ -133,20 +146,6 @@ class _Batches(NamedTuple):
     def save(self, state: State) -> State:
         """Finish the rollouts under way, and return the state with them."""
         return {**state, "ahead": self.source.samples.save(state["ahead"])}
-
-    def _answer(
-        self,
-        step: int,
-        asked: Sequence[Any],
-        keys: Sequence[int],
-        n: int,
-        sampling: Sampling,
-        *,
-        saved: Saved = (),
-    ) -> tuple[Rollout, Judged]:
-        with self.source.sampling_block():
-            rollout = self.source.samples.generate(asked, keys, n=n, sampling=sampling, saved=saved)
-        return rollout, self.source.judge(rollout, asked, step)
 
 
 def _by_step(batches: _Batches, rounds: int, ahead: int) -> Collector:
