@@ -139,10 +139,9 @@ def _save_alone(run: Run) -> str:
 def start_sampler(cfg: Any, st: Strategy, task: Task) -> tuple[collect.AsyncSampler, Push]:
     """Return (what samples the rollouts, the function that sends it weights).
 
-    As `start_engine`, with `ahead`. With `ahead` the
-    engine has a separate process, this process keeps the threads that it leaves, and its thread builds it
-    again where it dies: every rank independently, with the weights that it had, which the trainer no longer
-    has. With `canary` it must pass that again.
+    As `start_engine`. With `ahead` the engine has a separate process, this process keeps the threads that it
+    leaves, and its thread builds it again where it dies: every rank independently, with the weights that it
+    had, which the trainer no longer has. With `canary` it must pass that again.
     """
     if not cfg.ahead:
         inner, push = start_engine(cfg, st, task)
