@@ -85,8 +85,9 @@ def _with_cache(lm: "PreTrainedModel", pad: int, fixed: bool | None) -> list[tup
     """Return `_plain`, before each the same with buffers, and with joins if they hold all of its cache."""
     plain = _plain(lm, pad)
     roomy = _attempt(prefill, lm, CacheSupport(rows={}, room=True), [[pad] * 3], [1], pad)
-    buffered = roomy is not None and bool(cache_rows.buffered_layers(roomy.cache))
-    outside = cache_rows.tensors(roomy.cache).keys() if buffered else set()
+    cache = None if roomy is None else roomy.cache
+    buffered = bool(cache_rows.buffered_layers(cache))
+    outside = cache_rows.tensors(cache).keys() if buffered else set()
     on_cpu = lm.device.type == "cpu"
     replays = can_replace(lm) and (not on_cpu if fixed is None else fixed)
     sums_wide = not on_cpu or lm.dtype.itemsize > 2  # a CPU has no products of 16 bits with wide sums
