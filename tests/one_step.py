@@ -168,7 +168,7 @@ class Fixed(Setup):
     source = property(
         lambda self: rft.collect.Source(
             strategy=self.st,
-            samples=SimpleNamespace(resume=lambda saved: None, generate=self.generate, save=list),
+            samples=SimpleNamespace(generate=self.generate, save=list),
             dataset=None,
             judge=self.judge,
             sampling=rft.Sampling(max_new=12),
@@ -177,7 +177,7 @@ class Fixed(Setup):
         )
     )
 
-    def generate(self, prompts, keys, *, n, sampling):
+    def generate(self, prompts, keys, *, n, sampling, saved):
         return rollout() if n > 1 else rft.rollout.take(rollout(), [3, 5])
 
     def judge(self, responses, prompts, step):
