@@ -408,10 +408,10 @@ def cells(data, _):
 
 
 HOOKS: dict[str, Any] = {
-    "border/values.py:read_json": Reader(
+    "border/json_files.py:read_json": Reader(
         {"a": [1.5, "x"]}, lambda data, _: border.read_json(data), {"/a/0": lambda x: x == x}
     ),
-    "border/values.py:json_rows": SHOWN,
+    "border/json_files.py:json_rows": SHOWN,
     "engine/server_protocol.py:Client.call": CALL,
     "reward/wire.py:read_request": Reader(REQUEST, lambda data, _: wire.read_request(data), REQUEST_MUST),
     "reward/wire.py:read_answer": Reader(ANSWER, lambda data, _: wire.read_answer(data, 2), number_or_none),
