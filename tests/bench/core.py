@@ -46,8 +46,8 @@ READ = (
 )
 # what these stand on, to look up
 GROUND = (
-    "tree", "check", "limits", "precision", "segment", "types/distribution", "types/training", "types/media", "packing/units",
-    "optim/in_place",
+    "tree", "check", "limits", "precision", "segment", "types/distribution", "types/training", "types/media",
+    "packing/units", "optim/in_place",
 )  # fmt: skip
 
 
