@@ -85,7 +85,7 @@ def free(kind: Any) -> set[str]:
     """Return the names of the `Free` fields of a dataclass; a nested one's are "part.name"."""
     names = set()
     for name, hint in _hints(kind).items():
-        if FREE in getattr(hint, "__metadata__", ()):
+        if FREE in _marks(hint):
             names.add(name)
         elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
             names |= {f"{name}.{inner}" for inner in free(hint)}
@@ -98,8 +98,13 @@ def _hints(kind: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 
 
+def _marks(hint: Any) -> tuple[Any, ...]:
+    """Return what an annotated type is annotated with."""
+    return hint.__metadata__ if get_origin(hint) is Annotated else ()
+
+
 def _field(name: str, x: Any, hint: Any) -> None:
-    marks = getattr(hint, "__metadata__", ())
+    marks = _marks(hint)
     limits = [m for m in marks if isinstance(m, Range)]
     if FILLED in marks and isinstance(x, str) and not x.strip():
         raise ValueError(f"{name}: expected a text that is not empty, got {x!r}")

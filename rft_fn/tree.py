@@ -211,7 +211,7 @@ def donate(*trees: Any) -> None:
             dict.clear(x)
             x.source = None
             x.__class__ = _Donated
-        elif hasattr(type(x), "__dataclass_fields__"):
+        elif dataclasses.is_dataclass(x):
             children, _ = field_names(type(x))
             donate(*(x.__dict__[name] for name in children if name in x.__dict__))
             x.__dict__.clear()

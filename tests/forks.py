@@ -62,7 +62,6 @@ LIBRARIES = (
     "rft_fn.run",
     "rft_fn.strategy.fsdp2",
     "rft_fn.tools.commands",
-    "rft_fn.tools.pictures",
     "rft_kernels",
     "script_runs",
 )

@@ -83,7 +83,7 @@ def leave_out(put=setattr):
 
     Gives (owner, name, function) of each part, to put it back.
     """
-    instead = {f"tools.plot.{name}": nothing for name in SILENT}
+    instead = {f"run.plot.{name}": nothing for name in SILENT}
     instead |= {"run.opening.print_preflight": nothing, "sync.canary": only_sent}
     parts = []
     for path, function in instead.items():

@@ -25,9 +25,9 @@ from rft_fn.foreign_json import parse_json
 from rft_fn.model import head_folders, lora_folders
 from rft_fn.reward import verdicts, wire, wire_openrlhf
 from rft_fn.reward.results import read_result
-from rft_fn.run import card, claim, config_file, earlier_run, files, manifest, rollout_files
+from rft_fn.run import card, claim, config_file, earlier_run, files, manifest, plot, rollout_files
 from rft_fn.strategy import diagnose
-from rft_fn.tools import plot, watch
+from rft_fn.tools import watch
 from rft_fn.tools.page import build, recorded
 from rft_fn.types import Sampling
 
@@ -408,10 +408,10 @@ def cells(data, _):
 
 
 HOOKS: dict[str, Any] = {
-    "border.py:read_json": Reader(
+    "border/json_files.py:read_json": Reader(
         {"a": [1.5, "x"]}, lambda data, _: border.read_json(data), {"/a/0": lambda x: x == x}
     ),
-    "border.py:json_rows": SHOWN,
+    "border/json_files.py:json_rows": SHOWN,
     "engine/server_protocol.py:Client.call": CALL,
     "reward/wire.py:read_request": Reader(REQUEST, lambda data, _: wire.read_request(data), REQUEST_MUST),
     "reward/wire.py:read_answer": Reader(ANSWER, lambda data, _: wire.read_answer(data, 2), number_or_none),
@@ -429,7 +429,7 @@ HOOKS: dict[str, Any] = {
         },
     ),
     "reward/verdicts.py:_objects": Reader({"score": 7}, spoken(verdicts.JsonNumber())),
-    "tools/plot.py:read_metrics": METRICS,
+    "run/plot.py:read_metrics": METRICS,
     "tools/page/recorded.py:read": SHOWN[:1],
     "run/files.py:keep_until": row_reader("metrics.jsonl", kept, {"/step": at_least_0}),
     "run/earlier_run.py:settings": Reader(

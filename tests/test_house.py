@@ -34,13 +34,12 @@ def module_of(path):
 
 # each room may use those before it
 FLOOR_3 = ["dist", "ckpt", "memory", "strategy", "engine", "sync", "collect", "run", "tools"]
-# arrows to the right or up, inside of functions: the answer to a name or an option that is not there, and the
-# pictures at the end of a run
+# arrows to the right or up, inside of functions: the answer to a name or an option that is not there, and
+# `run.serve`, which is a tool
 LAZY = {
     ("types/strategy.py", "tools"),
     ("strategy/config.py", "tools"),
     ("parsing.py", "tools"),
-    ("run/run_folder.py", "tools"),
     ("run/__init__.py", "tools"),
 }
 PACKAGES = {"rft_fn": ROOT / "rft_fn", "rft_kernels": ROOT / "kernels" / "rft_kernels"}

@@ -48,7 +48,7 @@ def _node(x: Any) -> _Node | None:
     name = f"{type(x).__module__}:{type(x).__qualname__}"
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return _Node(name, list(range(len(x))), list(x))
-    if hasattr(type(x), "__dataclass_fields__"):
+    if dataclasses.is_dataclass(x):
         children, _ = tree.field_names(type(x))
         return _Node(name, list(children), [getattr(x, key) for key in children])
     return None
@@ -78,7 +78,7 @@ def _static(x: Any) -> dict[str, Any]:
     """Return the static fields of a container, as far as JSON can hold them."""
     if isinstance(x, deque):
         return {"maxlen": x.maxlen}
-    if not hasattr(type(x), "__dataclass_fields__"):
+    if not dataclasses.is_dataclass(x):
         return {}
     try:
         static = {name: getattr(x, name) for name in tree.field_names(type(x))[1]}
@@ -153,7 +153,7 @@ def _made(saved: dict[str, Any], parts: list[Any], like: Any) -> Any:
         return fields
 
     # structs and named tuples have the class of the template, or the one that was saved
-    if hasattr(type(like), "__dataclass_fields__"):
+    if dataclasses.is_dataclass(like):
         return tree.replace(like, **fields)
     if hasattr(type(like), "_fields"):
         return type(like)(*parts)
@@ -165,7 +165,7 @@ def _instance(saved: dict[str, Any], parts: list[Any], fields: dict[Any, Any]) -
     cls = _class_of(saved["kind"])
     if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return cls(*parts)
-    if not isinstance(cls, type) or not hasattr(cls, "__dataclass_fields__"):
+    if not isinstance(cls, type) or not dataclasses.is_dataclass(cls):
         return fields
     children, statics = tree.field_names(cls)
     static = {k: _frozen(v) for k, v in saved.get("static", {}).items()}
@@ -192,7 +192,7 @@ def _frozen(x: Any) -> Any:
         return tuple(_frozen(part) for part in x)
     if isinstance(x, dict) and set(x) == {"kind", "fields"}:
         cls = _class_of(x["kind"])
-        if not hasattr(cls, "__dataclass_fields__"):
+        if not isinstance(cls, type) or not dataclasses.is_dataclass(cls):
             return None
         return cls(**{name: _frozen(part) for name, part in x["fields"].items()})
     return x

@@ -15,7 +15,7 @@ from rft_fn.data.medium import for_template, media_of_turns, placed
 from rft_fn.data.messages import Conversation, Turn, extra_keys, is_learned, text_of
 from rft_fn.data.processing import Encoded, Processing
 from rft_fn.data.rendering import TooSlow, render
-from rft_fn.data.table import Row
+from rft_fn.data.table import Place, Row
 from rft_fn.data.template_variables import MARK, dated
 
 __all__ = ["EXCHANGE", "LOSS_ON", "MARKED", "Chat", "learned_turns"]
@@ -96,7 +96,7 @@ class Chat:
     def placed(self, turns: list[Turn], row: Row, place: str) -> list[Turn]:
         """Put the media of the row into their places in turns. ValueError for media that do not fit."""
         kinds = self.processing.kinds if self.processing is not None else frozenset()
-        return placed(turns, row, kinds, getattr(place, "folder", None))
+        return placed(turns, row, kinds, place.folder if isinstance(place, Place) else None)
 
     @cached_property
     def longest_token(self) -> int:

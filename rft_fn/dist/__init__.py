@@ -13,7 +13,9 @@ from rft_fn.dist.collectives import (
     world,
 )
 from rft_fn.dist.group import settle
-from rft_fn.dist.processes import LOST, Heartbeat, LostProcess, Processes, abort, begin, is_lost, lost_line
+from rft_fn.dist.heartbeat import Heartbeat
+from rft_fn.dist.lost import LOST, LostProcess, abort, is_lost, lost_line
+from rft_fn.dist.processes import Processes, begin
 
 __all__ = [
     "LOST", "Heartbeat", "LostProcess", "Processes", "abort", "all_gather_object", "all_reduce", "barrier",

@@ -4,6 +4,7 @@ Everything here works on one process too, where it does nothing. Host data (roll
 over gloo also where gradients travel over NCCL.
 """
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Sequence
@@ -84,7 +85,7 @@ def gather(x: Any) -> Any:
 
 
 def _has_media(x: Any) -> bool:
-    return "media" in getattr(type(x), "__dataclass_fields__", {})
+    return dataclasses.is_dataclass(x) and any(field.name == "media" for field in dataclasses.fields(x))
 
 
 def _without_media(x: Any) -> Any:

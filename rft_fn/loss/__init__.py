@@ -29,21 +29,17 @@ from rft_fn.loss.kl import (
     reverse_kl,
     reverse_kl_top_k,
 )
+from rft_fn.loss.labelled import Labels, bco, kto
 from rft_fn.loss.policy import ppo_clip, ratio, reinforce
 from rft_fn.loss.preference import (
-    PREFERENCES,
-    Labels,
-    Preference,
     apo_down,
     apo_zero,
-    bco,
     bco_pair,
     cpo,
     dpo,
     exo,
     hinge,
     ipo,
-    kto,
     length_desensitized,
     nca,
     online_dpo,
@@ -53,6 +49,7 @@ from rft_fn.loss.preference import (
     simpo,
     sppo,
 )
+from rft_fn.loss.preference_table import PREFERENCES, Preference
 from rft_fn.loss.surrogates import (
     a_star,
     cispo,

@@ -1,15 +1,12 @@
-"""Losses of policies on preferences: pairs of responses, and single responses with a label.
+"""Losses of policies on pairs of responses, of which one is preferred.
 
 Arguments [N] are log-probs of whole responses: sums over their tokens (`segment.sum`), or means
-(`segment.mean`) where a loss says so. `ref_` are the reference's of the same responses. A loss of pairs
-compares two responses, which must share a pack: `packing.shard(..., unit=2)`; metrics count the pairs in
-`packing.real(b)`, which leaves out placeholders. `PREFERENCES` has all of them by name, with the settings of
-their papers.
+(`segment.mean`) where a loss says so. `ref_` are the reference's of the same responses. The two responses of
+a pair must share a pack: `packing.shard(..., unit=2)`; metrics count the pairs in `packing.real(b)`, which
+leaves out placeholders. `preference_table.PREFERENCES` has them by name, with the settings of their papers.
 """
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +14,10 @@ from torch import Tensor
 
 from rft_fn import check, segment
 from rft_fn.loss.targets import smoothed
-from rft_fn.types.batch import Packed
 
 __all__ = [
-    "PREFERENCES", "Labels", "Preference", "apo_down", "apo_zero", "bco", "bco_pair", "cpo", "dpo", "exo",
-    "hinge", "ipo", "kto", "length_desensitized", "nca", "online_dpo", "orpo", "robust_dpo", "rpo",
-    "simpo", "sppo",
+    "apo_down", "apo_zero", "bco_pair", "cpo", "dpo", "exo", "hinge", "ipo", "length_desensitized", "nca",
+    "online_dpo", "orpo", "robust_dpo", "rpo", "simpo", "sppo",
 ]  # fmt: skip
 
 Scalar = float | Tensor
@@ -42,9 +37,6 @@ def _preference(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_reject
     """Return log(pi / ref)(chosen) - log(pi / ref)(rejected), [N]."""
     better, worse = _log_ratios(chosen, rejected, ref_chosen, ref_rejected)
     return better - worse
-
-
-# ---------- pairs, by the log-ratio of their log-ratios
 
 
 def dpo(
@@ -164,9 +156,6 @@ def exo(
     return kept + wrong.exp() * (wrong - math.log(label_smoothing))
 
 
-# ---------- pairs, each side by its own log-ratio
-
-
 def sppo(
     chosen: Tensor,
     rejected: Tensor,
@@ -245,9 +234,6 @@ def apo_down(
     return torch.sigmoid(beta * better) + torch.sigmoid(-beta * (better - worse))
 
 
-# ---------- pairs without a reference
-
-
 def cpo(chosen: Tensor, rejected: Tensor, *, beta: Scalar = 0.1, label_smoothing: float = 0.0) -> Tensor:
     """Return the preference term of the CPO loss of pairs, [N].
 
@@ -296,58 +282,6 @@ def orpo(chosen: Tensor, rejected: Tensor, *, beta: Scalar = 0.1) -> Tensor:
     return -chosen - beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 
-# ---------- single responses with a label
-
-
-def _signed(logp: Tensor, ref_logp: Tensor, desirable: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (log(pi / ref) [N], 1 for desirable responses and -1 for others [N])."""
-    check.given(ref_logp=ref_logp)
-    check.shapes(logp=(logp, "N"), ref_logp=(ref_logp, "N"), desirable=(desirable, "N"))
-    return logp - ref_logp, torch.where(desirable > 0.5, 1.0, -1.0).to(logp.dtype)
-
-
-def kto(
-    logp: Tensor,
-    ref_logp: Tensor,
-    desirable: Tensor,
-    *,
-    beta: Scalar = 0.1,
-    baseline: Scalar = 0.0,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-) -> Tensor:
-    """Return the KTO loss of single responses, [N].
-
-        weight (1 - sigmoid(+-beta (log(pi / ref) - z))),    + for desirable ones, z = `baseline`
-
-    `desirable` [N] is bool, or above 0.5. z [nats] is an estimate of KL(pi, ref), at least 0 and without
-    gradient, a number or [N]: the mean of log(pi / ref) over responses to other prompts of the batch. The
-    weights balance both kinds: weight times count of one within 1 to 4/3 of the other's. arXiv 2402.01306.
-    With z = 0 it is `apo_zero`, unpaired.
-    """
-    ratio, sign = _signed(logp, ref_logp, desirable)
-    weight = torch.where(sign > 0, desirable_weight, undesirable_weight).to(logp.dtype)
-    return weight * torch.sigmoid(-sign * beta * (ratio - baseline))
-
-
-def bco(
-    logp: Tensor, ref_logp: Tensor, desirable: Tensor, *, beta: Scalar = 0.1, baseline: Scalar = 0.0
-) -> Tensor:
-    """Return the BCO loss of single responses, [N].
-
-        -log sigmoid(+-(beta log(pi / ref) - delta)),    + for desirable ones, delta = `baseline`
-
-    `desirable` [N] is bool, or above 0.5: a classifier whose logit is the implicit reward. delta, a number
-    or [N], is the mean of the means of the rewards of both kinds, without gradient; the paper keeps a running
-    one. `bco_pair` is the sum of both sides of a pair, with 0. arXiv 2404.04656.
-    """
-    ratio, sign = _signed(logp, ref_logp, desirable)
-    return -F.logsigmoid(sign * (beta * ratio - baseline))
-
-
-# ---------- the best and the worst of a group
-
-
 def online_dpo(
     logp: Tensor,
     ref_logp: Tensor,
@@ -382,9 +316,6 @@ def online_dpo(
     return ((share * loss)[unit] * side.abs())[seq]
 
 
-# ---------- lengths, and the table
-
-
 def length_desensitized(mask: Tensor, seq: Tensor, num_seqs: int, *, alpha: float = 0.5) -> Tensor:
     """Return what LD-DPO multiplies the log-probs of pairs with, [T].
 
@@ -411,61 +342,3 @@ def length_desensitized(mask: Tensor, seq: Tensor, num_seqs: int, *, alpha: floa
 
     shared = torch.minimum(tokens[::2], tokens[1::2]).repeat_interleave(2)
     return torch.where(place <= shared[seq], 1.0, alpha)
-
-
-class Labels(NamedTuple):
-    """What losses of single responses read of each response, [K]."""
-
-    desirable: Tensor  # 1 or 0, or a share
-    baseline: Tensor
-
-    @classmethod
-    def of_pack(cls, b: Packed) -> "Labels":
-        """Return the labels of the responses of a pack, from `extra` of their tokens."""
-        given = b.extra or {}
-        return cls(*(segment.mean(given[name], b.mask, b.seq, b.num_seqs) for name in cls._fields))
-
-
-class Preference(NamedTuple):
-    """A loss of preferences with the settings of its paper."""
-
-    loss: Callable[..., Tensor]
-    paper: str  # arXiv id
-    beta: float = 0.1
-    nll: float = 0.0  # coefficient of -log pi of the chosen response, a mean over its tokens
-    mean: bool = False  # log-probs are means over tokens, not sums
-    reference: bool = True  # takes ref_chosen and ref_rejected after chosen and rejected
-    single: bool = False  # takes (logp, ref_logp, desirable), and a baseline
-
-    def of_pack(self, loss: Callable[..., Tensor], logp: Tensor, ref_logp: Tensor, b: Packed) -> Tensor:
-        """Return the loss of each pair of a pack, or of each response, from log-probs [K] of its sequences.
-
-        `loss` is that of the row, with its options. Sequences 2i and 2i + 1 are a pair.
-        """
-        if self.single:
-            labels = Labels.of_pack(b)
-            return loss(logp, ref_logp, labels.desirable, baseline=labels.baseline)
-        chosen, rejected = logp.view(-1, 2).T
-        return loss(chosen, rejected, *ref_logp.view(-1, 2).T) if self.reference else loss(chosen, rejected)
-
-
-PREFERENCES: dict[str, Preference] = {
-    "dpo": Preference(dpo, "2305.18290"),
-    "cdpo": Preference(dpo, "2305.18290"),
-    "robust": Preference(robust_dpo, "2403.00409"),
-    "rpo": Preference(dpo, "2404.19733", nll=1.0),
-    "dpo_norm": Preference(dpo, "2411.15124", beta=5.0, mean=True),
-    "ipo": Preference(ipo, "2310.12036"),
-    "hinge": Preference(hinge, "2305.10425"),
-    "exo": Preference(exo, "2402.00856"),
-    "sppo": Preference(sppo, "2405.00675", beta=1e-3),
-    "nca": Preference(nca, "2402.05369"),
-    "bco_pair": Preference(bco_pair, "2404.04656"),
-    "apo_zero": Preference(apo_zero, "2408.06266"),
-    "apo_down": Preference(apo_down, "2408.06266"),
-    "cpo": Preference(cpo, "2401.08417", nll=1.0, reference=False),
-    "simpo": Preference(simpo, "2405.14734", beta=2.0, mean=True, reference=False),
-    "orpo": Preference(orpo, "2403.07691", mean=True, reference=False),
-    "kto": Preference(kto, "2402.01306", single=True),
-    "bco": Preference(bco, "2404.04656", single=True),
-}

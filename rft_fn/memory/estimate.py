@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from rft_fn import precision, tree
 from rft_fn.memory import trace
-from rft_fn.memory.phases import Asked, Estimate, Example, Layout, Models
+from rft_fn.memory.backend_layout import Layout
+from rft_fn.memory.media_example import Example
+from rft_fn.memory.phases import Asked, Estimate, Models
 from rft_fn.model import quantize
 from rft_fn.model.parts import find
 from rft_fn.model.quantize import is_plain

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from rft_fn import logprob, optim, tree
 from rft_fn.memory import without_values
-from rft_fn.memory.phases import Example, Groups
+from rft_fn.memory.backend_layout import Groups
+from rft_fn.memory.media_example import Example
 from rft_fn.memory.without_values import Answers, Constants, Values
 from rft_fn.model import reader
 from rft_fn.model.bind import wrap_for_training

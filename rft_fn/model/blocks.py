@@ -51,7 +51,7 @@ def compile_blocks(root: nn.Module, *, backend: str = "inductor") -> int:
             f"compile_blocks: expected a language model of transformers, got {name}; "
             "compile a module with its own forward yourself"
         )
-    if getattr(root, "balance", None) is not None:
+    if root.balance is not None:
         raise ValueError("aux: expected False with compile_blocks, got True, whose hooks come and go")
     found = blocks(root.parts.text)
     if not found:

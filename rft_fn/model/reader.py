@@ -17,6 +17,7 @@ from rft_fn.model.forward import BOUNDARIES, ONE_SEQUENCE, POSITIONS, forget_len
 from rft_fn.model.packing_probe import Found, Question
 from rft_fn.model.parts import Parts, find, inside_adapters, text_config
 from rft_fn.model.placeholders import placeholders, sees_or_hears
+from rft_fn.model.router import Balance
 from rft_fn.model.text_inputs import cut_before
 from rft_fn.types import Packed, TokenOut
 
@@ -45,6 +46,7 @@ class Reader(nn.Module, ABC):
     shared: bool = False  # whether tokens of a pack that begin alike are computed once
     switch: int | None = None  # tokens after which a sequence has other rotary factors
     grows: bool = False  # whether the rotary factors of a long sequence depend on its very length
+    balance: Balance | None = None  # how evenly its routers use the experts, where that is asked for
 
     @abstractmethod
     def read(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:

@@ -9,7 +9,7 @@ from torch import Tensor
 from rft_fn import tree
 from rft_fn.optim.in_place import InPlace
 from rft_fn.optim.updates import by_name, local_parts
-from rft_fn.types.batch import Transform
+from rft_fn.types.training import Transform
 
 __all__ = ["AdamState", "Decays", "Schedule", "adamw", "add_decay", "constant", "is_matrix"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rft_fn.optim.updates import apply_updates, local_parts
-from rft_fn.types.batch import Transform
+from rft_fn.types.training import Transform
 
 __all__ = ["InPlace", "in_order", "step_in_place", "step_of"]
 

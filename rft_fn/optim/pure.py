@@ -9,7 +9,7 @@ from torch import Tensor
 from rft_fn import tree
 from rft_fn.optim.adamw import AdamState, constant
 from rft_fn.optim.sgd_and_lion import SgdState
-from rft_fn.optim.transforms import by_name
+from rft_fn.optim.updates import by_name
 from rft_fn.types import Transform
 
 __all__ = ["pure"]

@@ -17,7 +17,7 @@ from torch import nn
 from rft_fn import algorithm, data, dist, engine, model, opened, optim, strategy
 from rft_fn.data.template_variables import fix_day
 from rft_fn.memory import Sampler
-from rft_fn.memory.phases import largest
+from rft_fn.memory.media_example import largest
 from rft_fn.model.placeholders import sees_or_hears
 from rft_fn.run import earlier_run, options
 from rft_fn.run.claim import Inputs, lock_folder

@@ -34,10 +34,11 @@ from rft_fn.ckpt.folder import read_meta
 from rft_fn.data.template_variables import fix_day
 from rft_fn.metric import Calibration
 from rft_fn.reward import Judged
-from rft_fn.run import claim, earlier_run, options, samples, signals, symptoms, tracking
+from rft_fn.run import claim, earlier_run, options, plot, samples, signals, symptoms, tracking
 from rft_fn.run.card import save_card
 from rft_fn.run.claim import Claim, Inputs
 from rft_fn.run.files import append_row, defaults_of, jsonable
+from rft_fn.run.pictures import Pictures
 from rft_fn.run.progress import Progress, Timing
 from rft_fn.run.rollout_files import write_rollout
 from rft_fn.types import Rollout, Session, Strategy, TrainState
@@ -101,8 +102,6 @@ class Run:
         self._claim = Claim(
             self.folder, self.config, may_change, defaults=defaults, inputs=inputs, made_by=made_by
         )
-        from rft_fn.tools.pictures import Pictures
-
         self._timing = Timing()
         self._progress = Progress(self.folder.name, total)
         self._pictures = Pictures(self.folder, Path(log_dir or folder), every=plot_every, config=self.config)
@@ -141,8 +140,6 @@ class Run:
         """
 
         def continue_from() -> None:
-            from rft_fn.tools import plot
-
             self._claim.compare_files(step, override=self._override)
             earlier_run.cut_back(self.folder, step)
             self._claim.note_changes(step)
@@ -280,8 +277,6 @@ class Run:
         fix_day(None)
         if not self.main:
             return
-        from rft_fn.tools import plot
-
         self._pictures.draw()
         if len(self._rewards) > 1:
             last = self._rewards[-10:]

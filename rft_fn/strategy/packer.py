@@ -31,8 +31,9 @@ class Packer:
     def settle(self, root: nn.Module, call: Callable[..., Any] | None = None) -> None:
         """Test a model by `reader.detect_packing`, on all processes alike; `call` is the module as run."""
         reader.detect_packing(root, call=call, agree=self.agree)
-        self.one_unit |= getattr(root, "mode", None) == ONE_SEQUENCE
-        self.shared |= getattr(root, "shared", False)
+        if isinstance(root, reader.Reader):
+            self.one_unit |= root.mode == ONE_SEQUENCE
+            self.shared |= root.shared
 
     def rows(
         self,

@@ -131,7 +131,7 @@ def _read_as(key: str, change: Change, name: str, layer: Any) -> property:
 
 def _trainer_of(st: Strategy, state: TrainState) -> Apply | None:
     """Return the apply of a state; None if its weights are better not changed as it reads them."""
-    bound = getattr(state.residence, "bound", None)
+    bound = None if state.residence is None else state.residence.bound
     apply = None if bound is None else bound()
     if apply is None or st.device.type in COPIED or any(is_low(p) for p in state.module.parameters()):
         return None

@@ -214,7 +214,7 @@ class Run(NamedTuple):
 
 def _fields(x: TokenOut | Packed) -> dict[str, Tensor]:
     """Return name -> tensor of a record, those of `extra` by their own names."""
-    named = {**vars(x), **(getattr(x, "extra", None) or {})}
+    named = {**vars(x), **(x.extra or {} if isinstance(x, Packed) else {})}
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from rft_fn.algorithm import get_algorithm
 from rft_fn.analysis import loss_slopes
 from rft_fn.model.load import read_vocabulary
+from rft_fn.run import plot
 from rft_fn.run.earlier_run import last_model
 from rft_fn.run.files import jsonable, write_whole
 from rft_fn.run.rollout_files import read_rollout
-from rft_fn.tools import plot
 from rft_fn.types import Experience, Rollout, Sampling
 
 __all__ = ["describe", "draw", "evidence", "recorded", "show", "write"]

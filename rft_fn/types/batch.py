@@ -1,64 +1,13 @@
 """The stages of a batch: sampled, scored, and packed into micro-batches."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
-
 import torch
 from torch import Tensor
 
-from rft_fn import check, limits, tree
-from rft_fn.limits import AtLeast0, Count, PositiveShare, Whole
+from rft_fn import check, tree
+from rft_fn.types.distribution import Sampling
 from rft_fn.types.media import Media
 
-__all__ = [
-    "Experience", "Packed", "Rollout", "Sampling", "TokenOut", "TrainState", "Transform", "TransformInit",
-    "TransformUpdate", "experience",
-]  # fmt: skip
-
-
-# ---------- how tokens are drawn
-
-
-@tree.documented
-@dataclass(frozen=True)
-class Sampling:
-    """The distribution that tokens are drawn from.
-
-    Logits / temperature, then the top_k largest, then the smallest set with mass top_p, renormalised. The
-    engine and the trainer share one object, so that log-probs are of the distribution that was sampled
-    from.
-    """
-
-    temperature: AtLeast0 = 1.0  # 0 is greedy
-    top_p: PositiveShare = 1.0
-    top_k: Whole = 0  # 0 keeps all
-    max_new: Count = 256  # tokens
-    stop: tuple[int | str, ...] = ()  # token ids, or texts, that end a response; the engine adds the eos
-
-    def __post_init__(self) -> None:
-        limits.fields(self)
-        if "" in self.stop:
-            raise ValueError(f"stop: expected token ids and texts that are not empty, got {self.stop}")
-
-    @property
-    def distribution(self) -> tuple[float, float, int]:
-        """Return the (temperature, top_p, top_k) of log-probs; temperature 1 for greedy tokens."""
-        return self.temperature or 1.0, self.top_p, self.top_k
-
-    @property
-    def described(self) -> str:
-        """Return the distribution as text, for an error."""
-        temperature, top_p, top_k = self.distribution
-        return f"temperature {temperature:g}, top_p {top_p:g}, top_k {top_k}"
-
-    @property
-    def truncates(self) -> bool:
-        """Return whether top_p or top_k leave out any token."""
-        return self.top_p < 1 or self.top_k > 0
-
-
-# ---------- the stages of a batch: sampled, scored, and packed into micro-batches
+__all__ = ["Experience", "Packed", "Rollout", "TokenOut", "experience"]
 
 
 @tree.struct
@@ -243,53 +192,3 @@ def _on_tokens(x: Tensor, size: int) -> Tensor:
     if x.dim() == 2 and x.shape[-1] == 1:
         x = x.expand(-1, size)
     return x
-
-
-# ---------- the state of training, and the gradient transformations that update it
-
-
-class TransformInit(Protocol):
-    """Makes the state of a transform."""
-
-    def __call__(self, params: Any, /) -> Any:
-        """Return the state before the first update.
-
-        It is a tree of tensors on the devices of `params`.
-        """
-        ...
-
-
-class TransformUpdate(Protocol):
-    """One step of a transform."""
-
-    def __call__(self, grads: Any, state: Any, params: Any, /) -> tuple[Any, Any]:
-        """Return (updates, state one step on).
-
-        The updates are to be added to `params`: a mapping of any type with the same names. `grads` and
-        `state` are donated: both may be changed in place. `params` are only read.
-        """
-        ...
-
-
-class Transform(NamedTuple):
-    """A gradient transformation as a value.
-
-    It is a pair of functions and a description, as in optax.
-    """
-
-    init: TransformInit
-    update: TransformUpdate
-    spec: Mapping[str, Any]  # plain data, for backends that bring their optimizer along
-
-
-@tree.struct
-class TrainState:
-    """Everything that an update needs and changes. Donated to `Strategy.update`."""
-
-    params: Any  # tree.Named of tensors
-    opt: Any  # what tx.init made of them
-    step: int  # updates done
-    skipped: int = 0  # latest updates in a row without finite gradients
-    tx: Transform = tree.static()
-    module: Any = tree.static(default=None)  # the owner of the params: an export reads its frozen weights
-    residence: Any = tree.static(default=None)  # a model.placing.Residence; None: always on the device

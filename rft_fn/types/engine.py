@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rft_fn import tree
-from rft_fn.types.batch import Rollout, Sampling
+from rft_fn.types.batch import Rollout
+from rft_fn.types.distribution import Sampling
 
 __all__ = [
     "Delivered", "Engine", "EngineStatus", "Generate", "Load", "Score", "described", "record",

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from rft_fn import tree
-from rft_fn.types.batch import Packed, TokenOut, TrainState
+from rft_fn.types.batch import Packed, TokenOut
 from rft_fn.types.functions import Apply
+from rft_fn.types.training import TrainState
 
 __all__ = ["Session", "Strategy"]
 

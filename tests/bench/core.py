@@ -45,7 +45,10 @@ READ = (
     "optim/updates",
 )
 # what these stand on, to look up
-GROUND = ("tree", "check", "limits", "precision", "segment", "types/media", "packing/units", "optim/in_place")
+GROUND = (
+    "tree", "check", "limits", "precision", "segment", "types/distribution", "types/training", "types/media",
+    "packing/units", "optim/in_place",
+)  # fmt: skip
 
 
 def path_of(name: str) -> Path:

@@ -94,7 +94,7 @@ def ends(rows: list[dict], key: str) -> tuple[float, float]:
 
 def picture(name: str, rows: list[dict]) -> None:
     """The reward of a run, and beside it what the idea is about."""
-    from rft_fn.tools import plot
+    from rft_fn.run import plot
 
     plt = plot._pyplot()
     panels = [("reward", "reward/mean")]

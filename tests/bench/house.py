@@ -148,29 +148,33 @@ def code_lines(text: str) -> int:
     return len(lines)
 
 
-FLOORS = (  # from the top; on the upper two rows a room also imports those to its left
-    ("for people", "tools"),
-    ("L3  effects", "dist ckpt memory strategy engine sync collect run"),
-    ("L2  models and data", "model modality reward data environment hub parsing"),
-    (
-        "L1  mathematics",
-        "segment scan advantage weight loss reward_shaping logprob sampling "
-        "metric rollout packing optim algorithm testing",
-    ),
-    ("L0  values", "tree rng check precision types"),
-)
+TITLES = {"L0": "L0  values", "L1": "L1  mathematics", "L2": "L2  models and data", "L3": "L3  effects"}
+PEOPLE = ("tools", "migrate")  # the rooms of L3 that people use beside a run
+
+
+def floors(root: Path) -> list[tuple[str, list[str]]]:
+    """Return the rooms of each floor, from the top, as the root of the package lists them."""
+    listed = (root / "rft_fn" / "__init__.py").read_text().partition("if TYPE_CHECKING:")[2]
+    parts = re.split(r"# (L\d): ", listed.partition("from rft_fn.types")[0])[1:]
+    found = {}
+    for floor, text in zip(parts[::2], parts[1::2]):
+        found[floor] = [x for line in re.findall("from rft_fn import (.*)", text) for x in line.split(", ")]
+    people = [name for name in found["L3"] if name in PEOPLE]
+    found["L3"] = [name for name in found["L3"] if name not in PEOPLE]
+    return [("for people", people), *((TITLES[floor], found[floor]) for floor in sorted(found, reverse=True))]
 
 
 def drawing(house: House) -> str:
     """Draw the floors as SVG: a box a room, as wide as it has lines, in rows that fill the picture."""
     width, high, left, least = 1000, 54, 150, 76
     out, y = [], 8
-    for title, names in FLOORS:
+    for title, names in floors(house.root):
         rooms = []
-        for name in names.split():
+        for name in names:
             paths = [p for m, p in house.files.items() if m.split(".")[0] == name]
             rooms.append((name, len(paths), sum(p.read_text().count("\n") for p in paths)))
-        for row in (rooms[:7], rooms[7:]) if len(rooms) > 10 else (rooms,):
+        half = -(-len(rooms) // 2) if len(rooms) > 10 else len(rooms)
+        for row in (rooms[:half], rooms[half:]) if len(rooms) > half else (rooms,):
             room = width - left - 8 - least * len(row)  # beyond the least width of each
             total = sum(lines for _, _, lines in row)
             x = left

@@ -86,7 +86,7 @@ def draw(rise: Rise, path: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    from rft_fn.tools.plot import running_mean
+    from rft_fn.run.plot import running_mean
 
     pyplot.rcParams["svg.hashsalt"] = "rise"
     figure, (left, right) = pyplot.subplots(

@@ -87,9 +87,9 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
     ],
 )
 def test_a_time_limit_of_the_user_s_is_no_lost_process(monkeypatch, lost, error):
-    monkeypatch.setattr(dist.processes, "world", lambda: 2)
+    monkeypatch.setattr(dist.lost, "world", lambda: 2)
     assert dist.is_lost(error) == lost
-    monkeypatch.setattr(dist.processes, "world", lambda: 1)
+    monkeypatch.setattr(dist.lost, "world", lambda: 1)
     assert not dist.is_lost(error)
 
 
@@ -129,7 +129,7 @@ def test_whoever_has_left_is_not_named():
 
 def test_a_phase_describes_the_loss_once(monkeypatch):
     """The innermost block names the phase; what is no loss passes as it is."""
-    monkeypatch.setattr(dist.processes, "world", lambda: 2)
+    monkeypatch.setattr(dist.lost, "world", lambda: 2)
     found = heard({1: "generate"}, ages={1: 9})
     with pytest.raises(dist.LostProcess) as lost, found.phase("checkpoint"), found.phase("write"):
         raise RuntimeError("[x/gloo/y.cc:1] Connection closed by peer")

@@ -12,7 +12,7 @@ from test_probe import quiet
 
 import rft_fn as rft
 from rft_fn import memory, optim, packing
-from rft_fn.memory.phases import largest
+from rft_fn.memory.media_example import largest
 from rft_fn.memory.trace import nbytes
 from rft_fn.memory.without_values import Constants, Values
 from rft_fn.strategy import StrategyConfig, estimate, get_fake_strategy

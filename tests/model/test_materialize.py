@@ -196,14 +196,14 @@ def resident(field):
 
 def peak(rank, folder):
     """(bytes of this process's shards, most that it took to read them)."""
-    from rft_fn.strategy import fsdp2, host
+    from rft_fn.strategy import fsdp2, host, meshes
 
     # a mapping for each tensor: what the heap keeps in pieces depends on the order of the threads
     assert ctypes.CDLL(None).mallopt(host._MMAP_THRESHOLD, 1 << 20) == 1
     config = StrategyConfig()
     get_strategy(config)
     lm = model.load(folder, meta=True)
-    fsdp2.shard_module(lm, fsdp2.meshes(config)[0], config)
+    fsdp2.shard_module(lm, meshes.meshes(config)[0], config)
     with open("/proc/self/clear_refs", "w") as f:
         f.write("5")  # forget the most that was resident
     before = resident("VmRSS")

@@ -25,10 +25,9 @@ from rft_fn import data, dist, limits, model
 from rft_fn import run as runs
 from rft_fn.data import template_variables
 from rft_fn.reward import Judged
-from rft_fn.run import claim, earlier_run, opening, options, progress, signals
+from rft_fn.run import claim, earlier_run, opening, options, plot, progress, signals
 from rft_fn.run import claim as lock
 from rft_fn.strategy import StrategyConfig, get_fake_strategy
-from rft_fn.tools import plot
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from rft_fn.data.medium import Medium
 from rft_fn.data.prompts import Prompt
 from rft_fn.data.tasks import TASKS
 from rft_fn.reward import Judged
-from rft_fn.run import samples
-from rft_fn.tools import pictures
-from rft_fn.tools.pictures import Pictures, spectrogram
+from rft_fn.run import sample_pictures, samples
+from rft_fn.run.pictures import Pictures
+from rft_fn.run.sample_pictures import spectrogram
 
 
 def prompts():
@@ -63,10 +63,10 @@ def test_a_picture_is_as_wide_as_its_texts_and_names_an_empty_response(tmp_path)
     texts = {"empty": "", "short": "2", "long": "many words " * 20}
     made = {}
     for name, text in texts.items():
-        sample = pictures.Sample(one.sources, one.media_names, "q", text, 1.0, "2")
-        made[name] = np.asarray(Image.open(pictures.draw([sample], tmp_path / f"{name}.png")))
+        sample = sample_pictures.Sample(one.sources, one.media_names, "q", text, 1.0, "2")
+        made[name] = np.asarray(Image.open(sample_pictures.draw([sample], tmp_path / f"{name}.png")))
     assert made["empty"].shape[1] == made["short"].shape[1] < made["long"].shape[1] - 100
-    lines = pictures._text(pictures.Sample((), (), "q", "", 0.5)).splitlines()
+    lines = sample_pictures._text(sample_pictures.Sample((), (), "q", "", 0.5)).splitlines()
     assert [line.split(":")[0] for line in lines] == ["prompt", "response", "reward"]
 
 

@@ -12,8 +12,8 @@ from test_run_page import blocks
 
 from bench import record
 from rft_fn import run as runs
+from rft_fn.run import plot
 from rft_fn.run.symptoms import RULES, symptoms
-from rft_fn.tools import plot
 from rft_fn.tools.page.build import found_symptoms, write_page
 
 ROOT = Path(__file__).resolve().parents[2]

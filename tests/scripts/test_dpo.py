@@ -186,10 +186,8 @@ OPTIONS = {
 
 
 def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "rft_fn.tools.plot.curve", lambda *_, **__: None
-    )  # most of the time of so short a run
-    monkeypatch.setattr("rft_fn.tools.plot.phases", lambda *_, **__: None)
+    monkeypatch.setattr("rft_fn.run.plot.curve", lambda *_, **__: None)  # most of the time of so short a run
+    monkeypatch.setattr("rft_fn.run.plot.phases", lambda *_, **__: None)
     found = {}
     for name, change in {"none": {}, "again": {}, **OPTIONS}.items():
         train(tmp_path / name, **{"steps": 2, "eval_every": 9, **change})
@@ -200,8 +198,8 @@ def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path, m
 
 def test_every_loss_orders_unseen_responses_better(tmp_path, monkeypatch):
     """The held-out margin of each row of the table grows, of pairs and of single responses."""
-    monkeypatch.setattr("rft_fn.tools.plot.curve", lambda *_, **__: None)
-    monkeypatch.setattr("rft_fn.tools.plot.phases", lambda *_, **__: None)
+    monkeypatch.setattr("rft_fn.run.plot.curve", lambda *_, **__: None)
+    monkeypatch.setattr("rft_fn.run.plot.phases", lambda *_, **__: None)
     more = {"cdpo": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}}
     runs = {name: {"loss": name, **more.get(name, {})} for name in rft.loss.PREFERENCES}
     runs |= {f"{name} unpaired": {"loss": name, "unpaired": True} for name in ("kto", "bco")}

@@ -24,8 +24,8 @@ def write(path, count, start=10):
 def here(tmp_path, monkeypatch):
     """Two files, 8 rows and 6, in the working folder; no pictures."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rft.tools.plot, "curve", lambda *_, **__: None)
-    monkeypatch.setattr(rft.tools.plot, "phases", lambda *_, **__: None)
+    monkeypatch.setattr(rft.run.plot, "curve", lambda *_, **__: None)
+    monkeypatch.setattr(rft.run.plot, "phases", lambda *_, **__: None)
     write(tmp_path / "a.jsonl", 8)
     write(tmp_path / "b.jsonl", 6, start=50)
     (tmp_path / "mine.py").write_text(

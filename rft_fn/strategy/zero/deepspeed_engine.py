@@ -17,6 +17,7 @@ from rft_fn import ckpt, dist, optim, tree
 from rft_fn import model as model_lib
 from rft_fn.model import quantize
 from rft_fn.model.copies import mover_of
+from rft_fn.model.reader import Reader
 from rft_fn.strategy import prepare
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.zero.stages import MOMENTS, lower, options, stage_of
@@ -104,7 +105,7 @@ def gather_with_root(root: Root, module: nn.Module) -> None:
     They are a Scorer's fused head, and the parameters of a custom module itself.
     """
     outside = list(root.inner.parameters(recurse=False))
-    if getattr(root.inner, "fused", False):
+    if isinstance(root.inner, Reader) and root.inner.fused:
         lm: Any = module
         outside += lm.get_output_embeddings().parameters()
     for p in outside:

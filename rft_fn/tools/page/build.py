@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rft_fn.run import plot
 from rft_fn.run.files import write_whole
 from rft_fn.run.symptoms import RULES, WARNING
 from rft_fn.text import writable
-from rft_fn.tools import plot
 from rft_fn.tools.page import recorded
 from rft_fn.tools.page.recorded import FIELDS, Recorded
 

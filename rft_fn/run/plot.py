@@ -1,4 +1,4 @@
-"""Pictures of a run: curves as a PNG and in the terminal, and the distribution of lengths."""
+"""Plots of the metrics, lengths and times of a run: PNG files, and a curve in the terminal."""
 
 import math
 import shutil
@@ -8,6 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import bfloat16
+
+from rft_fn import border
+from rft_fn.collect import gap_limit, noise_floor
+from rft_fn.precision import gap_by_rounding
+from rft_fn.types import Sampling
 
 __all__ = [
     "curve", "figure", "length_histogram", "phase_color", "phase_names", "phases", "read_metrics",
@@ -74,8 +80,6 @@ _RED = "#c0392b"
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """Return the rows of a metrics.jsonl."""
-    from rft_fn import border  # loads torch, which the command's help does without
-
     return border.json_rows(Path(path))
 
 
@@ -114,9 +118,6 @@ def _write(fig: Any, out: str | Path) -> Path:
     fig.savefig(out, dpi=130)
     _pyplot().close(fig)
     return Path(out)
-
-
-# ---------------------------------------------------------------------------------------------- curves
 
 
 def curve(
@@ -251,12 +252,6 @@ def _draw_limit(ax: Any, rows: Sequence[Mapping[str, Any]], config: Mapping[str,
 
 def _gap_limit(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> tuple[float, set[int]]:
     """Return the limit of the log-prob gap, and the steps that it applies to, as `run.check_gap` has them."""
-    from torch import bfloat16
-
-    from rft_fn.collect import gap_limit, noise_floor
-    from rft_fn.precision import gap_by_rounding
-    from rft_fn.types import Sampling
-
     corrected = config.get("mismatch") not in (None, "none")
     stale = bool(corrected or config.get("ahead") or config.get("partial"))  # such rows have no limit
     checked = [
@@ -301,9 +296,6 @@ def _label(key: str) -> str:
     if "_" in key and not key.startswith("reward/"):
         return key.split("_")[-1]
     return "training"
-
-
-# ---------------------------------------------------------------------------------------------- others
 
 
 def length_histogram(lengths: Sequence[int], out: str | Path) -> Path:

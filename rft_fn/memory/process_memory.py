@@ -1,0 +1,48 @@
+"""The memory of this process and of its host."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from rft_fn import dist
+
+__all__ = ["host_memory", "report"]
+
+
+def host_memory() -> int:
+    """Return host memory per process of this machine [bytes]."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _used() -> dict[str, int]:
+    """Return the memory of this process, on the GPU if there is one."""
+    if torch.cuda.is_available():
+        return {
+            "allocated": torch.cuda.memory_allocated(),
+            "peak": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+        }
+    import resource
+
+    statm = Path("/proc/self/statm")  # on Linux
+    resident = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"resident": resident, "peak": max(peak, resident)}  # the kernel counts its peak in batches
+
+
+def report(prefix: str = "") -> dict[str, int]:
+    """Return the memory that this process holds, by name [bytes]; rank 0 prints it.
+
+    "allocated", "peak" and "reserved" of the GPU, or "resident" and "peak" of the process without one. The
+    line that is printed has the largest over the ranks.
+    """
+    used = _used()
+    most = dist.all_reduce(used, "max")
+    if dist.is_main():
+        text = ", ".join(f"{name} {n / 2**30:.2f} GiB" for name, n in most.items())
+        print(f"{prefix}: {text}" if prefix else text, flush=True)
+    return used
