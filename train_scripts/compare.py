@@ -24,7 +24,13 @@ from rft_fn.user_files import find_module
 
 
 @dataclass(frozen=True)
-class Config(options.Sampling, options.Reward, options.Prompts, options.Model):
+class Config(
+    options.Sampling,
+    options.Reward,
+    options.Prompts,
+    options.Model,
+    first=("rows", "reference", "prompts", "group", "drift", "lr", "rollouts", "budget", "out"),
+):
     """The options of a comparison."""
 
     rows: tuple[str, ...] = ("grpo", "dr_grpo", "rloo", "opo", "gspo", "cispo")  # of TABLE, or FILE.py:LOSS

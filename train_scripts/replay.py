@@ -1,8 +1,9 @@
 """Look at the sequence that stopped a run: its tokens, and the parts of the model that are not finite.
 
-`python train_scripts/replay.py --fault runs/grpo/fault_00000012` with the folder that the error named. Model,
-sampling and objective are those of the run (config.json beside it): the algorithm with its limits, KL and
-entropy. The weights of the model, and adv and w of each token, are those of that step.
+    python train_scripts/replay.py --fault runs/grpo/fault_00000012      # the folder that the error named
+
+Model, sampling and objective are those of the run (config.json beside it): the algorithm with its limits, KL
+and entropy. The weights of the model, and adv and w of each token, are those of that step.
 """
 
 from collections.abc import Mapping

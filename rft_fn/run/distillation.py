@@ -30,7 +30,7 @@ LOSSES = (*loss.DIVERGENCES, "sampled", "to_go", "nll")
 
 
 @dataclass(frozen=True)
-class Distillation(options.Data, subject="Teacher"):
+class Distillation(options.Data, subject="Teacher", first=("teacher", "loss", "on_policy")):
     """Who teaches, what the teacher sees, and what is learned of it."""
 
     teacher: tuple[str, ...] = ()  # a model, a run, self, ema, openai:URL, sglang:URL; NAME=... by column

@@ -1,7 +1,7 @@
 """Options of the model and its data, and what all options have."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from rft_fn import limits
 from rft_fn.limits import AtLeast0, Count, Filled, Free, Positive, Range, Whole
@@ -17,14 +17,17 @@ class Options:
     """The base of every record of options, which checks each field against its type and limits.
 
     `subject` is the heading in --help over the options that a class adds. Without one it is the class' name;
-    over those of a script's own Config it is the script's.
+    over those of a script's own Config it is the script's. `first` names the options that --help shows before
+    one asks for all of them: those that most runs set.
     """
 
     __subject__ = ""
+    __first__: ClassVar[tuple[str, ...]] = ()
 
-    def __init_subclass__(cls, *, subject: str = "", **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, subject: str = "", first: tuple[str, ...] = (), **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.__subject__ = subject
+        cls.__first__ = first
 
     def __post_init__(self) -> None:
         limits.fields(self)
@@ -34,14 +37,14 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Model(Options, subject="Model"):
+class Model(Options, subject="Model", first=("model",)):
     """Which model."""
 
     model: Filled = "tiny"  # tiny, tiny-vl or tiny-audio (:TASK:LEVEL), smollm2-135m, a folder, or a hub name
 
 
 @dataclass(frozen=True)
-class Data(Options, subject="Data"):
+class Data(Options, subject="Data", first=("data", "template")):
     """Which rows, and how a row becomes a prompt."""
 
     data: tuple[str, ...] = ("sort_digits:1",)  # tasks as TASK:LEVEL, files, folders, hub names; =SHARE
@@ -64,7 +67,7 @@ class Prompts(Data, subject="Data"):
 
 
 @dataclass(frozen=True)
-class Policy(Model, subject="Model"):
+class Policy(Model, subject="Model", first=("lora_rank", "budget")):
     """The model that is trained: its adapters, its precision, and what it takes at a time."""
 
     lora_rank: Rank = 0  # rank of LoRA adapters, then the only trained weights; 0: full fine-tuning

@@ -61,7 +61,7 @@ def of(kind: type[S], cfg: Any) -> S:
 
 
 @dataclass(frozen=True)
-class Sampling(Options, subject="Rollouts"):
+class Sampling(Options, subject="Rollouts", first=("temperature", "max_new")):
     """How tokens are drawn."""
 
     temperature: AtLeast0 = 1.0  # sampling temperature; log-probs are of the distribution at this temperature
@@ -70,7 +70,7 @@ class Sampling(Options, subject="Rollouts"):
 
 
 @dataclass(frozen=True)
-class Rollouts(Sampling, subject="Rollouts"):
+class Rollouts(Sampling, subject="Rollouts", first=("prompts", "group", "strategy.engine_type")):
     """How many responses a step learns from."""
 
     prompts: Count = 32  # prompts per step
@@ -121,7 +121,7 @@ class Collect(Rollouts, subject="Rollouts"):
 
 
 @dataclass(frozen=True)
-class Reward(Options, subject="Rewards"):
+class Reward(Options, subject="Rewards", first=("reward",)):
     """How responses are rewarded."""
 
     reward: tuple[str, ...] = ()  # math, task:NAME, FILE.py:FN, model:FOLDER, judge:FOLDER, URL; =WEIGHT
@@ -177,14 +177,14 @@ class Limits(Options):
 
 
 @dataclass(frozen=True)
-class Length(Options, subject="Updates"):
+class Length(Options, subject="Updates", first=("steps",)):
     """How long a run is."""
 
     steps: Count | None = None  # updates; None is the usual number of the script
 
 
 @dataclass(frozen=True)
-class Examples(Length, subject="Updates"):
+class Examples(Length, subject="Updates", first=("epochs", "batch")):
     """How many examples an update learns from, where nothing is sampled."""
 
     epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
@@ -192,7 +192,7 @@ class Examples(Length, subject="Updates"):
 
 
 @dataclass(frozen=True)
-class Updates(Rollouts, Length, subject="Updates"):
+class Updates(Rollouts, Length, subject="Updates", first=("minibatches",)):
     """How many updates a run makes of its rollouts, and how far one of them may go."""
 
     data_epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
@@ -249,7 +249,9 @@ class Reference(Options, subject="Updates"):
 
 
 @dataclass(frozen=True)
-class ActorCritic(Options, subject="Actor and critic"):
+class ActorCritic(
+    Options, subject="Actor and critic", first=("algorithm", "critic", "critic_lr", "kl", "epochs")
+):
     """Advantages by a critic, what the critic learns, and the KL in the reward of each token."""
 
     algorithm: str = "ppo"  # a row of rft_fn.algorithm.TABLE with a critic: ppo or vapo
@@ -296,7 +298,7 @@ class Ptx(Options, subject="Examples"):
 
 
 @dataclass(frozen=True)
-class Optimizer(Options, subject="Optimizer"):
+class Optimizer(Options, subject="Optimizer", first=("lr",)):
     """AdamW and its learning rate."""
 
     lr: Positive = 1e-3  # learning rate
@@ -310,7 +312,7 @@ class Optimizer(Options, subject="Optimizer"):
 
 
 @dataclass(frozen=True)
-class HeldOut(Data, subject="Evaluation"):
+class HeldOut(Data, subject="Evaluation", first=("eval_data", "eval_every")):
     """The data of evaluations."""
 
     eval_data: tuple[str, ...] = ()  # data of the evaluation; if empty, a test split, or rows held out
@@ -336,7 +338,7 @@ class Reinforcement(Evaluation, Updates, Shaping, Prompts, Model):
 
 
 @dataclass(frozen=True)
-class Labelled(HeldOut, subject="Data"):
+class Labelled(HeldOut, subject="Data", first=("kind", "messages", "max_length")):
     """Data whose rows are responses that are compared or labelled."""
 
     kind: Literal["pairs", "lists", "points", "steps"] = "pairs"  # what a row holds
@@ -357,7 +359,7 @@ class Labelled(HeldOut, subject="Data"):
 
 
 @dataclass(frozen=True)
-class Heads(Policy, subject="Model"):
+class Heads(Policy, subject="Model", first=("heads",)):
     """A model with heads in place of log-probs."""
 
     heads: tuple[str, ...] = ()  # names; pairs, points: each learns the column of its name; none: score
@@ -366,7 +368,7 @@ class Heads(Policy, subject="Model"):
 
 
 @dataclass(frozen=True)
-class Run(Length, subject="Run"):
+class Run(Length, subject="Run", first=("out", "dry_run")):
     """The folder of a run, its checkpoints and trackers, and where it computes."""
 
     seed: Seed = 0  # seed of everything random

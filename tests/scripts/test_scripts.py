@@ -776,7 +776,7 @@ def test_reward_errors_in_the_middle_lose_nothing(tmp_path):
 
 
 def test_help_is_the_docs_of_the_fields():
-    text = " ".join(run("grpo", "--help").split())
+    text = " ".join(run("grpo", "--help", "all").split())
     for line in (
         "prompts per step",
         "a row of rft_fn.algorithm.TABLE",
