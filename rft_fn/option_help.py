@@ -57,22 +57,24 @@ def text(
     rows = list(_described(config, own))
     first = _first(config)
     extra = [Row(own, "", flag, said, "") for flag, said in more]
+    groups: dict[str, list[Row]] = {own: []}
+    for row in rows:
+        groups.setdefault(row.subject, []).append(row)
+    if excluded := list(_excluded(config)):
+        groups[_EXCLUSIONS] = excluded
+    groups[own] += [*extra, Row(own, "", "-h, --help", "show this help and exit", "")]
     if first and not word:
         shown = [row for row in rows if row.name in first]
         shown.sort(key=lambda row: _PLACES.get(row.subject, 1 if row.subject == own else 2))
         rest = ""
         if len(shown) < len(rows):
-            subjects = ", ".join(_subjects(rows, own))
+            subjects = ", ".join(dict.fromkeys(map(_word, groups)))
             rest = f"--help all shows all {len(rows)} options, --help SUBJECT those of a subject: {subjects}"
         return _screen(config, prog, [*shown, *extra], rest, width)
 
-    groups: dict[str, list[Row]] = {own: []}
-    for row in rows:
-        groups.setdefault(row.subject, []).append(row)
-    groups[own] += [*extra, Row(own, "", "-h, --help", "show this help and exit", "")]
     if word in ("", "all"):
         return _whole(config, prog or _program(), groups, width)
-    if word not in (known := _subjects(rows, own)):
+    if word not in (known := list(dict.fromkeys(map(_word, groups)))):
         near = difflib.get_close_matches(word, known, n=1)
         like = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"help: expected all, or one of {', '.join(known)}, got {word!r}{like}")
@@ -110,11 +112,6 @@ def _first(config: type) -> set[str]:
 def _word(subject: str) -> str:
     """Return the word that asks for the options below a heading."""
     return subject.split()[0].lower()
-
-
-def _subjects(rows: Sequence[Row], own: str) -> list[str]:
-    """Return the words that --help takes, in the order of the headings."""
-    return list(dict.fromkeys([own, *(_word(row.subject) for row in rows)]))
 
 
 # ---------- one screen
@@ -173,6 +170,18 @@ def _broken(command: str, width: int) -> list[str]:
             lines.append("   ")
         lines[-1] += f" {word}"
     return lines
+
+
+_EXCLUSIONS = "Exclusions (options that do not go together)"
+
+
+def _excluded(config: type) -> Iterator[Row]:
+    """Yield a row for every pair of options that exclude each other, with the reason."""
+    for kind in config.__mro__:
+        for (one, other), why in vars(kind).get("__excludes__", {}).items():
+            if {one, other} <= {f.name for f in dataclasses.fields(config)}:
+                one, other = (f"--{name.replace('_', '-')}" for name in (one, other))
+                yield Row(_EXCLUSIONS, "", one, f"not with {other}, {why}", "")
 
 
 # ---------- all options by subject, each with the comment behind it

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from rft_fn import loss
-from rft_fn.collect.batches import check_ways
+from rft_fn.collect.batches import EXCLUDES
 from rft_fn.data.wrong_answers import COVERING
 from rft_fn.limits import (
     Above1,
@@ -39,7 +39,6 @@ from rft_fn.limits import (
     Warmup,
     Whole,
 )
-from rft_fn.run.cli import without
 from rft_fn.run.model_options import Data, Model, Options, Policy, Prompts
 from rft_fn.strategy import StrategyConfig
 
@@ -98,7 +97,7 @@ class Rollouts(Sampling, subject="Rollouts", first=("prompts", "group", "strateg
 
 
 @dataclass(frozen=True)
-class Collect(Rollouts, subject="Rollouts"):
+class Collect(Rollouts, subject="Rollouts", excludes=EXCLUDES):
     """How prompts become the groups that a step learns from."""
 
     rounds: Count = 1  # most sampling rounds per step, until enough groups have unequal rewards (DAPO)
@@ -109,9 +108,6 @@ class Collect(Rollouts, subject="Rollouts"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ways(
-            ahead=self.ahead, partial_budget=self.partial, rounds=self.rounds, curriculum=self.curriculum
-        )
         if self.curriculum_by == "prompt" and not self.curriculum:
             raise ValueError("curriculum: expected above 0, as curriculum_by is prompt, got 0")
         if self.curriculum_floor > 0.25:
@@ -230,7 +226,11 @@ class Entropy(Options, subject="Updates"):
 
 
 @dataclass(frozen=True)
-class Reference(Options, subject="Updates"):
+class Reference(
+    Options,
+    subject="Updates",
+    excludes={("ref_every", "lora_rank"): "where the reference is the policy without its adapters"},
+):
     """The model that a KL is to: the initial one, or one that follows the policy."""
 
     ref_every: Whole = 0  # steps between updates of the reference model to the policy; 0: never
@@ -240,12 +240,6 @@ class Reference(Options, subject="Updates"):
         super().__post_init__()
         if not self.ref_every and self.ref_mix != 1:
             raise ValueError(f"ref_every: expected above 0, as ref_mix is {self.ref_mix}, got 0")
-        rank = getattr(self, "lora_rank", 0)
-        if self.ref_every and rank:
-            raise ValueError(
-                f"ref_every: expected 0 with lora_rank {rank}, where the reference is the policy without its "
-                f"adapters, got {self.ref_every}"
-            )
 
 
 @dataclass(frozen=True)
@@ -280,7 +274,7 @@ class ActorCritic(
 
 
 @dataclass(frozen=True)
-class Ptx(Options, subject="Examples"):
+class Ptx(Options, subject="Examples", excludes={("ptx_response", "ptx_messages"): "which take its place"}):
     """Examples that a policy also learns from, at each update."""
 
     ptx: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of examples
@@ -293,8 +287,6 @@ class Ptx(Options, subject="Examples"):
         super().__post_init__()
         if self.ptx and not self.ptx_data:
             raise ValueError(f"ptx_data: expected one, as ptx is {self.ptx}, got none")
-        if self.ptx_messages:
-            without(self, "ptx_response", prefix="", instead="--ptx-messages takes its place")
 
 
 @dataclass(frozen=True)
@@ -359,7 +351,15 @@ class Labelled(HeldOut, subject="Data", first=("kind", "messages", "max_length")
 
 
 @dataclass(frozen=True)
-class Heads(Policy, subject="Model", first=("heads",)):
+class Heads(
+    Policy,
+    subject="Model",
+    first=("heads",),
+    excludes={
+        ("keep_heads", "lora_rank"): "whose adapters are put under new heads",
+        ("keep_heads", "quantize"): "whose adapters are put under new heads",
+    },
+):
     """A model with heads in place of log-probs."""
 
     heads: tuple[str, ...] = ()  # names; pairs, points: each learns the column of its name; none: score

@@ -19,6 +19,7 @@ from rft_fn.engine.vllm.surroundings import import_vllm
 from rft_fn.limits import Count, Free, Positive
 from rft_fn.run import files, options
 from rft_fn.run.cli import guard
+from rft_fn.run.model_options import exclusions
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "train_scripts").glob("*.py"))
 CONFIGS = {name: load_script(name).Config for name in SCRIPTS}
@@ -167,8 +168,9 @@ def test_help_is_grouped_by_subject(capsys, monkeypatch):
     """A script's own options come first; one that it repeats stays in its subject, with the new help."""
     lines = shown(Game, 80, monkeypatch, capsys)
     heads = [line for line in lines if line and line[0].isalpha()][2:]  # behind the usage and the summary
-    assert heads[:-1] == ["mine", "Model", "Data", "Optimizer", "Updates", "Run", "Config", "Shared"]
-    assert heads[-1] == "Strategy (strategy. may be left out of a name that no other option has)"
+    assert heads[:-2] == ["mine", "Model", "Data", "Optimizer", "Updates", "Run", "Config", "Shared"]
+    assert heads[-2] == "Strategy (strategy. may be left out of a name that no other option has)"
+    assert heads[-1] == "Exclusions (options that do not go together)"
     place = {head: lines.index(head) for head in heads}
     assert lines[:4] == ["usage: mine.py [OPTIONS]", "", "A script that inherits from another one.", ""]
     assert lines[place["mine"] + 1 : place["Model"] - 1] == [
@@ -231,7 +233,7 @@ def test_the_first_help_has_the_defaults_of_the_script(capsys, monkeypatch):
     ]  # fmt: skip
     assert {"--prompts", "--group", "--max-new", "--steps", "--lr", "--engine-type", "--out"} <= set(order)
     assert "  --group INT          responses per prompt (default: 16)" in lines
-    assert lines[-2].startswith("--help all shows all ") and lines[-1].endswith("loss, strategy")
+    assert lines[-2].startswith("--help all shows all ") and lines[-1].endswith("loss, strategy, exclusions")
 
 
 @each(
@@ -253,6 +255,41 @@ def test_every_subject_of_help_has_a_word(capsys, monkeypatch):
         screen = " ".join(shown(CONFIGS[name], 100, monkeypatch, capsys, prog=f"{name}.py", words=["-h"]))
         listed = screen.partition("those of a subject: ")[2].split(", ")
         assert [head.split()[0].lower() for head in heads] == listed or (listed == [""] and len(heads) == 1)
+
+
+ON = {
+    "freeze": ("visual",), "lora_rank": 4, "partial": 2, "ahead": 1, "rounds": 2, "curriculum": 3,
+    "ptx_response": "{a}", "ptx_messages": ("m",), "keep_heads": True, "quantize": "int8", "messages": ("m",),
+    "hint": "{q}", "on_policy": 0.5, "rl": 0.1, "ref_every": 5,
+}  # fmt: skip
+
+
+@each("name", [name for name in SCRIPTS if exclusions(CONFIGS[name])])
+def test_a_pair_that_excludes_each_other_is_refused_and_shown(name, capsys, monkeypatch):
+    """Either alone is taken as far as the pair goes; the reason is in the error and in the help."""
+    config = CONFIGS[name]
+    shown_pairs = " ".join(
+        " ".join(shown(config, 100, monkeypatch, capsys, words=["--help", "exclusions"])).split()
+    )
+    more = {"teacher": ("a",)} if name == "distill" else {}
+    for (one, other), why in exclusions(config).items():
+        reason, _, remedy = why.partition("; ")
+        with pytest.raises(
+            ValueError, match=rf"^{one}: expected .* with {other} .*, {reason}, got .*{remedy}$"
+        ):
+            config(**more | {one: ON[one], other: ON[other]})
+        options = [f"--{x.replace('_', '-')}" for x in (one, other)]
+        assert f"{options[0]} not with {options[1]}, {why}" in shown_pairs
+    for alone in {x for pair in exclusions(config) for x in pair} - {"ptx_messages"}:
+        config(**more | {alone: ON[alone]})
+
+
+def test_no_pair_names_an_option_that_is_nowhere():
+    kinds = {
+        kind for config in CONFIGS.values() for kind in config.__mro__ if issubclass(kind, options.Options)
+    }
+    said = {pair for kind in kinds for pair in kind.__excludes__}
+    assert said == {pair for config in CONFIGS.values() for pair in exclusions(config)} and len(said) > 8
 
 
 def test_a_word_that_is_no_subject(capsys):
