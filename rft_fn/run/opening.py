@@ -271,12 +271,9 @@ def objective(cfg: Any) -> algorithm.Algorithm:
     return algorithm.configured(
         cfg.algorithm,
         group=cfg.group,
-        clip_low=cfg.clip_low,
-        clip_high=cfg.clip_high,
-        dual=cfg.dual,
         advantage=getattr(cfg, "advantage", None),
         weight=cfg.weight,
-        limits=vars(cfg.loss) if isinstance(cfg.loss, options.Limits) else None,
+        limits=options.limits(cfg),
     )
 
 
@@ -287,12 +284,9 @@ def actor_critic(cfg: Any) -> algorithm.ActorCritic:
         gamma=cfg.gamma,
         lambda_=cfg.gae_lambda,
         alpha=cfg.gae_alpha,
-        clip_low=cfg.clip_low,
-        clip_high=cfg.clip_high,
-        dual=cfg.dual,
         value_clip=cfg.value_clip,
         weight=cfg.weight,
-        limits=vars(cfg.loss),
+        limits=options.limits(cfg),
     )
 
 

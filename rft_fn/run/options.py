@@ -43,10 +43,11 @@ from rft_fn.run.model_options import Data, Model, Options, Policy, Prompts
 from rft_fn.strategy import StrategyConfig
 
 __all__ = [
-    "ENGINE", "ActorCritic", "Collect", "Data", "Entropy", "Evaluation", "Examples", "Heads", "HeldOut",
+    "ENGINE", "SHORT", "ActorCritic", "Collect", "Data", "Entropy", "Evaluation", "Examples", "Heads",
+    "HeldOut",
     "Labelled", "Length", "Limits", "Model", "Optimizer", "Options", "Policy", "Prompts", "Ptx",
     "Recorded", "Reference", "Reinforcement", "ReinforcementRun", "Reward", "Rollouts", "Run",
-    "Sampling", "ScoredRun", "Shaping", "Updates", "of",
+    "Sampling", "ScoredRun", "Shaping", "Updates", "limits", "of",
 ]  # fmt: skip
 
 
@@ -194,9 +195,11 @@ class Updates(Rollouts, Length, subject="Updates", first=("minibatches",)):
     data_epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
     epochs: Count = 1  # passes over a rollout
     minibatches: Count = 1  # updates per pass, unless strategy.train_batch_size sets their size
-    clip_low: AtLeast0 | None = None  # lower clip: ratio >= 1 - clip_low; None: the algorithm's default
-    clip_high: AtLeast0 | None = None  # upper clip: ratio <= 1 + clip_high; None: the algorithm's default
-    dual: Above1 | None = None  # dual clip for negative advantages; None: the algorithm's default
+    clip_low: AtLeast0 | None = None  # lower clip, short for loss.low; None: the algorithm's default
+    clip_high: AtLeast0 | None = None  # upper clip, short for loss.high; None: the algorithm's default
+    dual: Above1 | None = (
+        None  # dual clip for negative advantages, short for loss.dual; None: the algorithm's
+    )
     weight: Filled | None = None  # token_mean, seq_mean, seq_sum, constant:LENGTH; None: the algorithm's
     loss: Limits = field(default_factory=Limits)
     ema: Decay = 0.0  # decay of an exponential moving average of the weights, which is saved; 0: off
@@ -206,6 +209,23 @@ class Updates(Rollouts, Length, subject="Updates", first=("minibatches",)):
         most = self.prompts * self.group
         if self.minibatches > most:
             raise ValueError(f"minibatches: expected at most {most}, got {self.minibatches}")
+
+
+SHORT = {"clip_low": "low", "clip_high": "high", "dual": "dual"}
+"""Options that are short for a limit of the loss, and the limit: --clip-low is --loss.low."""
+
+
+def limits(cfg: Any) -> dict[str, float]:
+    """Return the limits of a loss that options give, by their own names; ValueError for one given twice."""
+    own = cfg.loss if isinstance(cfg.loss, Limits) else Limits()  # a script may call something else a loss
+    found = {name: x for name, x in vars(own).items() if x is not None}
+    for option, name in SHORT.items():
+        if (x := getattr(cfg, option)) is None:
+            continue
+        if name in found:
+            raise ValueError(f"loss.{name}: expected None, as {option} is {x}, got {found[name]}")
+        found[name] = x
+    return found
 
 
 @dataclass(frozen=True)

@@ -365,7 +365,7 @@ OPTIONS = {
 
 
 UNFIT = [
-    ({"algorithm": "rloo", "clip_low": 0.1}, "clip_low: expected None, rloo has no such limit, got 0.1"),
+    ({"algorithm": "rloo", "clip_low": 0.1}, "loss.low: expected None, rloo has no limits, got 0.1"),
     (
         {"algorithm": "sapo", "loss": rft.run.options.Limits(low=0.1)},
         "loss.low: expected None, sapo has tau_pos, tau_neg, got 0.1",
