@@ -287,7 +287,7 @@ PAGES = {
     "sft": (None, 60),
     "train_rm": (None, 60),
     "multi_turn": (None, 60),
-    "compare": (180, 60),
+    "compare": (185, 60),
 }
 
 
