@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     # L2: the model as a function, prompts, and what turns responses into numbers
     from rft_fn import border, confined, data, environment, foreign_json, hub, modality, model, opened
-    from rft_fn import parsing, patience, reward, text, user_files
+    from rft_fn import option_help, parsing, patience, reward, text, user_files
 
     # L3: effects; each room may use those before it
     from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run, tools
@@ -31,8 +31,8 @@ __all__ = [
     "tree", "types", "weight",
 ]  # fmt: skip
 _UNLISTED = (
-    "border", "check", "confined", "dist", "foreign_json", "hub", "migrate", "opened", "parsing", "patience",
-    "precision", "sampling", "text", "tools", "user_files",
+    "border", "check", "confined", "dist", "foreign_json", "hub", "migrate", "opened", "option_help",
+    "parsing", "patience", "precision", "sampling", "text", "tools", "user_files",
 )  # fmt: skip
 _OF_TYPES = (
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",

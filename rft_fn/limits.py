@@ -2,7 +2,7 @@
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -79,6 +79,28 @@ def fields(record: Any) -> None:
     """
     for name, hint in _hints(type(record)).items():
         _field(name, getattr(record, name), hint)
+
+
+def exclude(values: Mapping[str, Any], off: Mapping[str, Any], pairs: Mapping[tuple[str, str], str]) -> None:
+    """Raise ValueError for a pair of options that exclude each other, where both have another value than off.
+
+    The text of a pair says of its second option why: "which samples whole responses"; what stands behind a
+    semicolon is the remedy.
+    """
+    for (one, other), why in pairs.items():
+        if values[one] != off[one] and values[other] != off[other]:
+            why, semicolon, remedy = why.partition("; ")
+            raise ValueError(
+                f"{one}: expected {_shown(off[one])} with {other} {_shown(values[other])}, {why}, got "
+                f"{_shown(values[one])}{semicolon}{remedy}"
+            )
+
+
+def _shown(x: Any) -> str:
+    """Return the value of an option as an error says it."""
+    if isinstance(x, tuple):
+        return ", ".join(map(str, x)) or "none"
+    return f"{x:g}" if isinstance(x, float) else "none" if x == "" else str(x)
 
 
 def free(kind: Any) -> set[str]:

@@ -1,24 +1,17 @@
-"""From a command line to a config: short names of options, --help by subject, and errors in one line."""
+"""From a command line to a config: short names of options, and errors in one line."""
 
-import ast
 import contextlib
 import dataclasses
 import difflib
-import inspect
 import io
 import re
-import shutil
 import sys
-import textwrap
-import tokenize
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import pairwise
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, get_type_hints
 
-__all__ = ["names", "owners", "parse", "qualify", "unknown", "usage"]
+from rft_fn import option_help
+
+__all__ = ["names", "owners", "parse", "qualify", "unknown"]
 
 
 _RULE = re.compile(r"[╭╮╰╯─-]+")
@@ -79,15 +72,16 @@ def parse(
 ) -> Any:
     """Return the config of a command line, of the program `prog`, by default the file of this process.
 
-    --help prints the options, with `more` flags and what they do that the caller has taken from the command
-    line, and exits.
+    --help prints options as `option_help.text` says, with `more` flags and what they do that the caller has
+    taken from the command line, and exits.
 
     ValueError, in one line, for unknown options and for values that an option does not take. For a value
     outside of an option's limits the line is the config's own; for an option of another library it names the
     option here.
     """
-    if any(arg in ("-h", "--help") for arg in args):
-        print(usage(config, prog or _program(), more))
+    word = option_help.asked(args)
+    if word is not None:
+        print(option_help.text(config, prog=prog, more=more, word=word))
         sys.exit()
     from rft_fn.tools import other_libraries  # to the right, for its texts only
 
@@ -116,139 +110,6 @@ def unknown(keys: Sequence[str], config: type, known: Collection[str]) -> str:
         more = f" and {len(rest) - 4} more" if len(rest) > 4 else ""
         lines.append(f"unrecognized options: {', '.join(rest[:4])}{more}; {remedy}")
     return "; ".join(lines)
-
-
-# ---------- --help: the options by subject, each with the comment behind it
-
-
-def _program() -> str:
-    """Return the file of this process as it was typed, without the folder of an installed one."""
-    path = Path(sys.argv[0])
-    return path.name if path.is_absolute() else str(path)
-
-
-def usage(config: type, prog: str, more: Sequence[tuple[str, str]] = ()) -> str:
-    """Return the text of --help, at most as wide as the terminal: a heading and options for every subject.
-
-    The options of `config` itself come first, under the name of the program `prog`, with the `more` ones.
-    """
-    width = min(shutil.get_terminal_size().columns, 120)
-    own = Path(prog.split()[-1]).stem
-    groups: dict[str, list[tuple[str, str]]] = {own: []}
-    for subject, flag, text in _described(config, own):
-        groups.setdefault(subject, []).append((flag, text))
-    groups[own] += [*more, ("-h, --help", "show this help and exit")]
-    # arguments without a name, in brackets where they may be left out
-    first = [
-        flag if text.endswith("(required)") else f"[{flag}]" for flag, text in groups[own] if flag[0] != "-"
-    ]
-
-    lines = [" ".join(["usage:", prog, *first, "[OPTIONS]"]), ""]
-    for paragraph in inspect.cleandoc(config.__doc__ or "").split("\n\n"):
-        lines += [paragraph] if paragraph.startswith(" ") else textwrap.wrap(paragraph, width)
-        lines.append("")
-    for subject, rows in groups.items():
-        lines.append(subject)
-        for flag, text in rows:
-            lines += _row(flag, text, width)
-        lines.append("")
-    return "\n".join(lines[:-1])
-
-
-def _row(flag: str, text: str, width: int) -> list[str]:
-    """Return the lines of an option: the flag in the left third, or on a line for itself if it is longer."""
-    left = width // 3
-    lines = textwrap.wrap(text, max(width - left, 20), break_on_hyphens=False)
-    head = f"  {flag}"
-    if lines and len(head) + 2 <= left:
-        head = head.ljust(left) + lines.pop(0)
-    return [line.replace("\xa0", " ") for line in (head, *(" " * left + line for line in lines))]
-
-
-def _described(config: type, own: str, prefix: str = "", part: Any = None) -> Iterator[tuple[str, str, str]]:
-    """Yield (subject, flag, help) of every option of a config and then of its parts.
-
-    `part` has the defaults of one.
-    """
-    from tyro.conf import Positional
-
-    hints = get_type_hints(config)
-    marks = {name: get_args(hint)[1:] for name, hint in get_type_hints(config, include_extras=True).items()}
-    for f in sorted(dataclasses.fields(config), key=lambda f: dataclasses.is_dataclass(hints[f.name])):
-        name = f.name
-        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-        if part is not None:
-            default = getattr(part, name)
-        if dataclasses.is_dataclass(hints[name]):
-            heading = f"{name.capitalize()} ({name}. may be left out of a name that no other option has)"
-            yield from _described(hints[name], heading, f"{prefix}{name}.", default)
-            continue
-        if get_origin(hints[name]) is Mapping:  # not of a command line
-            continue
-
-        # the base that has the option first decides the subject, the class that has it last the help
-        owners = [kind for kind in config.__mro__ if name in inspect.get_annotations(kind)]
-        subject = own
-        if owners[-1] is not config:
-            subject = vars(owners[-1]).get("__subject__") or owners[-1].__name__
-        text = f.metadata.get("help") or _comments(owners[0]).get(name, "")
-        flag = _flag(prefix + name, hints[name])
-        if Positional in marks[name]:
-            flag = _kind(hints[name]).replace("STR", name.upper())
-        yield subject, flag, text + _default(default, text)
-
-
-def _flag(name: str, hint: Any) -> str:
-    """Return an option as one types it: --lr FLOAT, --[no-]canary."""
-    part, dot, last = name.replace("_", "-").rpartition(".")
-    if hint is bool:
-        return f"--{part}{dot}[no-]{last}"
-    return f"--{part}{dot}{last} {_kind(hint)}"
-
-
-def _kind(hint: Any) -> str:
-    """Return what an option takes: INT, STR ..., {linear,cosine}, FLOAT|None."""
-    inner = get_args(hint)
-    if get_origin(hint) in (Union, UnionType):
-        return "|".join(_kind(kind) for kind in inner)
-    if get_origin(hint) is tuple:
-        return f"{_kind(inner[0])} ..."
-    if get_origin(hint) is Literal:
-        return "{" + ",".join(str(choice) for choice in inner if choice != "") + "}"
-    if hint is NoneType:
-        return "None"
-    return "{True,False}" if hint is bool else hint.__name__.upper()
-
-
-def _default(x: Any, text: str) -> str:
-    """Return the end of an option's help; nothing for an empty default, or a None that `text` explains."""
-    if x is dataclasses.MISSING:
-        return " (required)"
-    if x in ("", ()) or (x is None and "None" in text):
-        return ""
-    shown = " ".join(map(str, x)) if isinstance(x, tuple) else str(x)
-    return f" (default:\xa0{shown})"
-
-
-@cache
-def _comments(config: type) -> dict[str, str]:
-    """Return the comments behind the fields of a class, or the texts below them, by their names."""
-    try:
-        source = textwrap.dedent(inspect.getsource(config))
-    except (OSError, TypeError):  # typed into a shell
-        return {}
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    behind = {token.start[0]: token.string[1:].strip() for token in tokens if token.type == tokenize.COMMENT}
-    [kind] = ast.parse(source).body
-    assert isinstance(kind, ast.ClassDef)
-    found = {}
-    for node, below in pairwise([*kind.body, None]):
-        if isinstance(node, ast.AnnAssign):
-            text = behind.get(node.end_lineno or 0, "")
-            if isinstance(below, ast.Expr):
-                text = inspect.cleandoc(ast.literal_eval(below.value))
-            found[ast.unparse(node.target)] = " ".join(text.split())
-    return found
 
 
 # ---------- errors in one line

@@ -507,7 +507,7 @@ FREE = {
     "model/weight_files.py:slices": WEIGHTS,
     "model/pretrained.py:require_held": "names of weights alone",
     "model/pretrained.py:unreadable": "a header, to say which file is broken",
-    "parsing.py:_comments": "the source of this package",
+    "option_help.py:_comments": "the source of this package",
     "reward/spec.py:arguments": "what the user has typed",
     "reward/mathematics.py:_serve": "lines that its parent writes",
     "rng.py:_words": "a digest that it has computed",

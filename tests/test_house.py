@@ -19,8 +19,8 @@ LAYERS = {
     0: "tree rng check limits precision types",
     1: "segment scan advantage weight loss reward_shaping logprob sampling metric rollout packing optim "
     "algorithm testing analysis",
-    2: "text foreign_json border confined model modality reward data environment hub opened parsing patience "
-    "user_files",
+    2: "text foreign_json border confined model modality reward data environment hub opened option_help "
+    "parsing patience user_files",
     3: "dist ckpt memory strategy engine sync collect run tools",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}
@@ -282,11 +282,11 @@ PAGES = {
     "grpo": (145, 55),
     "ppo": (185, 75),
     "distill": (170, 60),
-    "dpo": (245, 60),
+    "dpo": (246, 60),
     "sft": (None, 60),
     "train_rm": (None, 60),
     "multi_turn": (None, 60),
-    "compare": (175, 60),
+    "compare": (185, 60),
 }
 
 

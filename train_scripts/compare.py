@@ -24,7 +24,13 @@ from rft_fn.user_files import find_module
 
 
 @dataclass(frozen=True)
-class Config(options.Sampling, options.Reward, options.Prompts, options.Model):
+class Config(
+    options.Sampling,
+    options.Reward,
+    options.Prompts,
+    options.Model,
+    first=("rows", "reference", "prompts", "group", "drift", "lr", "rollouts", "budget", "out"),
+):
     """The options of a comparison."""
 
     rows: tuple[str, ...] = ("grpo", "dr_grpo", "rloo", "opo", "gspo", "cispo")  # of TABLE, or FILE.py:LOSS
@@ -158,9 +164,10 @@ def main(cfg: Config) -> None:
         st, state, apply, buffers, parts, ref, budget=cfg.budget, prompts=cfg.prompts, largest=cfg.largest,
         probes=cfg.probes, key=cfg.seed,
     )  # fmt: skip
+    buffer = {"sampler": cfg.rollouts or cfg.sampler or cfg.model, "drift": cfg.drift}
     found = {
         "config": cfg,
-        "buffer": comparison.describe(cfg, rollout, reward, logp),
+        "buffer": buffer | comparison.describe(rollout, reward, logp),
         "reference": {"what": about, "norm": ref.square**0.5, "ceiling": ref.ceiling},
         "rows": {name: next(measured)[1] for name in rft.run.track(list(rows), "rows", rank=st.rank)},
         "evidence": comparison.evidence(buffers, logp),

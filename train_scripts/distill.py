@@ -22,7 +22,7 @@ from rft_fn.run import options
 
 
 @dataclass(frozen=True)
-class Config(rft.run.Distillation, options.ReinforcementRun, options.Collect):
+class Config(rft.run.Distillation, options.ReinforcementRun, options.Collect, first=("algorithm",)):
     """A resumed run may change the options that change no result; for others it needs --override."""
 
     # the algorithm

@@ -32,6 +32,7 @@ class Config(
     options.Policy,
     options.Data,
     options.Model,
+    first=("loss", "beta", "messages", "unpaired", "max_length"),
 ):
     """A resumed run may change the options that change no result; for others it needs --override."""
 

@@ -17,7 +17,9 @@ from rft_fn.strategy import StrategyConfig
 
 
 @dataclass(frozen=True)
-class Config(options.Sampling, options.Reward, options.Prompts, options.Model):
+class Config(
+    options.Sampling, options.Reward, options.Prompts, options.Model, first=("count", "group", "k", "out")
+):
     """The options of an evaluation."""
 
     # what is counted

@@ -1,7 +1,8 @@
 """GRPO and its relatives: prompts, rollout, rewards, advantages, packs, loss, update, weight sync.
 
-`python train_scripts/grpo.py` trains the embedded default on a laptop, `make train-smollm2` a language model.
-Run the same command again to resume from the last checkpoint, to the bit.
+    python train_scripts/grpo.py --model MODEL --data rows.jsonl --template '{q}' --reward math --max-new 256
+
+Without options it trains the embedded default on a laptop. The same command again resumes it, to the bit.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ from rft_fn.run import options
 
 
 @dataclass(frozen=True)
-class Config(options.ReinforcementRun, options.Collect, options.Entropy, options.Reference):
+class Config(
+    options.ReinforcementRun, options.Collect, options.Entropy, options.Reference, first=("algorithm", "kl")
+):
     """A resumed run may change the options that change no result; for others it needs --override."""
 
     # the algorithm

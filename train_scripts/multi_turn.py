@@ -28,6 +28,7 @@ class Config(
     options.Policy,
     options.Prompts,
     options.Model,
+    first=("environment", "max_turns", "max_tokens", "algorithm", "credit", "kl"),
 ):
     """A resumed run may change the options that change no result; for others it needs --override."""
 

@@ -1,6 +1,8 @@
 """PPO with a critic: rollout, rewards, values, advantages, epochs of minibatches, weight sync.
 
-`python train_scripts/ppo.py` trains the embedded default on a laptop. The critic is a second model with a
+    python train_scripts/ppo.py --model MODEL --data rows.jsonl --template '{q}' --reward math --max-new 256
+
+Without options it trains the embedded default on a laptop. The critic is a second model with a
 second optimizer. Run the same command again to resume from the last checkpoint, to the bit.
 """
 

@@ -1,8 +1,9 @@
 """Look at the sequence that stopped a run: its tokens, and the parts of the model that are not finite.
 
-`python train_scripts/replay.py --fault runs/grpo/fault_00000012` with the folder that the error named. Model,
-sampling and objective are those of the run (config.json beside it): the algorithm with its limits, KL and
-entropy. The weights of the model, and adv and w of each token, are those of that step.
+    python train_scripts/replay.py --fault runs/grpo/fault_00000012      # the folder that the error named
+
+Model, sampling and objective are those of the run (config.json beside it): the algorithm with its limits, KL
+and entropy. The weights of the model, and adv and w of each token, are those of that step.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ from torch import Tensor
 
 import rft_fn as rft
 from rft_fn.limits import Above1, AtLeast0, Count, Filled
-from rft_fn.run.options import Limits, Options
+from rft_fn.run.options import SHORT, Limits, Options
+from rft_fn.run.options import limits as given_limits
 from rft_fn.types import LossFn
 
 
@@ -28,9 +30,9 @@ class Config(Options):
     fault: Filled  # the folder fault_STEP that the run left
     model: str = ""  # what the run started from; if empty, as in the run's config.json
     algorithm: str = ""  # another algorithm, with its own limits; if empty, as in config.json
-    clip_low: AtLeast0 | None = None  # the ratio is clipped at 1 - this; None: as in config.json
-    clip_high: AtLeast0 | None = None  # the ratio is clipped at 1 + this; None: as in config.json
-    dual: Above1 | None = None  # bound of the loss at negative advantages; None: as in config.json
+    clip_low: AtLeast0 | None = None  # short for loss.low; None: as in config.json
+    clip_high: AtLeast0 | None = None  # short for loss.high; None: as in config.json
+    dual: Above1 | None = None  # short for loss.dual; None: as in config.json
     loss: Limits = field(default_factory=Limits)
     kl: AtLeast0 | None = None  # coefficient of the KL in the loss; None: as in config.json
     critic: bool = False  # the weights are a critic's
@@ -48,7 +50,6 @@ def settings(cfg: Config) -> dict[str, Any]:
     return {"temperature": 1.0, "top_p": 1.0, "max_new": 1} | run | {"model": model, "algorithm": algorithm}
 
 
-_CLIPS = {"clip_low": "low", "clip_high": "high", "dual": "dual"}  # older options -> limits of a loss
 _OTHERS = ("group", "advantage", "weight", "value_clip", "gamma", "gae_lambda", "gae_alpha")
 
 
@@ -59,14 +60,12 @@ def objective(cfg: Config, run: Mapping[str, Any]) -> LossFn:
         raise ValueError(f"algorithm: expected one of {', '.join(rft.algorithm.TABLE)}, got {name!r}")
 
     # another algorithm has its own limits, and none of the run's
-    own = {} if cfg.algorithm else dict(run)
-    limits = dict(own.get("loss") or {})
-    for clip, limit in _CLIPS.items():
-        if getattr(cfg, clip) is not None or getattr(cfg.loss, limit) is not None:
-            own[clip], limits[limit] = getattr(cfg, clip), None
-    limits |= {name: x for name, x in vars(cfg.loss).items() if x is not None}
-    parts = SimpleNamespace(algorithm=name, loss=Limits(**limits))
-    vars(parts).update({name: own.get(name) for name in (*_CLIPS, *_OTHERS)})
+    own = {} if cfg.algorithm else run
+    short = {option: own.get(option) for option in SHORT}
+    loss = Limits(**own["loss"]) if isinstance(own.get("loss"), Mapping) else None
+    limits = given_limits(SimpleNamespace(loss=loss, **short)) | given_limits(cfg)
+    parts = SimpleNamespace(algorithm=name, loss=Limits(**limits), **dict.fromkeys(SHORT))
+    vars(parts).update({name: own.get(name) for name in _OTHERS})
     if cfg.critic:
         return rft.run.actor_critic(parts).value_loss
     with_critic = isinstance(rft.algorithm.TABLE[name], rft.algorithm.ActorCritic)

@@ -25,6 +25,7 @@ class Config(
     options.Prompts,
     options.Data,
     options.Model,
+    first=("response", "messages"),
 ):
     """A resumed run may change the options that change no result; for others it needs --override."""
 

@@ -217,13 +217,7 @@ def read(cfg: Config, text: str) -> tuple[rft.algorithm.Algorithm, float]:
         if not equal or option not in ("low", "high", "dual", "lr"):
             raise ValueError(f"configs: expected ROW,low=X,high=X,dual=X,lr=X or some of them, got {text!r}")
     rate = options.pop("lr", cfg.train_lr)
-    row = rft.algorithm.configured(
-        name,
-        group=cfg.group,
-        clip_low=options.get("low"),
-        clip_high=options.get("high"),
-        dual=options.get("dual"),
-    )
+    row = rft.algorithm.configured(name, group=cfg.group, limits=options)
     if row.greedy:
         raise ValueError(f"configs: expected rows without a greedy answer, got {name}")
     return row, rate

@@ -32,6 +32,7 @@ class Config(
     options.Policy,
     options.Data,
     options.Model,
+    first=("loss",),
 ):
     """A resumed run may change the options that change no result; for others it needs --override."""
 

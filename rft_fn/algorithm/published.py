@@ -1,6 +1,6 @@
 """The table of published algorithms, its rows by name, and their advantages."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, signature
@@ -214,9 +214,6 @@ def configured(
     name: str,
     *,
     group: int | None = None,
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    dual: float | None = None,
     advantage: str | None = None,
     weight: str | None = None,
     limits: Mapping[str, float | None] | None = None,
@@ -224,15 +221,15 @@ def configured(
     """Return the row of a name, without a critic, with what is given in place of its own; None is its own.
 
     `advantage` names the row that the advantage is taken from, `weight` is a name of `weight.get_weight`,
-    `limits` are limits of the loss by their names; `clip_low`, `clip_high` and `dual` are three of them.
-    ValueError as of `get_algorithm`, and for a limit that the loss does not have.
+    `limits` are limits of the loss by their names. ValueError as of `get_algorithm`, and for a limit that the
+    loss does not have.
     """
     row = get_algorithm(name)
     if advantage is not None:
         source = _row(advantage, Algorithm, ", which has a critic", option="advantage")
         row = row._replace(advantage=source.advantage, group=source.group, greedy=source.greedy)
     row = _grouped(advantage or name, row, group)
-    row = _limited(name, row, (clip_low, clip_high, dual), limits or {})
+    row = _limited(name, row, limits or {})
     return row if weight is None else row._replace(weight=get_weight(weight))
 
 
@@ -242,9 +239,6 @@ def configured_actor_critic(
     gamma: float | None = None,
     lambda_: float | None = None,
     alpha: float | None = None,
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    dual: float | None = None,
     value_clip: float | None = None,
     weight: str | None = None,
     limits: Mapping[str, float | None] | None = None,
@@ -254,7 +248,7 @@ def configured_actor_critic(
     `gamma`, `lambda_` and `alpha` are of the advantage, the limits of the actor's loss, `value_clip` of the
     critic's. `weight` and `limits` as of `configured`. ValueError as of `get_actor_critic`.
     """
-    row = _limited(name, get_actor_critic(name), (clip_low, clip_high, dual), limits or {})
+    row = _limited(name, get_actor_critic(name), limits or {})
     return row._replace(
         advantage=_given(row.advantage, gamma=gamma, lambda_=lambda_, alpha=alpha),
         value_loss=_given(row.value_loss, clip=value_clip),
@@ -262,22 +256,14 @@ def configured_actor_critic(
     )
 
 
-def _limited(name: str, row: Row, clips: Sequence[float | None], limits: Mapping[str, float | None]) -> Row:
-    """Return a row with other limits in its loss; `clips` are low, high, dual as older options."""
+def _limited(name: str, row: Row, limits: Mapping[str, float | None]) -> Row:
+    """Return a row with other limits in its loss."""
     own = [p.name for p in signature(row.loss).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
     has = f"{name} has {', '.join(own)}" if own else f"{name} has no limits"
     given = {limit: x for limit, x in limits.items() if x is not None}
     for limit, x in given.items():
         if limit not in own:
             raise ValueError(f"loss.{limit}: expected None, {has}, got {x}")
-    for option, limit, x in zip(("clip_low", "clip_high", "dual"), ("low", "high", "dual"), clips):
-        if x is None:
-            continue
-        if limit not in own:
-            raise ValueError(f"{option}: expected None, {name} has no such limit, got {x}")
-        if limit in given:
-            raise ValueError(f"loss.{limit}: expected None, as {option} is {x}, got {given[limit]}")
-        given[limit] = x
     return row._replace(loss=_given(row.loss, **given))
 
 

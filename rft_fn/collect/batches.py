@@ -7,7 +7,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from rft_fn import data
+from rft_fn import data, limits
 from rft_fn.collect.asynchronous import AsyncSampler, Saved, due
 from rft_fn.collect.partial import sample_partial
 from rft_fn.collect.varied_groups import VariedGroups, judged_groups, sample_varied_groups
@@ -17,7 +17,16 @@ from rft_fn.reward import Judged
 from rft_fn.rollout import without_truncated
 from rft_fn.types import Rollout, Sampling, Strategy
 
-__all__ = ["Batch", "Collector", "Source", "check_ways", "collector"]
+__all__ = ["EXCLUDES", "Batch", "Collector", "Source", "collector"]
+
+_DRAWS_FIRST = "which draws prompts before the rewards that decide their shares"
+EXCLUDES = {
+    ("partial", "ahead"): "which samples whole responses",
+    ("partial", "rounds"): "which judge whole responses",
+    ("curriculum", "ahead"): _DRAWS_FIRST,
+    ("curriculum", "partial"): _DRAWS_FIRST,
+}
+"""Ways to collect that exclude each other, each with the reason."""
 
 State: TypeAlias = Mapping[str, Any]
 """What a checkpoint keeps of collecting: {"ahead": rollouts, "waiting": groups, "curriculum": shares}."""
@@ -86,7 +95,8 @@ def collector(
     Keys name what is drawn, so a batch is a function of the state, the step and the weights. ValueError for
     ways that exclude each other.
     """
-    check_ways(ahead=ahead, partial_budget=partial_budget, rounds=rounds, curriculum=curriculum)
+    ways = {"partial": partial_budget, "ahead": ahead, "rounds": rounds, "curriculum": curriculum}
+    limits.exclude(ways, {"partial": 0, "ahead": 0, "rounds": 1, "curriculum": 0}, EXCLUDES)
     batches = _Batches(source, prompts, group, greedy, mask_truncated)
     if partial_budget:
         return _partial_rollouts(batches, partial_budget)
@@ -231,14 +241,3 @@ def _rule(source: Source, window: int, floor: float, prompt_shares: bool) -> Rul
         return None
     rule_of = by_prompt if prompt_shares else by_source
     return rule_of(source.dataset, seed=source.seed, window=window, floor=floor)
-
-
-def check_ways(*, ahead: int, partial_budget: int, rounds: int, curriculum: int) -> None:
-    """Raise ValueError for ways to collect that exclude each other."""
-    if partial_budget and (ahead or rounds > 1):
-        raise ValueError(f"partial: expected it without ahead and rounds, got ahead {ahead}, rounds {rounds}")
-    if curriculum and (ahead or partial_budget):
-        raise ValueError(
-            "curriculum: expected it without ahead and partial, which draw prompts before the rewards that "
-            f"decide their shares, got ahead {ahead}, partial {partial_budget}"
-        )

@@ -60,7 +60,8 @@ def setup(
         if greedy and getattr(cfg, name):
             raise ValueError(f"{name}: expected {off} with {cfg.algorithm}: its baseline is a raw reward")
     st = opening.start(cfg, unread=() if sampled else options.ENGINE)
-    opening.check_reference(cfg, anchor=anchor)
+    every = options.of(options.Reference, cfg).ref_every
+    opening.check_reference(every, anchor=anchor, zero_stage=cfg.strategy.zero_stage)
     model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
 
     # data and rewards, and the folder of the run

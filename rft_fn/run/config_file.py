@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from rft_fn import border, parsing
+from rft_fn import border, option_help, parsing
 from rft_fn.foreign_json import parse_json
 from rft_fn.run.earlier_run import FACTS
 
@@ -29,7 +29,7 @@ def parse(config: type, args: Sequence[str]) -> Any:
     if "config" in {f.name for f in dataclasses.fields(config)}:  # the script means something else by it
         return parsing.parse(config, args)
     path, flags = _split(args)
-    if path is None or {"-h", "--help"} & set(flags):
+    if path is None or option_help.asked(flags) is not None:
         return parsing.parse(config, flags, more=_MORE)
     try:
         return parsing.parse(config, [*_arguments(config, path, flags), *flags])

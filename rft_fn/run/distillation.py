@@ -30,7 +30,19 @@ LOSSES = (*loss.DIVERGENCES, "sampled", "to_go", "nll")
 
 
 @dataclass(frozen=True)
-class Distillation(options.Data, subject="Teacher"):
+class Distillation(
+    options.Data,
+    subject="Teacher",
+    first=("teacher", "loss", "on_policy"),
+    excludes={
+        ("messages", "hint"): "which is a template of columns",
+        ("on_policy", "rl"): "which learns from the student's own samples",
+        ("ahead", "on_policy"): "where each step samples for itself",
+        ("partial", "on_policy"): "where each step samples for itself",
+        ("rounds", "on_policy"): "where each step samples for itself",
+        ("curriculum", "on_policy"): "where each step samples for itself",
+    },
+):
     """Who teaches, what the teacher sees, and what is learned of it."""
 
     teacher: tuple[str, ...] = ()  # a model, a run, self, ema, openai:URL, sglang:URL; NAME=... by column
@@ -72,20 +84,13 @@ class Distillation(options.Data, subject="Teacher"):
         """Raise ValueError for ways of learning that exclude each other."""
         if "self" in self.teacher and not self.hint and self.loss != "nll":
             raise ValueError("hint: expected one with the teacher self, which is the student without it")
-        if self.hint:
-            without(self, "messages", prefix="", instead="a hint is a template of columns")
         if self.loss == "to_go" and self.gamma == 0:
             raise ValueError("gamma: expected above 0 for to_go, got 0; --loss sampled is that")
-        if self.on_policy < 1:
-            if self.loss in ("sampled", "to_go"):
-                raise ValueError(
-                    f"on_policy: expected 1 with --loss {self.loss}, whose samples are the student's, got "
-                    f"{self.on_policy}"
-                )
-            if self.rl:
-                raise ValueError(f"on_policy: expected 1 with rl {self.rl}, got {self.on_policy}")
-            instead = "with --on-policy below 1 each step samples for itself"
-            without(self, "ahead", "partial", "rounds", "curriculum", prefix="", instead=instead)
+        if self.on_policy < 1 and self.loss in ("sampled", "to_go"):
+            raise ValueError(
+                f"on_policy: expected 1 with --loss {self.loss}, whose samples are the student's, got "
+                f"{self.on_policy}"
+            )
         if self.on_policy == 1 and self.loss == "nll":
             raise ValueError(
                 "on_policy: expected below 1 with --loss nll: its own samples teach nothing, got 1"

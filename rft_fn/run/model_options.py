@@ -1,13 +1,18 @@
 """Options of the model and its data, and what all options have."""
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from rft_fn import limits
 from rft_fn.limits import AtLeast0, Count, Filled, Free, Positive, Range, Whole
 
-__all__ = ["Data", "Model", "Options", "Policy", "Prompts", "Rank"]
+__all__ = ["Data", "Model", "Options", "Policy", "Prompts", "Rank", "exclusions"]
 
+
+Exclusions: TypeAlias = Mapping[tuple[str, str], str]
+"""Pairs of options that do not go together, each with the reason."""
 
 Rank = Annotated[int, Range(0, 1 << 16)]  # no layer is as wide
 
@@ -17,31 +22,59 @@ class Options:
     """The base of every record of options, which checks each field against its type and limits.
 
     `subject` is the heading in --help over the options that a class adds. Without one it is the class' name;
-    over those of a script's own Config it is the script's.
+    over those of a script's own Config it is the script's. `first` names the options that --help shows before
+    one asks for all of them: those that most runs set. `excludes` has pairs of options that do not go
+    together, each with the reason as `limits.exclude` says it; a pair may name an option of another subject.
     """
 
     __subject__ = ""
+    __first__: ClassVar[tuple[str, ...]] = ()
+    __excludes__: ClassVar[Exclusions] = {}
 
-    def __init_subclass__(cls, *, subject: str = "", **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
+    def __init_subclass__(
+        cls,
+        *,
+        subject: str = "",
+        first: tuple[str, ...] = (),
+        excludes: Exclusions | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init_subclass__(**more)
         cls.__subject__ = subject
+        cls.__first__ = first
+        cls.__excludes__ = excludes or {}
 
     def __post_init__(self) -> None:
         limits.fields(self)
+        limits.exclude(vars(self), _off(type(self)), exclusions(type(self)))
+
+
+@cache
+def exclusions(config: type) -> Exclusions:
+    """Return the pairs of a config's options that exclude each other, those of its bases too."""
+    names = {f.name for f in fields(config)}
+    kinds = [kind for kind in config.__mro__ if issubclass(kind, Options)]
+    return {pair: why for kind in kinds for pair, why in kind.__excludes__.items() if names >= {*pair}}
+
+
+@cache
+def _off(config: type) -> Mapping[str, Any]:
+    """Return the values that options have by the subjects which declare them, whatever a script's are."""
+    return {f.name: f.default for kind in config.__mro__ if is_dataclass(kind) for f in fields(kind)}
 
 
 # ---------- model and data
 
 
 @dataclass(frozen=True)
-class Model(Options, subject="Model"):
+class Model(Options, subject="Model", first=("model",)):
     """Which model."""
 
     model: Filled = "tiny"  # tiny, tiny-vl or tiny-audio (:TASK:LEVEL), smollm2-135m, a folder, or a hub name
 
 
 @dataclass(frozen=True)
-class Data(Options, subject="Data"):
+class Data(Options, subject="Data", first=("data", "template")):
     """Which rows, and how a row becomes a prompt."""
 
     data: tuple[str, ...] = ("sort_digits:1",)  # tasks as TASK:LEVEL, files, folders, hub names; =SHARE
@@ -64,7 +97,14 @@ class Prompts(Data, subject="Data"):
 
 
 @dataclass(frozen=True)
-class Policy(Model, subject="Model"):
+class Policy(
+    Model,
+    subject="Model",
+    first=("lora_rank", "budget"),
+    excludes={
+        ("freeze", "lora_rank"): "which freezes all but the adapters; lora_targets chooses their layers"
+    },
+):
     """The model that is trained: its adapters, its precision, and what it takes at a time."""
 
     lora_rank: Rank = 0  # rank of LoRA adapters, then the only trained weights; 0: full fine-tuning
@@ -76,11 +116,3 @@ class Policy(Model, subject="Model"):
     router_aux: AtLeast0 = 0.0  # coefficient of the load-balancing loss of a mixture of experts
     budget: Free[Count] = 1024  # most tokens per micro-batch, packed
     gradient_checkpointing: Free[bool] = False  # recompute activations in the backward pass, to save memory
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.freeze and self.lora_rank:
-            raise ValueError(
-                f"freeze: expected none with lora_rank {self.lora_rank}, which freezes all but the adapters, "
-                f"got {', '.join(self.freeze)}; lora_targets chooses their layers"
-            )

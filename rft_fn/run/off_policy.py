@@ -54,55 +54,67 @@ def correct_mismatch(
 
     Without `mismatch` or a band, old_logp is the sampler's. With one the trainer scores the rollout, so that
     the loss has its ratio to the trainer's own policy, and the weights hold the ratio of that one to the
-    sampler's. The trainer scores it too where the entropy chooses tokens (`weight.high_entropy`, of the whole
-    rollout), or steers the coefficient of its bonus, which is `bonus` at the start of the step. `version` is
-    of the trainer's weights.
+    sampler's. The trainer scores it too where the entropy chooses tokens, or steers the coefficient of its
+    bonus, which is `bonus` at the start of the step. `version` is of the trainer's weights.
     """
     name = correction_of(cfg)
     corrected = name != "none" or cfg.geo_low > 0 or cfg.geo_high is not None
     how = options.of(options.Entropy, cfg)
-    share, target = how.entropy_share, how.entropy_target
+    by_entropy = how.entropy_share < 1 or how.entropy_target > 0
     metrics = collect.staleness(rollout, version)
-    extra: dict[str, Tensor] = {}
-    old_logp, before, each = rollout.logp, None, None
-    if corrected or cfg.update_kl or share < 1 or target:
-        fields = ("logp", "entropy") if share < 1 or target else ("logp",)
+    factor, entropy = None, None
+    old_logp, before = rollout.logp, None
+    if corrected or cfg.update_kl or by_entropy:
+        fields = ("logp", "entropy") if by_entropy else ("logp",)
         scored = st.score(apply, params, rollout, budget, fields=fields)
         before = scored.logp if cfg.update_kl else None
         old_logp = scored.logp if corrected else old_logp
-        each = scored.entropy
+        entropy = scored.entropy
     if corrected:
-        extra["correction"], cut = collect.correction(
-            name,
-            old_logp,
-            rollout,
-            cap=cfg.cap,
-            floor=cfg.floor,
-            geo_low=cfg.geo_low,
-            geo_high=math.inf if cfg.geo_high is None else cfg.geo_high,
-        )
+        high = math.inf if cfg.geo_high is None else cfg.geo_high
+        band = {"cap": cfg.cap, "floor": cfg.floor, "geo_low": cfg.geo_low, "geo_high": high}
+        factor, cut = collect.correction(name, old_logp, rollout, **band)
         metrics |= collect.mismatch_metrics(old_logp, rollout) | cut
+    if entropy is not None and how.entropy_share < 1:
+        chosen, threshold = high_entropy_tokens(entropy, rollout.mask, share=how.entropy_share)
+        factor = chosen * (rollout.mask.to(old_logp.dtype) if factor is None else factor)
+        metrics |= threshold
 
-    # the policy's entropy chooses tokens, and steers the coefficient of its bonus
-    inside = rollout.mask
-    if each is not None and share < 1:
-        top = each[weight.top_share(each, inside, share=share)]
-        least = float(top.min()) if len(top) else math.inf
-        # what has the same tokens before it has the same entropy but for rounding, and is chosen together
-        chosen = inside & (each >= least - _SAME)
-        extra["correction"] = chosen * extra.get("correction", inside.to(old_logp.dtype))
-        if len(top):
-            metrics["entropy/threshold"] = least
+    # the coefficient of the bonus in this step, and at the start of the next one
     coef = later = how.entropy
-    if each is not None and target:
-        coef = later = bonus
-        if inside.any():
-            mean = float((each * inside).double().sum() / inside.sum())
-            coef, later = loss.adaptive_entropy(bonus, mean, target=target, delta=how.entropy_delta)
+    if entropy is not None and how.entropy_target:
+        target, delta = how.entropy_target, how.entropy_delta
+        coef, later = steered_entropy(bonus, entropy, rollout.mask, target=target, delta=delta)
         metrics["entropy/coef"] = coef
-    if coef or target:
-        extra["entropy"] = torch.full((len(inside),), coef)
+    extra = {} if factor is None else {"correction": factor}
+    if coef or how.entropy_target:
+        extra["entropy"] = torch.full((len(rollout.mask),), coef)
     return Corrected(old_logp, extra, metrics, later, before)
+
+
+def high_entropy_tokens(entropy: Tensor, mask: Tensor, *, share: float) -> tuple[Tensor, dict[str, float]]:
+    """Return (the share of tokens with the highest entropy [B, S] bool, {the least entropy among them}).
+
+    What has the same tokens before it has the same entropy but for rounding, and is chosen together.
+    """
+    top = entropy[weight.top_share(entropy, mask, share=share)]
+    if not len(top):
+        return torch.zeros_like(mask), {}
+    least = float(top.min())
+    return mask & (entropy >= least - _SAME), {"entropy/threshold": least}
+
+
+def steered_entropy(
+    coef: float, entropy: Tensor, mask: Tensor, *, target: float, delta: float
+) -> tuple[float, float]:
+    """Return (the coefficient of the bonus of a step, that of the next) for the mean entropy of its tokens.
+
+    Both are `coef` where no token is learned from.
+    """
+    if not mask.any():
+        return coef, coef
+    mean = float((entropy * mask).double().sum() / mask.sum())
+    return loss.adaptive_entropy(coef, mean, target=target, delta=delta)
 
 
 def kl_of_updates(

@@ -271,12 +271,9 @@ def objective(cfg: Any) -> algorithm.Algorithm:
     return algorithm.configured(
         cfg.algorithm,
         group=cfg.group,
-        clip_low=cfg.clip_low,
-        clip_high=cfg.clip_high,
-        dual=cfg.dual,
         advantage=getattr(cfg, "advantage", None),
         weight=cfg.weight,
-        limits=vars(cfg.loss) if isinstance(cfg.loss, options.Limits) else None,
+        limits=options.limits(cfg),
     )
 
 
@@ -287,12 +284,9 @@ def actor_critic(cfg: Any) -> algorithm.ActorCritic:
         gamma=cfg.gamma,
         lambda_=cfg.gae_lambda,
         alpha=cfg.gae_alpha,
-        clip_low=cfg.clip_low,
-        clip_high=cfg.clip_high,
-        dual=cfg.dual,
         value_clip=cfg.value_clip,
         weight=cfg.weight,
-        limits=vars(cfg.loss),
+        limits=options.limits(cfg),
     )
 
 
@@ -378,12 +372,11 @@ def initial_model(
     return st.bind(model.load(cfg.model, meta=st.world > 1), sampling=sampling)
 
 
-def check_reference(cfg: Any, *, anchor: bool) -> None:
-    """Raise ValueError for a reference that is to follow the policy, and cannot."""
-    every = options.of(options.Reference, cfg).ref_every
+def check_reference(every: int, *, anchor: bool, zero_stage: int) -> None:
+    """Raise ValueError for a reference that is to follow the policy `every` so many steps, and cannot."""
     if every and not anchor:
         raise ValueError(f"ref_every: expected 0 without a KL to a reference, got {every}; give --kl too")
-    if every and cfg.strategy.zero_stage == 3:
+    if every and zero_stage == 3:
         raise ValueError(
             f"ref_every: expected 0 with zero_stage 3, whose checkpoints hold no second model, got {every}"
         )

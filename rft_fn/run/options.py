@@ -22,7 +22,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from rft_fn import loss
-from rft_fn.collect.batches import check_ways
+from rft_fn.collect.batches import EXCLUDES
 from rft_fn.data.wrong_answers import COVERING
 from rft_fn.limits import (
     Above1,
@@ -39,15 +39,15 @@ from rft_fn.limits import (
     Warmup,
     Whole,
 )
-from rft_fn.run.cli import without
 from rft_fn.run.model_options import Data, Model, Options, Policy, Prompts
 from rft_fn.strategy import StrategyConfig
 
 __all__ = [
-    "ENGINE", "ActorCritic", "Collect", "Data", "Entropy", "Evaluation", "Examples", "Heads", "HeldOut",
+    "ENGINE", "SHORT", "ActorCritic", "Collect", "Data", "Entropy", "Evaluation", "Examples", "Heads",
+    "HeldOut",
     "Labelled", "Length", "Limits", "Model", "Optimizer", "Options", "Policy", "Prompts", "Ptx",
     "Recorded", "Reference", "Reinforcement", "ReinforcementRun", "Reward", "Rollouts", "Run",
-    "Sampling", "ScoredRun", "Shaping", "Updates", "of",
+    "Sampling", "ScoredRun", "Shaping", "Updates", "limits", "of",
 ]  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def of(kind: type[S], cfg: Any) -> S:
 
 
 @dataclass(frozen=True)
-class Sampling(Options, subject="Rollouts"):
+class Sampling(Options, subject="Rollouts", first=("temperature", "max_new")):
     """How tokens are drawn."""
 
     temperature: AtLeast0 = 1.0  # sampling temperature; log-probs are of the distribution at this temperature
@@ -70,7 +70,7 @@ class Sampling(Options, subject="Rollouts"):
 
 
 @dataclass(frozen=True)
-class Rollouts(Sampling, subject="Rollouts"):
+class Rollouts(Sampling, subject="Rollouts", first=("prompts", "group", "strategy.engine_type")):
     """How many responses a step learns from."""
 
     prompts: Count = 32  # prompts per step
@@ -98,7 +98,7 @@ class Rollouts(Sampling, subject="Rollouts"):
 
 
 @dataclass(frozen=True)
-class Collect(Rollouts, subject="Rollouts"):
+class Collect(Rollouts, subject="Rollouts", excludes=EXCLUDES):
     """How prompts become the groups that a step learns from."""
 
     rounds: Count = 1  # most sampling rounds per step, until enough groups have unequal rewards (DAPO)
@@ -109,9 +109,6 @@ class Collect(Rollouts, subject="Rollouts"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ways(
-            ahead=self.ahead, partial_budget=self.partial, rounds=self.rounds, curriculum=self.curriculum
-        )
         if self.curriculum_by == "prompt" and not self.curriculum:
             raise ValueError("curriculum: expected above 0, as curriculum_by is prompt, got 0")
         if self.curriculum_floor > 0.25:
@@ -121,7 +118,7 @@ class Collect(Rollouts, subject="Rollouts"):
 
 
 @dataclass(frozen=True)
-class Reward(Options, subject="Rewards"):
+class Reward(Options, subject="Rewards", first=("reward",)):
     """How responses are rewarded."""
 
     reward: tuple[str, ...] = ()  # math, task:NAME, FILE.py:FN, model:FOLDER, judge:FOLDER, URL; =WEIGHT
@@ -177,14 +174,14 @@ class Limits(Options):
 
 
 @dataclass(frozen=True)
-class Length(Options, subject="Updates"):
+class Length(Options, subject="Updates", first=("steps",)):
     """How long a run is."""
 
     steps: Count | None = None  # updates; None is the usual number of the script
 
 
 @dataclass(frozen=True)
-class Examples(Length, subject="Updates"):
+class Examples(Length, subject="Updates", first=("epochs", "batch")):
     """How many examples an update learns from, where nothing is sampled."""
 
     epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
@@ -192,15 +189,17 @@ class Examples(Length, subject="Updates"):
 
 
 @dataclass(frozen=True)
-class Updates(Rollouts, Length, subject="Updates"):
+class Updates(Rollouts, Length, subject="Updates", first=("minibatches",)):
     """How many updates a run makes of its rollouts, and how far one of them may go."""
 
     data_epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
     epochs: Count = 1  # passes over a rollout
     minibatches: Count = 1  # updates per pass, unless strategy.train_batch_size sets their size
-    clip_low: AtLeast0 | None = None  # lower clip: ratio >= 1 - clip_low; None: the algorithm's default
-    clip_high: AtLeast0 | None = None  # upper clip: ratio <= 1 + clip_high; None: the algorithm's default
-    dual: Above1 | None = None  # dual clip for negative advantages; None: the algorithm's default
+    clip_low: AtLeast0 | None = None  # lower clip, short for loss.low; None: the algorithm's default
+    clip_high: AtLeast0 | None = None  # upper clip, short for loss.high; None: the algorithm's default
+    dual: Above1 | None = (
+        None  # dual clip for negative advantages, short for loss.dual; None: the algorithm's
+    )
     weight: Filled | None = None  # token_mean, seq_mean, seq_sum, constant:LENGTH; None: the algorithm's
     loss: Limits = field(default_factory=Limits)
     ema: Decay = 0.0  # decay of an exponential moving average of the weights, which is saved; 0: off
@@ -210,6 +209,23 @@ class Updates(Rollouts, Length, subject="Updates"):
         most = self.prompts * self.group
         if self.minibatches > most:
             raise ValueError(f"minibatches: expected at most {most}, got {self.minibatches}")
+
+
+SHORT = {"clip_low": "low", "clip_high": "high", "dual": "dual"}
+"""Options that are short for a limit of the loss, and the limit: --clip-low is --loss.low."""
+
+
+def limits(cfg: Any) -> dict[str, float]:
+    """Return the limits of a loss that options give, by their own names; ValueError for one given twice."""
+    own = cfg.loss if isinstance(cfg.loss, Limits) else Limits()  # a script may call something else a loss
+    found = {name: x for name, x in vars(own).items() if x is not None}
+    for option, name in SHORT.items():
+        if (x := getattr(cfg, option)) is None:
+            continue
+        if name in found:
+            raise ValueError(f"loss.{name}: expected None, as {option} is {x}, got {found[name]}")
+        found[name] = x
+    return found
 
 
 @dataclass(frozen=True)
@@ -230,7 +246,11 @@ class Entropy(Options, subject="Updates"):
 
 
 @dataclass(frozen=True)
-class Reference(Options, subject="Updates"):
+class Reference(
+    Options,
+    subject="Updates",
+    excludes={("ref_every", "lora_rank"): "where the reference is the policy without its adapters"},
+):
     """The model that a KL is to: the initial one, or one that follows the policy."""
 
     ref_every: Whole = 0  # steps between updates of the reference model to the policy; 0: never
@@ -240,16 +260,12 @@ class Reference(Options, subject="Updates"):
         super().__post_init__()
         if not self.ref_every and self.ref_mix != 1:
             raise ValueError(f"ref_every: expected above 0, as ref_mix is {self.ref_mix}, got 0")
-        rank = getattr(self, "lora_rank", 0)
-        if self.ref_every and rank:
-            raise ValueError(
-                f"ref_every: expected 0 with lora_rank {rank}, where the reference is the policy without its "
-                f"adapters, got {self.ref_every}"
-            )
 
 
 @dataclass(frozen=True)
-class ActorCritic(Options, subject="Actor and critic"):
+class ActorCritic(
+    Options, subject="Actor and critic", first=("algorithm", "critic", "critic_lr", "kl", "epochs")
+):
     """Advantages by a critic, what the critic learns, and the KL in the reward of each token."""
 
     algorithm: str = "ppo"  # a row of rft_fn.algorithm.TABLE with a critic: ppo or vapo
@@ -278,7 +294,7 @@ class ActorCritic(Options, subject="Actor and critic"):
 
 
 @dataclass(frozen=True)
-class Ptx(Options, subject="Examples"):
+class Ptx(Options, subject="Examples", excludes={("ptx_response", "ptx_messages"): "which take its place"}):
     """Examples that a policy also learns from, at each update."""
 
     ptx: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of examples
@@ -291,12 +307,10 @@ class Ptx(Options, subject="Examples"):
         super().__post_init__()
         if self.ptx and not self.ptx_data:
             raise ValueError(f"ptx_data: expected one, as ptx is {self.ptx}, got none")
-        if self.ptx_messages:
-            without(self, "ptx_response", prefix="", instead="--ptx-messages takes its place")
 
 
 @dataclass(frozen=True)
-class Optimizer(Options, subject="Optimizer"):
+class Optimizer(Options, subject="Optimizer", first=("lr",)):
     """AdamW and its learning rate."""
 
     lr: Positive = 1e-3  # learning rate
@@ -310,7 +324,7 @@ class Optimizer(Options, subject="Optimizer"):
 
 
 @dataclass(frozen=True)
-class HeldOut(Data, subject="Evaluation"):
+class HeldOut(Data, subject="Evaluation", first=("eval_data", "eval_every")):
     """The data of evaluations."""
 
     eval_data: tuple[str, ...] = ()  # data of the evaluation; if empty, a test split, or rows held out
@@ -336,7 +350,7 @@ class Reinforcement(Evaluation, Updates, Shaping, Prompts, Model):
 
 
 @dataclass(frozen=True)
-class Labelled(HeldOut, subject="Data"):
+class Labelled(HeldOut, subject="Data", first=("kind", "messages", "max_length")):
     """Data whose rows are responses that are compared or labelled."""
 
     kind: Literal["pairs", "lists", "points", "steps"] = "pairs"  # what a row holds
@@ -357,7 +371,15 @@ class Labelled(HeldOut, subject="Data"):
 
 
 @dataclass(frozen=True)
-class Heads(Policy, subject="Model"):
+class Heads(
+    Policy,
+    subject="Model",
+    first=("heads",),
+    excludes={
+        ("keep_heads", "lora_rank"): "whose adapters are put under new heads",
+        ("keep_heads", "quantize"): "whose adapters are put under new heads",
+    },
+):
     """A model with heads in place of log-probs."""
 
     heads: tuple[str, ...] = ()  # names; pairs, points: each learns the column of its name; none: score
@@ -366,7 +388,7 @@ class Heads(Policy, subject="Model"):
 
 
 @dataclass(frozen=True)
-class Run(Length, subject="Run"):
+class Run(Length, subject="Run", first=("out", "dry_run")):
     """The folder of a run, its checkpoints and trackers, and where it computes."""
 
     seed: Seed = 0  # seed of everything random

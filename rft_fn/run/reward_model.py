@@ -32,9 +32,6 @@ def check_labelled(cfg: Any) -> None:
     """
     without(cfg, "router_aux", prefix="", instead="it is for models of log-probs")
     without(cfg, "lora_merge", prefix="", instead="a reward model is saved whole")
-    if cfg.keep_heads and (cfg.lora_rank or cfg.quantize):
-        raise ValueError("keep_heads: expected False with adapters, which are put under new heads, got True")
-
     if cfg.heads:
         named_heads(cfg.heads)
 

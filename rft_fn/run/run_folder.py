@@ -365,9 +365,9 @@ def _nested(state: Any, flat: dict[str, Any] | None, like: Mapping[str, Any]) ->
     return {**flat, "shaping": flat.pop("moments"), "collect": collecting}
 
 
-def final_weights(cfg: Any, st: Strategy, state: TrainState) -> Iterable[tuple[str, Tensor]]:
-    """Return full tensors by name: the weights to save at the end, with `ema` their average."""
-    if getattr(cfg, "ema", 0):
+def final_weights(st: Strategy, state: TrainState, *, average: bool) -> Iterable[tuple[str, Tensor]]:
+    """Return full tensors by name: the weights to save at the end, or the average the optimizer keeps."""
+    if average:
         return optim.ema_params(state.opt).items()
     return st.export(state)
 

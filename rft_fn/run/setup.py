@@ -91,7 +91,7 @@ class Setup:
         """
         cfg = self.cfg
         merge = merge and cfg.lora_merge
-        weights = final_weights(cfg, self.st, state)
+        weights = final_weights(self.st, state, average=getattr(cfg, "ema", 0) > 0)
         folder = self.run.folder / "model"
         self.st.save_pretrained(folder, self.policy.module, self.task.saved, weights, merge=merge)
         if self.samples is not None:

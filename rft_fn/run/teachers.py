@@ -170,9 +170,10 @@ class Teachers:
     def _with_hints(self, batch: Batch) -> tuple[Rollout, Tensor]:
         """Return (the responses after the teachers' prompts, whether each row has all that they ask for)."""
         every = torch.ones(len(batch.rollout.tokens), dtype=torch.bool)
-        if not self.env.cfg.hint:
+        cfg = self.env.cfg
+        if not cfg.hint:
             return batch.rollout, every
-        columns = [_given(self.env.cfg, batch, b) for b in range(len(every))]
+        columns = [_given(cfg.hint, cfg.success_at, batch, b) for b in range(len(every))]
         taught = torch.tensor([row is not None for row in columns])
         prompts = [
             self._hinted(batch.prompts[g], row) if row is not None else batch.prompts[g]
@@ -287,16 +288,14 @@ class Teachers:
             each.close()
 
 
-def _given(cfg: Any, batch: Batch, b: int) -> dict[str, str] | None:
+def _given(hint: str, success_at: float, batch: Batch, b: int) -> dict[str, str] | None:
     """Return what rewards say for the hint of row b; None where the rollout has nothing to say."""
-    asked = columns_in(cfg.hint) & {*FROM_REWARDS}
+    asked = columns_in(hint) & {*FROM_REWARDS}
     found = {}
     group = batch.rollout.group
     if "success" in asked:
         flat = batch.judged.reward.flatten()
-        others = [
-            i for i in (group == group[b]).nonzero()[:, 0].tolist() if i != b and flat[i] >= cfg.success_at
-        ]
+        others = [i for i in (group == group[b]).nonzero()[:, 0].tolist() if i != b and flat[i] >= success_at]
         if not others:
             return None
         found["success"] = batch.judged.texts[others[0]]

@@ -35,7 +35,7 @@ class New:
 
 @dataclass(frozen=True)
 class Run:
-    """Run a script with options of its own; rft run SCRIPT --help lists them.
+    """Run a script with options of its own; rft run SCRIPT --help shows them.
 
     On several processes, here two, either of
 

@@ -41,12 +41,10 @@ def recorded(cfg: Any) -> tuple[Rollout, Tensor]:
     return rollout, reward
 
 
-def describe(cfg: Any, rollout: Rollout, reward: Tensor, logp: Tensor) -> dict[str, Any]:
+def describe(rollout: Rollout, reward: Tensor, logp: Tensor) -> dict[str, Any]:
     """Return what a buffer is: its size, its rewards [N, G], and how far the policy is from its samples."""
     gap = (logp - rollout.logp)[rollout.mask].double()
     return {
-        "sampler": cfg.rollouts or cfg.sampler or cfg.model,
-        "drift": cfg.drift,
         "prompts": len(reward),
         "responses": reward.numel(),
         "tokens": int(rollout.mask.sum()),

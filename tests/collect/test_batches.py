@@ -177,9 +177,12 @@ def test_the_state_alone_says_what_was_sampled_before():
 @each(
     ("ways", "line"),
     [
-        ({"partial_budget": 2, "ahead": 1}, "partial: expected it without ahead and rounds, got ahead 1"),
+        (
+            {"partial_budget": 2, "ahead": 1},
+            "partial: expected 0 with ahead 1, which samples whole responses, got 2",
+        ),
         ({"partial_budget": 2, "rounds": 2}, "partial: .*rounds 2"),
-        ({"curriculum": 4, "ahead": 1}, "curriculum: expected it without ahead and partial"),
+        ({"curriculum": 4, "ahead": 1}, "curriculum: expected 0 with ahead 1, which draws .*, got 4"),
     ],
 )
 def test_ways_that_exclude_each_other(ways, line):

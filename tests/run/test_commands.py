@@ -140,6 +140,9 @@ def test_a_copy_runs_from_any_folder_as_the_script_does(in_place, tmp_path):
 
 def test_a_script_keeps_its_help_its_errors_and_its_exit_code(tmp_path):
     shown = rft("run", "grpo", "--help", cwd=tmp_path)
+    assert shown.returncode == 0 and "rft run grpo --model" in shown.stdout
+    assert "--kl-in-reward" not in shown.stdout and len(shown.stdout.splitlines()) < 45
+    shown = rft("run", "grpo", "--help", "all", cwd=tmp_path)
     assert shown.returncode == 0 and "grpo.py" in shown.stdout and "--kl-in-reward" in shown.stdout
     wrong = rft("run", "grpo", "--step", "3", cwd=tmp_path)
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "did you mean --steps" in wrong.stderr

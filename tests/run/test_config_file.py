@@ -193,7 +193,7 @@ def test_the_folder_of_another_run_is_not_taken_by_accident():
 def test_help_names_it_and_no_config_has_it(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
-        parsed("--help", script=name)
+        parsed("--help", "all", script=name)
     assert (
         "  --config FILE           options from a .yaml or .json file or the folder of a"
         in capsys.readouterr().out

@@ -4,8 +4,10 @@ import dataclasses
 import inspect
 import math
 import re
+import shlex
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from rft_fn.engine.vllm.surroundings import import_vllm
 from rft_fn.limits import Count, Free, Positive
 from rft_fn.run import files, options
 from rft_fn.run.cli import guard
+from rft_fn.run.model_options import exclusions
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "train_scripts").glob("*.py"))
 CONFIGS = {name: load_script(name).Config for name in SCRIPTS}
@@ -111,20 +114,23 @@ def test_limits_are_those_of_the_subject(given, line):
     assert str(error.value) == line
 
 
+source = cache(inspect.getsource)
+
+
 def comment(config, name):
     """The comment behind an option, in the class that declares it last."""
     for base in config.__mro__:
-        found = re.search(rf"^    {name}: .*?  # (.*)", inspect.getsource(base), re.M)
+        found = re.search(rf"^    {name}: .*?  # (.*)", source(base), re.M)
         if found:
             return found[1]
     raise AssertionError(f"{name} has no help")
 
 
-def shown(config, columns, monkeypatch, capsys, prog="mine.py"):
-    """The lines of --help in a terminal of some width."""
+def shown(config, columns, monkeypatch, capsys, prog="mine.py", words=("--help", "all")):
+    """The lines of --help all, or of other words, in a terminal of some width."""
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as end:
-        parsing.parse(config, ["--steps", "3", "--help"], prog=prog)
+        parsing.parse(config, ["--steps", "3", *words], prog=prog)
     assert end.value.code is None
     return capsys.readouterr().out.splitlines()
 
@@ -162,8 +168,9 @@ def test_help_is_grouped_by_subject(capsys, monkeypatch):
     """A script's own options come first; one that it repeats stays in its subject, with the new help."""
     lines = shown(Game, 80, monkeypatch, capsys)
     heads = [line for line in lines if line and line[0].isalpha()][2:]  # behind the usage and the summary
-    assert heads[:-1] == ["mine", "Model", "Data", "Optimizer", "Updates", "Run", "Config", "Shared"]
-    assert heads[-1] == "Strategy (strategy. may be left out of a name that no other option has)"
+    assert heads[:-2] == ["mine", "Model", "Data", "Optimizer", "Updates", "Run", "Config", "Shared"]
+    assert heads[-2] == "Strategy (strategy. may be left out of a name that no other option has)"
+    assert heads[-1] == "Exclusions (options that do not go together)"
     place = {head: lines.index(head) for head in heads}
     assert lines[:4] == ["usage: mine.py [OPTIONS]", "", "A script that inherits from another one.", ""]
     assert lines[place["mine"] + 1 : place["Model"] - 1] == [
@@ -184,9 +191,123 @@ def test_the_first_words_of_help_are_what_one_types(capsys, monkeypatch):
     """Arguments without a name come before the options, and an installed script is no long path."""
     (usage, *_) = shown(CONFIGS["export"], 80, monkeypatch, capsys, prog="rft export")
     assert usage == "usage: rft export RUN [OPTIONS]"
-    monkeypatch.setattr("sys.argv", ["/usr/lib/site-packages/rft_scripts/export.py", "--help"])
+    monkeypatch.setattr("sys.argv", ["/usr/lib/site-packages/rft_scripts/export.py", "--help", "all"])
     (usage, *_) = shown(CONFIGS["export"], 80, monkeypatch, capsys, prog=None)
     assert usage == "usage: export.py RUN [OPTIONS]"
+
+
+@each("name", SCRIPTS)
+def test_the_first_help_is_one_screen(name, capsys, monkeypatch):
+    """What the script does, a command that it takes, what most runs set, and where the rest is."""
+    config = CONFIGS[name]
+    start = {"prog": f"train_scripts/{name}.py", "words": ["--help"]}
+    lines = shown(config, 100, monkeypatch, capsys, **start)
+    text = "\n".join(lines)
+    assert 10 <= len(lines) <= 45 and max(map(len, lines)) <= 100
+    assert lines[0] == inspect.getdoc(sys.modules[config.__module__]).partition("\n")[0] and lines[1] == ""
+
+    # the command is one that the script takes
+    command = text.split("\n\n")[1].replace("\\\n", " ")
+    assert command.startswith(f"  python train_scripts/{name}.py ")
+    parsing.parse(config, parsing.qualify(shlex.split(command)[2:], config))
+
+    # its options are among all of them, by names that the command line takes
+    flags = re.findall(r"^  --(?:\[no-\])?([\w.-]+)", text.split("\n\n", 2)[2], re.M)
+    assert len(flags) <= 25 and {flag.replace("-", "_") for flag in flags} - {"config"} <= parsing.names(
+        config
+    )
+    whole = " ".join(shown(config, 100, monkeypatch, capsys, **start | {"words": ["--help", "all"]}))
+    assert all(re.search(rf"[].-]{flag} ", whole) for flag in flags)
+
+    # in a narrow terminal the same lines, broken
+    narrow = shown(config, 80, monkeypatch, capsys, **start)
+    assert max(map(len, narrow)) <= 80 and sum(line.startswith("  --") for line in narrow) == len(flags)
+
+
+def test_the_first_help_has_the_defaults_of_the_script(capsys, monkeypatch):
+    """The model and its data first, then what the script itself is about."""
+    lines = shown(CONFIGS["grpo"], 100, monkeypatch, capsys, words=["--help"])
+    order = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert order[:8] == [
+        "--model", "--data", "--template", "--lora-rank", "--budget", "--reward", "--algorithm", "--kl",
+    ]  # fmt: skip
+    assert {"--prompts", "--group", "--max-new", "--steps", "--lr", "--engine-type", "--out"} <= set(order)
+    assert "  --group INT          responses per prompt (default: 16)" in lines
+    assert lines[-2].startswith("--help all shows all ") and lines[-1].endswith("loss, strategy, exclusions")
+
+
+@each(
+    ("words", "first"), [(["--help", "optimizer"], "Optimizer"), (["--help=loss"], "Loss (loss. may be left")]
+)
+def test_help_of_a_subject_is_its_part_of_the_whole(words, first, capsys, monkeypatch):
+    whole = "\n".join(shown(CONFIGS["grpo"], 80, monkeypatch, capsys))
+    lines = shown(CONFIGS["grpo"], 80, monkeypatch, capsys, words=words)
+    assert lines[0].startswith(first) and len(lines) > 5 and "\n".join(lines) in whole
+
+
+def test_every_subject_of_help_has_a_word(capsys, monkeypatch):
+    """The words that the first screen lists are all headings of the whole."""
+    for name in SCRIPTS:
+        whole = shown(CONFIGS[name], 100, monkeypatch, capsys, prog=f"{name}.py")
+        heads = [
+            whole[i + 1] for i, line in enumerate(whole[3:-1], 3) if not line and whole[i + 2][:2] == "  "
+        ]
+        screen = " ".join(shown(CONFIGS[name], 100, monkeypatch, capsys, prog=f"{name}.py", words=["-h"]))
+        listed = screen.partition("those of a subject: ")[2].split(", ")
+        assert [head.split()[0].lower() for head in heads] == listed or (listed == [""] and len(heads) == 1)
+
+
+ON = {
+    "freeze": ("visual",), "lora_rank": 4, "partial": 2, "ahead": 1, "rounds": 2, "curriculum": 3,
+    "ptx_response": "{a}", "ptx_messages": ("m",), "keep_heads": True, "quantize": "int8", "messages": ("m",),
+    "hint": "{q}", "on_policy": 0.5, "rl": 0.1, "ref_every": 5,
+}  # fmt: skip
+
+
+@each("name", [name for name in SCRIPTS if exclusions(CONFIGS[name])])
+def test_a_pair_that_excludes_each_other_is_refused_and_shown(name, capsys, monkeypatch):
+    """Either alone is taken as far as the pair goes; the reason is in the error and in the help."""
+    config = CONFIGS[name]
+    shown_pairs = " ".join(
+        " ".join(shown(config, 100, monkeypatch, capsys, words=["--help", "exclusions"])).split()
+    )
+    more = {"teacher": ("a",)} if name == "distill" else {}
+    for (one, other), why in exclusions(config).items():
+        reason, _, remedy = why.partition("; ")
+        with pytest.raises(
+            ValueError, match=rf"^{one}: expected .* with {other} .*, {reason}, got .*{remedy}$"
+        ):
+            config(**more | {one: ON[one], other: ON[other]})
+        options = [f"--{x.replace('_', '-')}" for x in (one, other)]
+        assert f"{options[0]} not with {options[1]}, {why}" in shown_pairs
+    for alone in {x for pair in exclusions(config) for x in pair} - {"ptx_messages"}:
+        config(**more | {alone: ON[alone]})
+
+
+def test_no_pair_names_an_option_that_is_nowhere():
+    kinds = {
+        kind for config in CONFIGS.values() for kind in config.__mro__ if issubclass(kind, options.Options)
+    }
+    said = {pair for kind in kinds for pair in kind.__excludes__}
+    assert said == {pair for config in CONFIGS.values() for pair in exclusions(config)} and len(said) > 8
+
+
+def test_a_word_that_is_no_subject(capsys):
+    with pytest.raises(
+        ValueError, match=r"^help: expected all, or one of grpo, .*, got 'optimiser'; did you mean o"
+    ):
+        parsing.parse(CONFIGS["grpo"], ["--help", "optimiser"], prog="grpo.py")
+
+
+def test_an_installed_script_shows_the_command_that_starts_it(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/usr/lib/site-packages/rft_scripts/export.py"])
+    assert "  rft run export runs/grpo" in shown(CONFIGS["export"], 80, monkeypatch, capsys, None, ["--help"])
+
+
+def test_a_script_that_says_nothing_shows_what_it_adds(capsys, monkeypatch):
+    lines = shown(Game, 80, monkeypatch, capsys, words=["--help"])
+    assert "  --rules STR ...   of the game (default: a b)" in lines
+    assert not any("--turns" in line for line in lines) and any("--model" in line for line in lines)
 
 
 @pytest.mark.parametrize(("package", "act"), [("math_verify", reward.math), ("vllm", import_vllm)])

@@ -299,5 +299,5 @@ def test_bad_input_is_one_line(case, tmp_path):
 def test_the_command_line_says_it_in_one_line_too(tmp_path):
     err = run("ppo", "--minibatches", "1000", "--out", tmp_path / "r", code=2)
     assert err.strip().splitlines()[-1] == "error: minibatches: expected at most 512, got 1000"
-    text = " ".join(run("ppo", "--help").split())
+    text = " ".join(run("ppo", "--help", "all").split())
     assert "first steps that train only the critic" in text and "--kl-horizon" in text

@@ -365,7 +365,7 @@ OPTIONS = {
 
 
 UNFIT = [
-    ({"algorithm": "rloo", "clip_low": 0.1}, "clip_low: expected None, rloo has no such limit, got 0.1"),
+    ({"algorithm": "rloo", "clip_low": 0.1}, "loss.low: expected None, rloo has no limits, got 0.1"),
     (
         {"algorithm": "sapo", "loss": rft.run.options.Limits(low=0.1)},
         "loss.low: expected None, sapo has tau_pos, tau_neg, got 0.1",
@@ -776,7 +776,7 @@ def test_reward_errors_in_the_middle_lose_nothing(tmp_path):
 
 
 def test_help_is_the_docs_of_the_fields():
-    text = " ".join(run("grpo", "--help").split())
+    text = " ".join(run("grpo", "--help", "all").split())
     for line in (
         "prompts per step",
         "a row of rft_fn.algorithm.TABLE",

@@ -165,8 +165,8 @@ def test_partial_rollouts_wait_in_checkpoints_too(tmp_path, monkeypatch):
 
 
 REFUSED = [
-    ({"partial": 2, "ahead": 1}, "partial: expected it without ahead and rounds, got ahead 1, rounds 2"),
-    ({"partial": 2}, "partial: expected it without ahead and rounds, got ahead 0, rounds 2"),
+    ({"partial": 2, "ahead": 1}, "partial: expected 0 with ahead 1, which samples whole responses, got 2"),
+    ({"partial": 2}, "partial: expected 0 with rounds 2, which judge whole responses, got 2"),
 ]
 
 

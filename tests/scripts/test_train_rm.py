@@ -495,7 +495,7 @@ REFUSED = [
     (["--train-batch-size", "8"], "strategy.train_batch_size: expected 0, as this script"),
     (["--router-aux", "0.1"], "router_aux: expected 0.0, as this script does not read it"),
     (["--no-lora-merge", "--lora-rank", "2"], "lora_merge: expected True"),
-    (["--keep-heads", "--lora-rank", "2"], "keep_heads: expected False with adapters"),
+    (["--keep-heads", "--lora-rank", "2"], "keep_heads: expected False with lora_rank 2, whose adapters"),
     (["--negatives", "gess"], "negatives: expected names of guess, mistake, ordered, length, noise, cut"),
     (["--data", "x.jsonl", "--negatives", "noise"], "negatives: expected ('guess=2', "),
     (["--template", "", "--kind", "points"], "template: expected a text; an empty one is for pairs"),
