@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 from test_house import load_script
 
-from rft_fn import parsing
-from rft_fn.tools import other_libraries
-from rft_fn.tools.other_libraries import LIBRARIES, lightrft, openrlhf, trl, verl
-from rft_fn.tools.other_libraries.migrate import translate
-from rft_fn.tools.other_libraries.rows import hinted, named
+from rft_fn import migrate, parsing
+from rft_fn.migrate import LIBRARIES, lightrft, openrlhf, trl, verl
+from rft_fn.migrate.rows import hinted, named
+from rft_fn.migrate.translation import translate
 
 SCRIPTS = [path.stem for path in sorted((Path(__file__).parents[1] / "train_scripts").glob("*.py"))]
 OWN = {name: parsing.names(load_script(name).Config) for name in SCRIPTS}
 HINTS = [
     (title, name, hint)
-    for title, rows in other_libraries.OPTIONS.items()
+    for title, rows in migrate.OPTIONS.items()
     for name, row in rows.items()
     if (hint := hinted(name, row)) is not None
 ]
@@ -48,7 +47,7 @@ def test_no_answer_leads_to_a_flag_that_is_not_there():
     """All flags of an answer are the script's, beside the one that was asked for."""
     for script in SCRIPTS:
         for _, name, _ in HINTS:
-            said = other_libraries.answer("FLAG", name, OWN[script])
+            said = migrate.answer("FLAG", name, OWN[script])
             flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w-]*)", said)}
             assert flags <= OWN[script], (script, name, said)
             assert "\n" not in said

@@ -149,7 +149,7 @@ def code_lines(text: str) -> int:
 
 
 FLOORS = (  # from the top; on the upper two rows a room also imports those to its left
-    ("for people", "tools"),
+    ("for people", "tools migrate"),
     ("L3  effects", "dist ckpt memory strategy engine sync collect run"),
     ("L2  models and data", "model modality reward data environment hub parsing"),
     (

@@ -1,7 +1,7 @@
 """Options of TRL 1.x: GRPOConfig, SFTConfig, DPOConfig and RewardConfig, with transformers' own."""
 
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries import shared_rows
+from rft_fn.migrate import rows as r
+from rft_fn.migrate import shared_rows
 
 __all__ = ["TABLE"]
 

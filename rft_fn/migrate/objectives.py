@@ -8,8 +8,8 @@ log-ratios of the scales 0.05, 0.3 and 1.5.
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries.objective_rows import (
+from rft_fn.migrate import rows as r
+from rft_fn.migrate.objective_rows import (
     Objective,
     arguments,
     constant,

@@ -1,7 +1,7 @@
 """Options of LightRFT; most are OpenRLHF's older names."""
 
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries import shared_rows
+from rft_fn.migrate import rows as r
+from rft_fn.migrate import shared_rows
 
 __all__ = ["SHARED", "SHARES", "TABLE"]
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.tools.other_libraries.objective_rows import is_true
-from rft_fn.tools.other_libraries.verl import ACTOR, ROLLOUT
+from rft_fn.migrate.objective_rows import is_true
+from rft_fn.migrate.verl import ACTOR, ROLLOUT
 
 __all__ = ["CHANGED", "FIRST", "GONE", "older"]
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries import shared_rows
+from rft_fn.migrate import rows as r
+from rft_fn.migrate import shared_rows
 
 __all__ = ["LIBRARY", "TABLE"]
 

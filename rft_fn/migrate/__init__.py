@@ -1,13 +1,15 @@
 """Names of TRL, verl, OpenRLHF, LightRFT and prime-rl, and ours: one table a library.
 
-From the tables come the command line's hints (here), `python -m rft_fn.migrate` (`migrate`), the pages of
-docs/coming_from (`migrate.table`), and with `names` the answers to attributes that other libraries have.
+From the tables come the command line's hints (here), `rft migrate` (`translation`), the pages of
+docs/coming_from (`translation.table`), and with `names` the answers to attributes that other libraries have.
 """
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
+from typing import Any
 
-from rft_fn.tools.other_libraries import (
+from rft_fn.migrate import (
     lightrft,
     lightrft_trainers,
     openrlhf,
@@ -17,7 +19,7 @@ from rft_fn.tools.other_libraries import (
     verl,
     verl_trainers,
 )
-from rft_fn.tools.other_libraries.rows import Library, Row, hinted, named
+from rft_fn.migrate.rows import Library, Row, hinted, named
 
 __all__ = ["LIBRARIES", "OPTIONS", "answer", "check"]
 
@@ -84,3 +86,10 @@ def check(args: Sequence[str], own: Collection[str]) -> None:
             lines.append(line)
     if lines:
         raise ValueError(f"{'; '.join(lines)}; --help lists the options")
+
+
+def __getattr__(name: str) -> Any:
+    """Return what translates a file, which is imported when it is first used."""
+    if name in ("main", "read", "translate"):
+        return getattr(import_module(f"{__name__}.translation"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from rft_fn.tools.other_libraries import corrections, lightrft, lightrft_trainers, objectives, shared_rows
-from rft_fn.tools.other_libraries import rows as r
+from rft_fn.migrate import corrections, lightrft, lightrft_trainers, objectives, shared_rows
+from rft_fn.migrate import rows as r
 
 __all__ = ["LIBRARY", "TABLE"]
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from rft_fn.tools.other_libraries import LIBRARIES
-from rft_fn.tools.other_libraries.foreign_files import Config
-from rft_fn.tools.other_libraries.rows import Library
+from rft_fn.migrate import LIBRARIES
+from rft_fn.migrate.foreign_files import Config
+from rft_fn.migrate.rows import Library
 
 __all__ = ["check_program", "kind_of", "program_of_path", "system"]
 

@@ -6,8 +6,8 @@ Ours are rows of rft_fn.collect.CORRECTIONS and a band of the geometric mean of 
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries.objective_rows import is_true, number
+from rft_fn.migrate import rows as r
+from rft_fn.migrate.objective_rows import is_true, number
 
 __all__ = ["openrlhf", "trl", "verl"]
 

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rft_fn.migrate import LIBRARIES, accepted, easyr1, harmless, releases
+from rft_fn.migrate import rows as r
+from rft_fn.migrate.foreign_files import Config, read
+from rft_fn.migrate.rows import Combined, Library, Row, Trainer
+from rft_fn.migrate.whose import check_program, kind_of, program_of_path, system
 from rft_fn.tools import printer
-from rft_fn.tools.other_libraries import LIBRARIES, accepted, easyr1, harmless, releases
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries.foreign_files import Config, read
-from rft_fn.tools.other_libraries.rows import Combined, Library, Row, Trainer
-from rft_fn.tools.other_libraries.whose import check_program, kind_of, program_of_path, system
 
 __all__ = ["KINDS", "Translation", "main", "read", "system", "table", "translate"]
 

@@ -1,6 +1,6 @@
 """Rows and flags that several libraries share."""
 
-from rft_fn.tools.other_libraries.rows import Flag, Row, choice, nothing, several
+from rft_fn.migrate.rows import Flag, Row, choice, nothing, several
 
 __all__ = [
     "ALGORITHM",

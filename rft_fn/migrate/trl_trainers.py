@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from rft_fn.tools.other_libraries import corrections, objectives, rewards
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries.trl import TABLE
+from rft_fn.migrate import corrections, objectives, rewards
+from rft_fn.migrate import rows as r
+from rft_fn.migrate.trl import TABLE
 
 __all__ = ["LIBRARY"]
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.tools.other_libraries import corrections, objectives, rewards
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries.verl import ACTOR, MODEL, ROLLOUT, TABLE
+from rft_fn.migrate import corrections, objectives, rewards
+from rft_fn.migrate import rows as r
+from rft_fn.migrate.verl import ACTOR, MODEL, ROLLOUT, TABLE
 
 __all__ = ["LIBRARY"]
 

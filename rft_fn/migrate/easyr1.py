@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.tools.other_libraries.objective_rows import is_true
-from rft_fn.tools.other_libraries.verl import ACTOR, MODEL, ROLLOUT
+from rft_fn.migrate.objective_rows import is_true
+from rft_fn.migrate.verl import ACTOR, MODEL, ROLLOUT
 
 __all__ = ["as_verl", "is_easyr1"]
 

@@ -1,7 +1,7 @@
 """Options of verl 0.7 by their dotted names: ppo_trainer, sft_trainer and the older fsdp_sft_trainer."""
 
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries import shared_rows
+from rft_fn.migrate import rows as r
+from rft_fn.migrate import shared_rows
 
 __all__ = ["ACTOR", "MODEL", "ROLLOUT", "TABLE"]
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import NoReturn
 
-from rft_fn.tools.other_libraries import LIBRARIES
+from rft_fn.migrate import LIBRARIES
 
 __all__ = ["CONFIG", "ROOT", "STRATEGY", "unknown"]
 

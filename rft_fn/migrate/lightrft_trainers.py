@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rft_fn.tools.other_libraries import objectives, rewards, shared_rows
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries.lightrft import SHARED, TABLE
+from rft_fn.migrate import objectives, rewards, shared_rows
+from rft_fn.migrate import rows as r
+from rft_fn.migrate.lightrft import SHARED, TABLE
 
 __all__ = ["LIBRARY", "NUMBERS", "capacity", "combine", "pair", "script", "sources"]
 

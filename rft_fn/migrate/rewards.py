@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.tools.other_libraries import rows as r
+from rft_fn.migrate import rows as r
 
 __all__ = ["openrlhf", "trl", "verl"]
 
