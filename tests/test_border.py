@@ -518,7 +518,7 @@ FREE = {
     "migrate/foreign_files.py:_parsed": PRINTED,
     "migrate/foreign_files.py:_of_yaml": PRINTED,
     "migrate/foreign_files.py:_of_notebook": PRINTED,
-    "migrate/trl_trainers.py:_shared": PRINTED,
+    "migrate/trl.py:_shared": PRINTED,
 }
 """Readers that are fed elsewhere, or whose values come from nobody else; and why."""
 

@@ -15,8 +15,8 @@ from each_case import each
 from test_house import load_script
 
 from rft_fn import parsing
-from rft_fn.migrate import LIBRARIES
 from rft_fn.migrate.foreign_files import read
+from rft_fn.migrate.libraries import LIBRARIES
 from rft_fn.migrate.translation import main, system
 
 FOLDER = Path(__file__).parent / "corpus"

@@ -6,8 +6,9 @@ import time
 import pytest
 from each_case import each
 
-from rft_fn.migrate import LIBRARIES, accepted, shell, translation
+from rft_fn.migrate import accepted, shell, translation
 from rft_fn.migrate.foreign_files import read
+from rft_fn.migrate.libraries import LIBRARIES
 
 # a script and the words of its last command
 SHELL = {

@@ -208,7 +208,7 @@ def test_the_wheel_holds_everything(tmp_path):
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
-    kinds = ("*.py", "*.js", "*.css", "*.html")  # the parts of a report are files too
+    kinds = ("*.py", "*.js", "*.css", "*.html", "*.toml")  # parts of a report, and tables of other libraries
     want = {str(p.relative_to(ROOT)) for kind in kinds for p in (ROOT / "rft_fn").rglob(kind)}
     want |= {str(p.relative_to(ROOT / "kernels")) for p in (ROOT / "kernels" / "rft_kernels").rglob("*.py")}
     want |= {"rft_fn/py.typed", "rft_kernels/py.typed"}  # type checkers read the annotations of a user's copy

@@ -1,101 +1,14 @@
-"""Options of prime-rl's rl and sft by their dotted names, as its TOML files have them."""
+"""Options of prime-rl that only count together."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from rft_fn.migrate import rows as r
-from rft_fn.migrate import shared_rows
 
-__all__ = ["LIBRARY", "TABLE"]
-
-_RENDERER = r.nothing("the model's own chat template is always applied")
-_CUT = r.lacks("sampling and training cut alike: --temperature and --top-p", "-1", "0", "0.0")
-_SCHEDULE = r.choice(
-    constant="--schedule constant",
-    linear="--schedule linear --lr-end 0",
-    cosine="--schedule cosine --lr-end 0",
-)
-
-TABLE: r.Table = {
-    "all": {
-        "model.name": r.same("--model"),
-        "max_steps": r.same("--steps"),
-        "output_dir": r.same("--out"),
-        "seed": r.same("--seed"),
-        "ckpt.interval": r.same("--save-every"),
-        "ckpt.keep_last": r.same("--keep"),
-        "resume.step ckpt.resume_step": shared_rows.RESUMED,
-        "monitors.wandb.project wandb.project": r.Row("--trackers wandb --project {x}"),
-        "monitors.wandb.name wandb.name": r.same("--run-name"),
-    },
-    "rl": {
-        "seq_len orchestrator.seq_len trainer.model.seq_len": r.nothing(
-            "the sum of --max-prompt and --max-new, which --budget holds"
-        ),
-        "orchestrator.group_size": r.same("--group"),
-        "orchestrator.max_off_policy_steps": r.nothing(
-            "--ahead N samples N steps ahead, with an engine in a process of its own"
-        ),
-        "orchestrator.train.sampling.temperature": r.same(
-            "--temperature", "divides the logits in training too"
-        ),
-        "orchestrator.train.sampling.top_p": r.same("--top-p", "cut in training too"),
-        "orchestrator.train.sampling.top_k orchestrator.train.sampling.min_p": _CUT,
-        "orchestrator.eval.interval": r.same("--eval-every"),
-        "orchestrator.eval.num_examples": r.same("--eval-prompts"),
-        "orchestrator.eval.sampling.max_completion_tokens": r.nothing("--max-new is of evaluations too"),
-        "orchestrator.eval.source orchestrator.eval.env": r.nothing(
-            "--eval-data; its rewards are those of the training"
-        ),
-        "orchestrator.renderer.name": _RENDERER,
-        "trainer.optim.lr": r.same("--lr"),
-        "trainer.optim.weight_decay": r.same("--weight-decay", "of matrices only"),
-        "trainer.optim.max_norm": r.same("--max-norm"),
-        "trainer.optim.betas1": r.same("--beta1"),
-        "trainer.optim.betas2": r.same("--beta2"),
-        "trainer.optim.type": r.choice("docs/examples/muon.py has that optimizer", adamw=""),
-        "trainer.scheduler.type": _SCHEDULE,
-        "trainer.scheduler.warmup_steps": r.same("--warmup"),
-        "trainer.model.lora.rank": r.same("--lora-rank"),
-        "trainer.model.lora.alpha": r.same("--lora-alpha"),
-        "trainer.model.lora.target_modules": r.commas("--lora-targets"),
-        "trainer.model.lora.dropout": shared_rows.DROPOUT,
-        "trainer.model.cp": r.same("--strategy.sp-size", "by all-to-all of heads"),
-        "trainer.model.attn trainer.model.impl": shared_rows.CHOSEN_ATTENTION,
-        "trainer.model.optim_cpu_offload": r.flag("--strategy.adam-offload"),
-        "trainer.model.full_offload": r.flag("--strategy.fsdp-cpu-offload"),
-        "inference.vllm.gpu_memory_utilization": r.same("--strategy.engine-mem-util"),
-        "inference.vllm.tensor_parallel_size inference.parallel.tp": r.same("--strategy.engine-tp-size"),
-        "inference.vllm.max_model_len": r.same("--strategy.engine-max-model-len"),
-    },
-    "sft": {
-        "data.name": r.same("--data"),
-        "data.batch_size": r.same("--batch"),
-        "data.seq_len": r.Row("--budget {x} --max-prompt {x}", "longer examples are refused, not cut"),
-        "data.micro_batch_size": r.nothing(shared_rows.BUDGET),
-        "data.type": r.nothing("docs/data.md has the forms of rows"),
-        "model.seq_len": r.nothing("--budget bounds the tokens of a pack"),
-        "model.impl model.attn": shared_rows.CHOSEN_ATTENTION,
-        "model.lora.rank": r.same("--lora-rank"),
-        "model.lora.alpha": r.same("--lora-alpha"),
-        "model.lora.target_modules": r.commas("--lora-targets"),
-        "model.lora.dropout": shared_rows.DROPOUT,
-        "model.cp": r.same("--strategy.sp-size", "by all-to-all of heads"),
-        "model.vlm.freeze_vision_encoder": r.choice(true="--freeze visual", false=""),
-        "optim.lr": r.same("--lr"),
-        "optim.weight_decay": r.same("--weight-decay", "of matrices only"),
-        "optim.max_norm": r.same("--max-norm"),
-        "optim.betas1": r.same("--beta1"),
-        "optim.betas2": r.same("--beta2"),
-        "optim.type": r.choice("docs/examples/muon.py has that optimizer", adamw=""),
-        "scheduler.type": _SCHEDULE,
-        "scheduler.warmup_steps": r.same("--warmup"),
-        "renderer.name": _RENDERER,
-    },
-}
+__all__ = ["examples", "rollouts"]
 
 
-def _rollouts(options: Mapping[str, Any]) -> r.Combined:
+def rollouts(options: Mapping[str, Any]) -> r.Combined:
     """Return the objective, the prompts of a batch that counts responses, and the lengths of a sequence."""
     used = {"orchestrator.batch_size", "orchestrator.train.sampling.max_completion_tokens"}
     used |= {"orchestrator.train.sampling.max_tokens", "orchestrator.train.source", "orchestrator.train.env"}
@@ -150,40 +63,10 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     return r.Combined(arguments, used, notes)
 
 
-def _examples(options: Mapping[str, Any]) -> r.Combined:
+def examples(options: Mapping[str, Any]) -> r.Combined:
     """Return the columns of a row."""
     notes = ["--messages: theirs reads the columns messages, or prompt and completion; here messages"]
     arguments = ["--messages messages"]
     if "scheduler.type" not in options and "scheduler.warmup_steps" not in options:
         arguments.append("--warmup 0")
     return r.Combined(arguments, set(), notes)
-
-
-LIBRARY = r.Library(
-    "prime-rl",
-    {
-        "sft": r.Trainer(
-            rows=r.rows_of(TABLE, "sft"),
-            defaults={
-                "data.batch_size": 128, "data.seq_len": 128, "optim.lr": 1e-6, "optim.weight_decay": 0.01,
-                "scheduler.type": "constant",
-            },
-            combine=_examples,
-            script=lambda options: "sft",
-            programs=("sft",),
-            tells=("data.", "optim."),
-        ),
-        "rl": r.Trainer(
-            rows=r.rows_of(TABLE, "rl"),
-            defaults={
-                "orchestrator.group_size": 1, "trainer.optim.lr": 1e-6, "trainer.optim.weight_decay": 0.01,
-                "trainer.scheduler.type": "constant",
-            },
-            combine=_rollouts,
-            script=lambda options: "grpo",
-            programs=("rl",),
-            tells=("orchestrator.", "trainer.", "inference."),
-        ),
-    },
-    packages=("prime_rl",),
-)  # fmt: skip

@@ -1,332 +1,273 @@
-"""Options of TRL 1.x: GRPOConfig, SFTConfig, DPOConfig and RewardConfig, with transformers' own."""
+"""Options of TRL that only count together."""
 
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from rft_fn.migrate import corrections, objectives, rewards
 from rft_fn.migrate import rows as r
-from rft_fn.migrate import shared_rows
 
-__all__ = ["TABLE"]
+__all__ = ["examples", "rollouts"]
 
-_PACKED = "packs are always filled by tokens, without padding"
-_CUT = r.Flag("top_p", "the only cut of the distribution")
-_ONE_LIMIT = r.nothing("--max-length bounds a prompt with one response")
-_MOVING = r.nothing("--ref-every 512 --ref-mix 0.6 are what it does by default")
-_EXAMPLE = r.Row(
-    "--budget {x} --max-prompt {x}",
-    "longer examples are refused, not cut",
-    hint=r.Flag("budget", "max tokens per pack; an example has to fit into one", needs="response"),
-)
+_ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
+_OF_THE_SERVER = (
+    "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length",
+    "vllm_enable_sleep_mode",
+)  # fmt: skip
 
-TABLE: r.Table = {
-    "all": {
-        "model_name_or_path": r.same("--model"),
-        "dataset_name": r.same("--data", "a hub name or a path; :CONFIG and @SPLIT are part of it"),
-        "dataset_config": r.nothing(
-            "part of the source: --data NAME:CONFIG",
-            r.Flag("data", "a config is named behind the source: NAME:CONFIG"),
-        ),
-        "dataset_train_split": r.nothing("part of the source: --data NAME@SPLIT", shared_rows.SPLIT),
-        "output_dir": r.same("--out"),
-        "seed": r.same("--seed"),
-        "shuffle_dataset": shared_rows.ORDER,
-        "trust_remote_code": shared_rows.UNTRUSTED,
-        "model_init_kwargs torch_dtype dtype": r.nothing(
-            "float32 on a CPU, bfloat16 on a GPU; see --strategy.bf16 and --quantize"
-        ),
-        "attn_implementation": shared_rows.CHOSEN_ATTENTION,
-        "use_liger_kernel": r.nothing("the fused head is on by default", r.Flag("fused_linear_logprob")),
-        "router_aux_loss_coef": r.same("--router-aux"),
-        "gradient_checkpointing": r.switch("gradient-checkpointing"),
-        "gradient_checkpointing_kwargs": r.nothing(
-            "--gradient-checkpointing is always without use_reentrant"
-        ),
-        "bf16": r.switch("strategy.bf16", "computes in bfloat16, parameters and sums stay in float32"),
-        "use_peft": r.Row(
-            "--lora-rank 16 --lora-alpha 32",
-            "TRL's rank and alpha, where lora_r is left out",
-            remark="0 trains all weights",
-        ),
-        "lora_r": r.same("--lora-rank", remark="0 trains all weights"),
-        "lora_alpha": r.same("--lora-alpha"),
-        "lora_dropout": shared_rows.DROPOUT,
-        "lora_target_modules": r.commas("--lora-targets", remark="names separated by commas"),
-        "load_in_4bit": shared_rows.NF4,
-        "load_in_8bit": r.choice(true="--quantize int8", false=""),
-        "disable_dropout": r.nothing("dropout is always off"),
-        "learning_rate": r.same("--lr"),
-        "lr_scheduler_type": r.choice(
-            "down to --lr-end, a share of --lr",
-            linear="--schedule linear --lr-end 0",
-            cosine="--schedule cosine --lr-end 0",
-            constant="--schedule constant",
-            constant_with_warmup="--schedule constant",
-        ),
-        "adam_beta1": r.same("--beta1"),
-        "adam_beta2": r.same("--beta2"),
-        "weight_decay": r.same("--weight-decay"),
-        "max_grad_norm": r.same("--max-norm"),
-        "save_total_limit": r.same("--keep"),
-        "save_strategy": r.nothing("--save-every, which counts steps"),
-        "eval_strategy": r.nothing("evaluations come by a number of steps, where the script has any"),
-        "per_device_eval_batch_size": r.nothing(shared_rows.BUDGET),
-        "logging_steps": shared_rows.LOGGED,
-        "report_to": shared_rows.TRACKERS,
-        "run_name": r.same("--run-name"),
-        "wandb_project": r.same("--project"),
-        "system_prompt": r.same("--system"),
-        "optim": r.by_kind(
-            all=r.choice(
-                "the optimizer is AdamW",
-                **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"), ""),
-            ),
-            hint="the optimizer is AdamW",
-        ),
-        "resume_from_checkpoint": shared_rows.RESUMED,
-        "preprocessing_num_workers dataset_num_proc": r.nothing(
-            "rows are read as they are drawn; --media-workers is for media"
-        ),
-        "deepspeed": r.nothing(
-            "--strategy.zero-stage 1, 2 or 3", r.Flag("zero_stage", "1, 2 or 3; there is no file of options")
-        ),
-        "fsdp": r.nothing("torchrun with several processes shards with FSDP2"),
-        "remove_unused_columns": r.by_kind(
-            rl=r.nothing("a reward gets every column"),
-            examples=r.nothing("columns that no option names are not read"),
-        ),
-        "max_completion_length": r.by_kind(
-            rl=r.same("--max-new"), dpo=_ONE_LIMIT, hint=r.Flag("max_new", "counted in tokens")
-        ),
-        "max_prompt_length": r.by_kind(
-            rl=r.same("--max-prompt", "longer prompts are left out, not cut"),
-            dpo=_ONE_LIMIT,
-            hint=r.Flag("max_prompt", "counted in tokens"),
-        ),
-        "beta": r.by_kind(rl=r.same("--kl"), dpo=r.same("--beta"), hint=shared_rows.KL_IN_LOSS),
-        "sync_ref_model": r.by_kind(
-            rl=_MOVING,
-            dpo=_MOVING,
-            hint=r.Flag("ref_every", "a number of steps switches it on"),
-        ),
-        "ref_model_sync_steps": r.by_kind(
-            rl=r.same("--ref-every", "counted in rollouts"),
-            dpo=r.same("--ref-every"),
-            hint=r.Flag("ref_every"),
-        ),
-        "ref_model_mixup_alpha": r.by_kind(
-            rl=r.same("--ref-mix"), dpo=r.same("--ref-mix"), hint=r.Flag("ref_mix")
-        ),
-        "warmup_ratio": shared_rows.SHARE_OF_RUN,
-        "num_train_epochs": r.by_kind(
-            rl=r.same("--data-epochs"), examples=r.same("--epochs"), hint=shared_rows.DATA_EPOCHS
-        ),
-        "save_steps": r.by_kind(
-            rl=r.same("--save-every", "counts rollouts"),
-            examples=r.same("--save-every"),
-            hint=r.Flag("save_every"),
-        ),
-        "eval_steps": r.by_kind(
-            rl=r.same("--eval-every", "counts rollouts"),
-            sft=shared_rows.UNEVALUATED,
-            pairs=r.same("--eval-every"),
-            hint=r.Flag("eval_every"),
-        ),
-    },
-    "rl": {
-        "chat_template_kwargs": r.same("--chat-template-kwargs", "NAME=VALUE for each entry"),
-        "num_generations": r.same("--group"),
-        "temperature": r.same("--temperature", "divides the logits in training too"),
-        "top_p": r.same("--top-p", "cut in training too"),
-        "top_k": r.choice(
-            "Sampling(top_k=...) has it, in a copy of the script",
-            **{"0": "", "-1": "", "none": ""},
-            hint=_CUT,
-        ),
-        "min_p": r.choice(
-            "sampling and training cut alike, and only by top_p and top_k", **{"0": "", "0.0": ""}, hint=_CUT
-        ),
-        "repetition_penalty": r.choice(
-            "the penalised distribution is not the one that is trained", **{"1": "", "1.0": ""}
-        ),
-        "cache_implementation use_transformers_paged use_transformers_continuous_batching": r.nothing(
-            "the engine chooses how it samples"
-        ),
-        "generation_kwargs": r.lacks("Sampling has temperature, top_p, top_k, max_new and stop"),
-        "use_vllm": r.choice(true="--strategy.engine-type vllm", false="--strategy.engine-type hf"),
-        "vllm_mode": r.choice(
-            "of use_vllm",
-            colocate="--strategy.engine-type vllm",
-            server="--strategy.engine-type openai",
-            hint=shared_rows.TOGETHER,
-        ),
-        "vllm_server_base_url": r.same(
-            "--strategy.engine-servers",
-            "of vLLM's own server: `trl vllm-serve` speaks another protocol, docs/engines.md starts one",
-        ),
-        "vllm_server_host vllm_server_port": r.nothing(
-            "part of the address: --strategy.engine-servers http://HOST:PORT"
-        ),
-        "vllm_group_port": r.nothing("weights reach a server through the folder --strategy.engine-weights"),
-        "vllm_gpu_memory_utilization": r.same("--strategy.engine-mem-util"),
-        "vllm_tensor_parallel_size": r.same("--strategy.engine-tp-size"),
-        "vllm_max_model_length": r.same("--strategy.engine-max-model-len"),
-        "vllm_enable_sleep_mode": r.switch("strategy.enable-engine-sleep"),
-        "vllm_server_timeout": r.same("--strategy.engine-timeout"),
-        "max_tool_calling_iterations": r.nothing("multi_turn.py has environments with a limit of turns"),
-        "num_iterations": r.same("--epochs", hint=shared_rows.ROLLOUT_EPOCHS),
-        "epsilon": r.same(
-            "--clip-low",
-            "and --clip-high, unless epsilon_high is set",
-            remark="one side of the clip; --clip-high is the other",
-        ),
-        "epsilon_high": r.same("--clip-high"),
-        "delta": r.same("--dual", "bounds the ratio at negative advantages in both"),
-        "sapo_temperature_neg sapo_temperature_pos": r.nothing(
-            "loss.sapo takes the temperatures: write the loss into a copy of grpo.py"
-        ),
-        "mask_truncated_completions": r.flag("--mask-truncated"),
-        "top_entropy_quantile": r.same(
-            "--entropy-share", "rft_fn.weight.high_entropy of a whole rollout, before its updates"
-        ),
-        "entropy_coef": r.same("--entropy", "a mean over the same tokens as the loss, in the same way"),
-        "use_adaptive_entropy": r.nothing(
-            "--entropy-target 0.2 --entropy-delta 0.005 are what it does by default"
-        ),
-        "entropy_target": r.nothing(
-            "--entropy-target, where use_adaptive_entropy is on", r.Flag("entropy_target")
-        ),
-        "entropy_coef_delta": r.nothing(
-            "--entropy-delta, in a step, where use_adaptive_entropy is on", r.Flag("entropy_delta")
-        ),
-        "entropy_coef_min entropy_coef_max": r.lacks("the coefficient has no bounds but 0"),
-        "cast_lm_head_to_fp32": r.nothing("log-probs are always computed in float32"),
-        "vllm_importance_sampling_correction": r.choice(
-            "theirs, by default, drops a response whose whole ratio is above 3 (sequence_mask): --mismatch "
-            "mis_seq --cap 3; ours corrects rollouts of older weights alone by default, token by token",
-            false="--mismatch none",
-        ),
-        "vllm_importance_sampling_mode": r.choice(
-            token_truncate="--mismatch tis",
-            token_mask="--mismatch mis",
-            sequence_truncate="--mismatch tis_seq",
-            sequence_mask="--mismatch mis_seq",
-        ),
-        "vllm_importance_sampling_clip_max": r.same("--cap"),
-        "dataset_prompt_column": r.Row("--template '{{{x}}}'", "a column of texts", hint=shared_rows.COLUMN),
-        "reward_funcs": r.same(
-            "--reward",
-            "FILE.py:FN, called as TRL calls it; a model as model:FOLDER",
-            remark="given as FILE.py:FUNCTION",
-        ),
-        "reward_weights": r.nothing(
-            "part of the reward: --reward FILE.py:FN=WEIGHT",
-            r.Flag("reward", "a weight stands behind each: FILE.py:FUNCTION=0.5"),
-        ),
-        "multi_objective_aggregation": r.choice(
-            sum_then_normalize="", normalize_then_sum="--reward-norm group"
-        ),
-        "log_completions": r.nothing(
-            shared_rows.COMPLETIONS,
-            "responses of each step are in trajectories.jsonl in the folder of the run",
-        ),
-        "num_completions_to_print": r.nothing(shared_rows.COMPLETIONS),
-    },
-    "examples": {
-        "max_steps": r.same("--steps", "-1: --epochs"),
-        "warmup_steps": r.same("--warmup", "ours begins at lr / warmup, theirs at 0"),
-        "per_device_train_batch_size": r.same(
-            "--batch",
-            "times gradient_accumulation_steps, of one process",
-            hint=(
-                r.Flag("batch", "examples per update of all processes together"),
-                r.Flag(
-                    "prompts", "counted in prompts per step of all processes, with --group responses each"
-                ),
-            ),
-        ),
-        "gradient_accumulation_steps": r.nothing(
-            "a factor of --batch; --budget bounds what is computed at a time",
-            r.Flag("budget", "max tokens per pack; the cut changes no gradient"),
-        ),
-        "padding_free": r.choice(_PACKED, true="", false="", hint=r.Flag("packing_samples")),
-        "pad_to_multiple_of": r.nothing(_PACKED),
-        "pad_token eos_token": r.nothing("the model's own tokenizer and template"),
-        "chat_template_path": r.lacks("the model's own template; a folder with another one has it"),
-        "truncation_mode": r.nothing("nothing is cut"),
-        "activation_offloading": r.nothing("--gradient-checkpointing saves that memory"),
-        "max_length": r.by_kind(
-            sft=_EXAMPLE,
-            pairs=r.same("--max-length", "longer pairs are left out, not cut; --budget holds both sides"),
-            hint=_EXAMPLE.hint,
-        ),
-        "loss_type": r.by_kind(
-            sft=r.choice("a copy of sft.py has another loss", nll="", chunked_nll=""),
-            dpo=r.choice(
-                "others are no loss of ours, and a line in pair_loss of a copy of dpo.py",
-                sigmoid="--loss dpo",
-                sigmoid_norm="--loss dpo --average",
-                ipo="--loss ipo --average",
-                hinge="--loss hinge",
-                robust="--loss robust",
-                exo_pair="--loss exo",
-                nca_pair="--loss nca",
-                bco_pair="--loss bco_pair",
-                sppo_hard="--loss sppo",
-                apo_zero="--loss apo_zero",
-                apo_down="--loss apo_down",
-            ),
-            hint=shared_rows.ALGORITHM,
-        ),
-    },
-    "sft": {
-        "max_seq_length": _EXAMPLE,
-        "packing": r.choice(_PACKED, true="", false="", hint=r.Flag("packing_samples")),
-        "packing_strategy eval_packing": r.nothing(_PACKED),
-        "dataset_text_field": r.nothing(
-            "a text without a prompt is not learned: --template and --response", shared_rows.COLUMN
-        ),
-        "dataset_kwargs": r.nothing("docs/data.md has the forms of rows"),
-        "completion_only_loss assistant_only_loss": r.choice(
-            "only answers are learned", true="", hint="the loss is on responses alone"
-        ),
-        "neftune_noise_alpha": r.lacks("embeddings get no noise"),
-    },
-    "dpo": {
-        "label_smoothing": r.Row(
-            "--loss cdpo --label-smoothing {x}", "of loss_type sigmoid", {"0": "", "0.0": ""}
-        ),
-        "rpo_alpha": r.same("--nll"),
-        "loss_weights": r.nothing("one loss at a time; --nll adds the chosen side's likelihood"),
-        "precompute_ref_log_probs precompute_ref_batch_size reference_free": shared_rows.REFERENCE,
-        "ref_model_init_kwargs force_use_ref_model": shared_rows.REFERENCE,
-        "model_adapter_name ref_adapter_name": r.nothing(
-            "under adapters the reference is the policy without them"
-        ),
-        "f_divergence_type": r.choice("the reverse KL alone", reverse_kl=""),
-        "f_alpha_divergence_coef": r.lacks("the reverse KL alone", "1", "1.0"),
-        "ld_alpha": r.same("--ld-alpha"),
-        "desirable_weight": r.same("--desirable-weight", "of KTOConfig"),
-        "undesirable_weight": r.same("--undesirable-weight", "of KTOConfig"),
-        "cpo_alpha": r.same("--nll", "of CPOConfig"),
-        "simpo_gamma": r.same("--margin", "of CPOConfig"),
-        "gamma_beta_ratio": r.nothing("--margin, beta times this, of SimPO's own script"),
-        "sft_weight": r.same("--nll", "of SimPO's own script"),
-        "use_weighting discopop_tau": r.lacks("write the factor into the loss of a copy of dpo.py"),
-        "generate_during_eval": r.nothing("evaluate.py samples from the saved model"),
-    },
-    "rm": {
-        "center_rewards_coefficient": r.same("--centering"),
-    },
-    "": {
-        "dataset_test_split": r.only(r.Flag("eval_data", "a split is named behind the source: NAME@test")),
-        "data_seed": r.only(r.Flag("seed")),
-        "dataloader_num_workers": r.only("rows are read as they are drawn, there is no loader"),
-        "generation_batch_size": r.only(r.Flag("prompts", "counted in prompts per step, not in responses")),
-        "num_generations_eval": r.only("an evaluation has one greedy answer a question"),
-        "reward_model_name_or_path": r.only(shared_rows.REWARD_MODEL),
-        "scale_rewards": r.only(
-            r.Flag("algorithm", "grpo divides by the deviation of a group, dr_grpo does not")
-        ),
-        "importance_sampling_level": r.only(
-            r.Flag("algorithm", "grpo has ratios of tokens, gspo of sequences")
-        ),
-        "steps_per_generation": r.only(r.Flag("minibatches", "updates per pass over a rollout")),
-    },
+
+def _shared(options: Mapping[str, Any]) -> r.Combined:
+    """Return the data with its config and split, adapters of TRL's size, the schedule, and its length."""
+    arguments: list[str] = []
+    notes: list[str] = []
+    used = {"dataset_name", "dataset_config", "dataset_train_split", "lr_scheduler_kwargs", "processes"}
+    source, config = options.get("dataset_name"), options.get("dataset_config")
+    split = options.get("dataset_train_split")
+    if isinstance(source, list):
+        arguments.append(f"--data {' '.join(shlex.quote(str(x)) for x in source)}")
+    elif source:
+        source = f"{source}:{config}" if config else str(source)
+        whole = "." in source.rpartition("/")[2] and split == "train"  # a file has no splits
+        source = f"{source}@{split}" if split and "[" not in str(split) and not whole else source
+        arguments.append(f"--data {shlex.quote(source)}")
+        if "[" in str(split):
+            notes.append(f"--data: a part of a split, {split}, is a file of its own here; --steps bounds it")
+    mixture = options.get("dataset_mixture.datasets")
+    if isinstance(mixture, list):
+        used |= {name for name in options if name.startswith("dataset_mixture.")}
+        each = [x for x in mixture if isinstance(x, Mapping)]
+        named = [f"{x.get('id')}={x.get('weight', 1)}" for x in each]
+        arguments.append(f"--data {' '.join(map(shlex.quote, named))}")
+        notes.append("--data: theirs takes a share of each source, ours draws from each by its share")
+
+    mixer = {x.partition(".")[2]: share for x, share in options.items() if x.startswith("dataset_mixer.")}
+    if mixer:
+        used |= {x for x in options if x.startswith("dataset_mixer.")} | {"dataset_splits"}
+        splits = options.get("dataset_splits") or []
+        train = next((x for x in splits if str(x).startswith("train")), "")
+        named = [f"{x}@{train}={share}" if train else f"{x}={share}" for x, share in mixer.items()]
+        arguments.append(f"--data {' '.join(map(shlex.quote, named))}")
+
+    # adapters are on with use_peft; the rank is then TRL's own where none is given
+    used |= {"use_peft"}
+    on = str(options.get("use_peft", "lora_r" in options)).lower() == "true"
+    if on:
+        arguments += [f"--lora-rank {options.get('lora_r') or 16}"]
+        arguments += [f"--lora-alpha {options.get('lora_alpha') or 32}"]
+    else:
+        used |= {"lora_r", "lora_alpha", "lora_target_modules"}
+
+    # a schedule with a floor
+    more = options.get("lr_scheduler_kwargs")
+    if isinstance(more, str):  # of a command line
+        try:
+            more = json.loads(more)
+        except ValueError:
+            more = None
+    if str(options.get("lr_scheduler_type")) == "cosine_with_min_lr" and isinstance(more, Mapping):
+        used |= {"lr_scheduler_type"}
+        floor = r.number(more, "min_lr_rate")
+        if "min_lr" in more:
+            floor = r.number(more, "min_lr") / r.number(options, "learning_rate", default=1.0)
+        arguments.append(f"--schedule cosine --lr-end {floor:.6g}")
+
+    saves = _saves(options)
+    return r.Combined([*arguments, *saves.arguments], used | saves.used, [*notes, *saves.notes])
+
+
+def _saves(options: Mapping[str, Any]) -> r.Combined:
+    """Return the steps between checkpoints and evaluations, which may be shares of the run."""
+    arguments: list[str] = []
+    notes: list[str] = []
+    used: set[str] = set()
+    # a number of steps counts more than one of passes; fractions are of the run
+    steps = r.number(options, "max_steps", default=-1)
+    used |= {"max_steps"} | ({"num_train_epochs"} if steps > 0 else set())
+    for name, ours in (("save_steps", "--save-every"), ("eval_steps", "--eval-every")):
+        every = r.number(options, name)
+        if 0 < every < 1:
+            used |= {name}
+            if steps > 0:
+                arguments.append(f"{ours} {max(int(every * steps), 1)}")
+            else:
+                notes.append(f"{ours}: theirs is {every:g} of the run; it counts steps")
+    if options.get("save_strategy") in ("no", "epoch", "best"):
+        used |= {"save_strategy", "save_steps"}
+        if options["save_strategy"] == "no":
+            arguments.append("--save-every 1000000")
+        else:
+            notes.append(f"--save-every: theirs saves by save_strategy={options['save_strategy']}")
+    return r.Combined(arguments, used, notes)
+
+
+def _warmup(options: Mapping[str, Any], steps: float, updates: int = 1) -> r.Combined:
+    """Return the warm-up in steps of `updates` updates, which may be a share of the run."""
+    ratio = r.number(options, "warmup_ratio", "warmup_steps")
+    if ratio >= 1 or "warmup_ratio" not in options:
+        ratio = r.number(options, "warmup_steps") or ratio
+    notes, used = [], {"warmup_ratio", "warmup_steps"}
+    if 0 < ratio < 1 and steps <= 0:
+        notes.append("--warmup: theirs begins with a rate of 0, ours with lr / warmup: one update ahead")
+        return r.Combined([f"--warmup {ratio:g}"], used, notes)
+    count = math.ceil(ratio * steps) if 0 < ratio < 1 else int(ratio)
+    if count:
+        notes.append("--warmup: theirs begins with a rate of 0, ours with lr / warmup: one update ahead")
+    return r.Combined([f"--warmup {-(-count // updates)}"], used, notes)
+
+
+def _engine(options: Mapping[str, Any]) -> r.Combined:
+    """Return the options of vLLM, in the process or on a server, and of the correction of its mismatch."""
+    on = str(options.get("use_vllm", False)).lower() == "true"
+    if not on:
+        return r.Combined([], {x for x in options if x.startswith("vllm_")}, [])
+    used = {"use_vllm", "vllm_mode", *_ADDRESS}
+    corrected = corrections.trl(options)
+    arguments, notes = [*corrected.arguments], [*corrected.notes]
+    used |= corrected.used
+
+    given = [options[name] for name in _ADDRESS if options.get(name)]
+    mode = str(options.get("vllm_mode") or "")
+    if not (mode == "server" or (given and not mode)):
+        return r.Combined(["--strategy.engine-type vllm", *arguments], used, notes)
+
+    # a server of a given address, else TRL's own default
+    host = str(options.get("vllm_server_host") or "localhost").replace("0.0.0.0", "localhost")
+    url = options.get("vllm_server_base_url") or f"http://{host}:{options.get('vllm_server_port') or 8000}"
+    own = [name for name in _OF_THE_SERVER if options.get(name) not in (None, "")]
+    notes += [
+        "--strategy.engine-servers: `trl vllm-serve` speaks another protocol; start `vllm serve` in its "
+        "place, with the options of docs/engines.md, Starting vLLM",
+        "--strategy.engine-weights: add a folder that this machine and the server's share, if they are two",
+    ]
+    if own:
+        notes.append(f"{', '.join(own)}: options of the server's own command line")
+    arguments += ["--strategy.engine-type openai", f"--strategy.engine-servers {url}"]
+    return r.Combined(arguments, used | {*_OF_THE_SERVER}, notes)
+
+
+def rollouts(options: Mapping[str, Any]) -> r.Combined:
+    """Return the objective; prompts of a step and updates of a rollout, from batches that count responses."""
+    algorithm, engine, more, judged = (
+        _objective(options),
+        _engine(options),
+        _shared(options),
+        rewards.trl(options),
+    )
+    used = algorithm.used | engine.used | more.used | judged.used
+    used |= {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"}
+    used |= {"generation_batch_size", "max_completion_length", "max_prompt_length"}
+    processes = r.integer(options, "processes", default=1)
+    device = r.integer(options, "per_device_train_batch_size", default=8) * processes
+    accumulated = r.integer(options, "gradient_accumulation_steps", default=1)
+    group = max(r.integer(options, "num_generations", default=8), 1)
+    update = max(device * accumulated, 1)
+    rollout = r.integer(options, "steps_per_generation", default=accumulated) * device
+    rollout = r.integer(options, "generation_batch_size", default=rollout)
+
+    # theirs count responses, ours prompts
+    arguments = [*judged.arguments, *more.arguments, *algorithm.arguments, *engine.arguments]
+    arguments.append(f"--prompts {max(rollout // group, 1)}")
+    of = "one process" if processes == 1 else f"the {processes} processes"
+    notes = [*algorithm.notes, *judged.notes, *engine.notes, *more.notes]
+    notes.append(f"--prompts: of {of} of theirs; ours are of all processes")
+    if rollout > update:
+        arguments.append(f"--strategy.train-batch-size {update}")
+
+    # theirs count updates, ours rollouts
+    updates = max(rollout // update, 1) * max(r.integer(options, "num_iterations", default=1), 1)
+    steps = r.number(options, "max_steps", default=-1)
+    warmup = _warmup(options, steps, updates)
+    arguments += warmup.arguments
+    if steps > 0:
+        arguments.append(f"--steps {-(-int(steps) // updates)}")
+    for name, ours in (("save_steps", "--save-every"), ("eval_steps", "--eval-every")):
+        every = r.number(options, name) * (steps if 0 < r.number(options, name) < 1 else 1)
+        if updates > 1 and every >= 1 and "save_strategy" not in used:
+            used |= {name}
+            arguments.append(f"{ours} {max(int(every) // updates, 1)}")
+    if updates > 1:
+        notes.append(
+            f"--steps, --warmup, --save-every: theirs count updates, of which a rollout has {updates}"
+        )
+
+    # a pack must hold a prompt and its response
+    new = r.integer(options, "max_completion_length", default=512)
+    longest = r.integer(options, "max_prompt_length", default=512)
+    arguments += [f"--max-prompt {longest}", f"--max-new {new}", f"--budget {max(longest + new, 1024)}"]
+    if not options.get("dataset_prompt_column"):
+        arguments.append("--messages prompt")
+        notes.append("--messages: where the column prompt holds texts, --template '{prompt}' in its place")
+    return r.Combined(arguments, used | warmup.used, [*notes, *warmup.notes])
+
+
+def _objective(options: Mapping[str, Any]) -> r.Combined:
+    """Return the objective of GRPO, or of the RLOO trainer."""
+    if options.get("loss_type") != "rloo":
+        return objectives.trl(options)
+    arguments = ["--algorithm rloo"]
+    if r.number(options, "beta"):
+        arguments.append(f"--kl-in-reward {options['beta']}")
+    notes = []
+    if r.number(options, "num_iterations", default=1) > 1 or r.number(options, "steps_per_generation") > 1:
+        notes.append("objective: with several updates a rollout theirs clips the ratios of whole responses")
+    if str(options.get("normalize_advantages")).lower() == "true":
+        notes.append("objective: theirs divides the advantages by their deviation over the batch")
+    bounds = options.get("reward_clip_range")
+    if (
+        isinstance(bounds, list)
+        and len(bounds) == 2
+        and r.number({"x": bounds[0]}, "x") == -r.number({"x": bounds[1]}, "x")
+    ):
+        arguments.append(f"--reward-clip {bounds[1]}")
+    return r.Combined(
+        arguments, {"loss_type", "beta", "epsilon", "normalize_advantages", "reward_clip_range"}, notes
+    )
+
+
+_COLUMNS = {
+    "sft": "--messages: the columns of the data; of a question and an answer: --template and --response",
+    "dpo": "--messages prompt chosen rejected: where these columns hold messages, not texts",
+    "rm": "--messages prompt chosen rejected: where these columns hold messages, not texts",
+    "kto": "--messages prompt completion: where these hold messages; for rows of pairs leave out --unpaired",
 }
+_DEFAULT_BUDGETS = {"dpo": 1024, "rm": 2048}
+
+
+def examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
+    """Return the batch, limits of tokens, the length of the run, its warm-up, and the loss of pairs."""
+    more = _shared(options)
+    used = more.used | {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    used |= {"max_length", "max_seq_length"}
+    processes = r.integer(options, "processes", default=1)
+    batch = r.integer(options, "per_device_train_batch_size", default=8) * processes
+    batch *= r.integer(options, "gradient_accumulation_steps", default=1)
+    arguments = [*more.arguments, f"--batch {batch}"]
+    of = "one process" if processes == 1 else f"the {processes} processes"
+    notes = [f"--batch: of {of} of theirs; ours is of all processes", *more.notes]
+    if str(options.get("packing", False)).lower() == "true":
+        notes.append("--batch: it counts examples; theirs, with packing, counts packs")
+
+    # a pack must hold an example, or both sides of a pair
+    length = r.integer(options, "max_seq_length", "max_length")
+    if length and kind == "sft":
+        arguments += [f"--budget {length}", f"--max-prompt {length}"]
+    elif length:
+        arguments += [f"--max-length {length}", f"--budget {max(2 * length, _DEFAULT_BUDGETS[kind])}"]
+
+    # their warm-up may be a share of the run
+    steps = r.number(options, "max_steps", default=-1)
+    if steps > 0:
+        arguments.append(f"--steps {int(steps)}")
+    warmup = _warmup(options, steps)
+    arguments, notes, used = [*arguments, *warmup.arguments], [*notes, *warmup.notes], used | warmup.used
+    if kind == "sft":
+        arguments.append("--messages messages")
+        used |= {"dataset_prompt_column"}
+    if kind == "dpo":
+        other = options.get("preferences")
+        pair = objectives.trl_preferences(options) if other else objectives.trl_pairs(options)
+        arguments, used, notes = [*arguments, *pair.arguments], used | pair.used, [*notes, *pair.notes]
+    single = "--unpaired" in arguments
+    return r.Combined(arguments, used, [*notes, _COLUMNS["kto" if single else kind]])

@@ -1,275 +1,243 @@
-"""Options of verl 0.7 by their dotted names: ppo_trainer, sft_trainer and the older fsdp_sft_trainer."""
+"""Options of verl that only count together."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from rft_fn.migrate import corrections, objectives, rewards
 from rft_fn.migrate import rows as r
-from rft_fn.migrate import shared_rows
 
-__all__ = ["ACTOR", "MODEL", "ROLLOUT", "TABLE"]
+__all__ = ["ACTOR", "MODEL", "ROLLOUT", "examples", "rollouts", "script"]
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
-_UNPADDED = r.nothing("packs are always without padding")
-_MICRO = r.nothing(shared_rows.BUDGET)
-_UNNEEDED = r.nothing("rows are read as they are drawn, there is no loader")
-_FIELD = r.nothing("part of --template or --response, as '{COLUMN[KEY]}'")
 
 
-TABLE: r.Table = {
-    "all": {
-        "data.train_files": r.same("--data"),
-        "data.val_files": r.by_kind(rl=r.same("--eval-data"), sft=shared_rows.UNEVALUATED),
-        "data.train_batch_size": r.by_kind(
-            rl=r.same("--prompts", remark="prompts per step"), sft=r.same("--batch")
-        ),
-        "data.prompt_key": r.by_kind(
-            rl=r.same("--messages", "a column of messages; of text: --template '{prompt}'"),
-            sft=r.Row("--template '{{{x}}}'", "a column of text; of messages: --messages"),
-            hint=shared_rows.COLUMN,
-        ),
-        "data.shuffle": shared_rows.ORDER,
-        "data.truncation": r.by_kind(
-            rl=r.nothing("prompts are never cut"),
-            sft=r.nothing("nothing is cut: longer examples are refused"),
-            hint=r.Flag("max_prompt", "longer prompts are left out, none is cut"),
-        ),
-        "trainer.total_epochs": r.by_kind(
-            rl=r.same("--data-epochs"), sft=r.same("--epochs"), hint=shared_rows.DATA_EPOCHS
-        ),
-        "trainer.total_training_steps": r.same("--steps"),
-        "trainer.save_freq": shared_rows.SAVE_EVERY,
-        "trainer.test_freq": r.by_kind(rl=shared_rows.EVAL_EVERY, sft=shared_rows.UNEVALUATED),
-        "trainer.project_name": r.same("--project"),
-        "trainer.experiment_name": r.same("--run-name"),
-        "trainer.default_local_dir": r.same("--out"),
-        "trainer.logger": shared_rows.TRACKERS,
-        "trainer.n_gpus_per_node": r.nothing("torchrun --nproc-per-node", shared_rows.PROCESSES),
-        "trainer.nnodes": r.nothing("torchrun --nnodes", shared_rows.PROCESSES),
-        "trainer.resume_mode trainer.resume_from_path": shared_rows.RESUMED,
-        "trainer.device": r.nothing("a GPU where there is one"),
-        "data.val_batch_size": r.nothing(shared_rows.BUDGET),
-        "data.train_max_samples": r.lacks("a file of these rows; all of --data are drawn", "-1"),
-        "data.val_max_samples": r.nothing("an evaluation has a number of rows of its own"),
-        "data.trust_remote_code": shared_rows.UNTRUSTED,
-        "data.return_raw_chat data.return_raw_input_ids data.return_full_prompt": _UNNEEDED,
-        "data.return_multi_modal_inputs data.filter_overlong_prompts_workers": _UNNEEDED,
-        "data.dataloader_num_workers data.use_shm": _UNNEEDED,
-        "data.apply_chat_template_kwargs": r.lacks("--chat-template-kwargs NAME=VALUE"),
-    },
-    "rl": {
-        "data.max_prompt_length": r.same(
-            "--max-prompt", "longer prompts are left out", remark="counted in tokens"
-        ),
-        "data.max_response_length": r.same("--max-new", remark="counted in tokens"),
-        "data.seed": r.same("--seed"),
-        "data.filter_overlong_prompts": r.nothing(
-            "prompts over --max-prompt are always left out",
-            r.Flag("max_prompt", "longer prompts are always left out"),
-        ),
-        "data.reward_fn_key": r.nothing(
-            "rewards get every column; reward.by_column routes by one", shared_rows.ANSWER
-        ),
-        "data.image_key": r.nothing("columns with images are detected: docs/data.md"),
-        "critic.optim.lr": r.same("--critic-lr", "of ppo.py"),
-        "critic.model.path": r.same("--critic", "of ppo.py"),
-        "critic.cliprange_value": r.same("--value-clip", "of ppo.py"),
-        "algorithm.gamma": r.same("--gamma", "of ppo.py"),
-        "algorithm.lam": r.same("--gae-lambda", "of ppo.py"),
-        "algorithm.use_kl_in_reward": r.nothing("--kl-in-reward greater than 0", shared_rows.KL_IN_REWARD),
-        "algorithm.kl_ctrl.target_kl": r.same("--kl-target", "of ppo.py"),
-        "algorithm.kl_ctrl.horizon": r.same("--kl-horizon", "of ppo.py"),
-        "algorithm.filter_groups.enable": r.choice(true="--rounds 4", false=""),
-        "algorithm.filter_groups.max_num_gen_batches": r.same("--rounds"),
-        "custom_reward_function.path": r.Row(
-            "--reward verl:{x}:compute_score",
-            "with the name and the reward_kwargs",
-            hint=shared_rows.REWARD_FILE,
-        ),
-        "custom_reward_function.name": r.nothing(
-            "part of --reward verl:FILE.py:NAME", shared_rows.REWARD_FILE
-        ),
-        "reward_model.enable": r.nothing("--reward model:FOLDER"),
-        "reward_model.model.path": r.Row(
-            "--reward model:{x}",
-            "a folder with a head, where reward_model.enable is on",
-            hint=shared_rows.REWARD_MODEL,
-        ),
-        "reward_model.overlong_buffer.len": r.same("--overlong", "where it is enabled"),
-        "reward_model.reward_kwargs.overlong_buffer_cfg.len": r.same("--overlong", "where it is enabled"),
-        "reward_model.reward_manager reward.reward_manager.name reward_manager.name": r.choice(
-            "another manager computes another reward: write it as --reward",
-            **dict.fromkeys(("naive", "batch", "dapo", "prime"), ""),
-        ),
-        "trainer.val_only": r.choice("evaluate.py answers and scores prompts of a data set", false=""),
-        "trainer.max_actor_ckpt_to_keep": r.same("--keep"),
-        "trainer.max_critic_ckpt_to_keep": r.nothing("--keep is of both models"),
-        "trainer.log_val_generations trainer.validation_data_dir": r.nothing(shared_rows.COMPLETIONS),
-        "trainer.rollout_data_dir": r.Row("--rollouts-every 1", "in rollouts/ of the run's folder"),
-        "data.gen_batch_size": r.nothing("--rounds samples --prompts at a time"),
-        "trainer.val_before_train": r.nothing(
-            "the first evaluation is always before the first step", "step 0 always has an evaluation"
-        ),
-        "trainer.critic_warmup": r.same("--freeze-actor-steps", "of ppo.py; 0 is none"),
-        "algorithm.rollout_correction.rollout_is": r.choice(
-            "by tokens or by responses", token="--mismatch tis", sequence="--mismatch tis_seq"
-        ),
-        "algorithm.rollout_correction.rollout_is_threshold": r.same("--cap"),
-        "algorithm.rollout_correction.rollout_rs": r.nothing(
-            "seq_mean_k1 is --geo-low and --geo-high; others: rft_fn.weight.within, in a copy of grpo.py",
-            r.Flag("geo_low", "of seq_mean_k1; --geo-high is the upper bound"),
-        ),
-    },
-    f"rl {MODEL}": {
-        "path": r.same("--model"),
-        "enable_gradient_checkpointing": r.switch("gradient-checkpointing"),
-        "lora_rank": r.same("--lora-rank", remark="0 trains all weights"),
-        "lora_alpha": r.same("--lora-alpha"),
-        "target_modules": r.commas("--lora-targets"),
-        "use_remove_padding": r.nothing("packs are always without padding", r.Flag("packing_samples")),
-        "use_fused_kernels": r.nothing("the fused head is on by default", r.Flag("fused_linear_logprob")),
-        "use_liger": shared_rows.FUSED,
-        "trust_remote_code": shared_rows.UNTRUSTED,
-        "lora.rank": r.same("--lora-rank"),
-        "lora.alpha": r.same("--lora-alpha"),
-        "enable_activation_offload": r.nothing("--gradient-checkpointing saves that memory"),
-        "lora_adapter_path": r.lacks("--model FOLDER, of the adapters: they are trained further"),
-        "custom_chat_template": r.lacks("the model's own template; a folder with another one has it"),
-    },
-    f"rl {ROLLOUT}": {
-        "name": r.choice(
-            vllm="--strategy.engine-type vllm",
-            hf="--strategy.engine-type hf",
-            sglang="--strategy.engine-type sglang",
-        ),
-        "n": r.same("--group"),
-        "n_agent": r.same("--group", "of Search-R1"),
-        "temperature": r.same("--temperature", "divides the logits in training too"),
-        "top_p": r.same("--top-p", "cut in training too"),
-        "top_k": r.choice(
-            "Sampling(top_k=...) has it, in a copy of the script",
-            **{"-1": "", "0": ""},
-            hint=r.Flag("top_p", "the only cut of the distribution"),
-        ),
-        "tensor_model_parallel_size": r.same("--strategy.engine-tp-size"),
-        "gpu_memory_utilization": r.same("--strategy.engine-mem-util"),
-        "max_model_len": r.same("--strategy.engine-max-model-len"),
-        "max_num_seqs": r.same("--strategy.engine-batch"),
-        "free_cache_engine": r.switch("strategy.enable-engine-sleep"),
-        "response_length": r.same("--max-new", remark="counted in tokens"),
-        "prompt_length": r.same("--max-prompt", remark="counted in tokens"),
-        "log_prob_micro_batch_size_per_gpu log_prob_micro_batch_size": _MICRO,
-        "log_prob_max_token_len_per_gpu": _MICRO,
-        "log_prob_use_dynamic_bsz": _UNPADDED,
-        "calculate_log_probs": r.nothing("the sampler's log-probs are always compared with the trainer's"),
-        "multi_turn.enable": r.choice("multi_turn.py", false=""),
-        "dtype": r.choice(
-            bfloat16="--strategy.engine-dtype bfloat16", float16="--strategy.engine-dtype float16"
-        ),
-        "mode": r.nothing("rollouts of a step are collected within it; --ahead samples before it"),
-    },
-    f"rl {ACTOR}": {
-        "strategy": r.choice(
-            "megatron's sizes have no counterpart: torchrun with several processes shards with FSDP2",
-            fsdp="--strategy.fsdp",
-            fsdp2="--strategy.fsdp",
-            **dict.fromkeys(("megatron", "veomni", "torchtitan"), "--strategy.fsdp"),
-            remark="on by itself with several processes",
-        ),
-        "optim.lr": r.same("--lr"),
-        "optim.lr_warmup_steps": r.Row("--warmup {x}", "counts rollouts", {"-1": ""}),
-        "optim.lr_warmup_steps_ratio": shared_rows.SHARE_OF_RUN,
-        "optim.weight_decay": r.same("--weight-decay", "of matrices only"),
-        "optim.clip_grad": r.same("--max-norm"),
-        "optim.min_lr_ratio": r.same("--lr-end"),
-        "optim.lr_scheduler_type": r.choice(constant="--schedule constant", cosine="--schedule cosine"),
-        "optim.warmup_style": r.choice(constant="--schedule constant", cosine="--schedule cosine"),
-        "ppo_epochs": r.same("--epochs", hint=shared_rows.ROLLOUT_EPOCHS),
-        "ppo_max_token_len_per_gpu": r.same("--budget"),
-        "ppo_micro_batch_size_per_gpu": r.nothing(
-            shared_rows.BUDGET, r.Flag("micro_train_batch_size", "max sequences per pack")
-        ),
-        "ppo_micro_batch_size": _MICRO,
-        "use_dynamic_bsz": r.nothing(
-            "packs are always without padding", r.Flag("budget", "packs are always filled by tokens")
-        ),
-        "clip_ratio": r.same(
-            "--clip-low", "and --clip-high, unless clip_ratio_high is set", hint=shared_rows.CLIP
-        ),
-        "clip_ratio_low": r.same("--clip-low"),
-        "clip_ratio_high": r.same("--clip-high"),
-        "clip_ratio_c": r.same("--dual"),
-        "grad_clip": r.same("--max-norm"),
-        "entropy_coeff": r.same("--entropy"),
-        "use_kl_loss": r.nothing("--kl greater than 0", shared_rows.KL_IN_LOSS),
-        "kl_loss_type": r.choice(
-            "the value of k3 with the gradient of the reverse KL; rft_fn.loss has k1, k2 and k3",
-            low_var_kl="",
-        ),
-        "ulysses_sequence_parallel_size": r.same("--strategy.sp-size"),
-        "fsdp_config.param_offload": r.flag("--strategy.fsdp-cpu-offload"),
-        "fsdp_config.optimizer_offload": r.flag("--strategy.adam-offload"),
-        "fsdp_config.fsdp_size": r.Row("--strategy.shard-size {x}", values={"-1": ""}),
-        "kl_loss_coef": r.same("--kl", "where use_kl_loss is on", hint=shared_rows.KL_IN_LOSS),
-        "use_torch_compile": r.nothing("no counterpart in verl's sense: the fused head compiles by itself"),
-        "freeze_vision_tower": r.choice(true="--freeze visual", false=""),
-        "optim.betas": r.Row("--beta1 {x} --beta2 {x}", "one number each"),
-        "optim.lr_decay_style": r.choice(constant="--schedule constant", cosine="--schedule cosine"),
-        "shuffle": shared_rows.ORDER,
-        "calculate_entropy": shared_rows.LOGGED,
-        "use_fused_kernels": shared_rows.FUSED,
-        "ppo_infer_max_token_len_per_gpu": _MICRO,
-    },
-    "sft": {
-        "model.partial_pretrain model.path": r.same("--model"),
-        "model.enable_gradient_checkpointing": r.switch("gradient-checkpointing"),
-        "model.lora_rank": r.same("--lora-rank"),
-        "model.lora_alpha": r.same("--lora-alpha"),
-        "model.target_modules": r.commas("--lora-targets"),
-        "model.use_liger": shared_rows.FUSED,
-        "model.use_remove_padding use_remove_padding data.pad_mode": _UNPADDED,
-        "model.trust_remote_code": shared_rows.UNTRUSTED,
-        "model.strategy": r.choice(fsdp="--strategy.fsdp", fsdp2="--strategy.fsdp"),
-        "model.fsdp_config.cpu_offload": r.flag("--strategy.fsdp-cpu-offload"),
-        "ulysses_sequence_parallel_size": r.same("--strategy.sp-size"),
-        "engine.ulysses_sequence_parallel_size": r.same("--strategy.sp-size"),
-        "engine.param_offload": r.flag("--strategy.fsdp-cpu-offload"),
-        "engine.optimizer_offload": r.flag("--strategy.adam-offload"),
-        "data.response_key": r.Row("--response '{{{x}}}'", "a column of text; of messages: --messages"),
-        "data.prompt_dict_keys data.response_dict_keys": _FIELD,
-        "data.multiturn.enable": r.choice("--messages takes the columns of messages", true="", false=""),
-        "data.multiturn.messages_key data.messages_key": r.same("--messages"),
-        "data.max_length": r.Row(
-            "--budget {x} --max-prompt {x}",
-            "longer examples are refused, not cut",
-            hint=r.Flag("budget", needs="response"),
-        ),
-        "data.max_token_len_per_gpu": r.same("--budget", "an example has to fit"),
-        "data.micro_batch_size data.micro_batch_size_per_gpu": _MICRO,
-        "data.use_dynamic_bsz": r.nothing("packs are always filled by tokens"),
-        "data.balance_dp_token": r.nothing("packs are always shared out evenly"),
-        "optim.lr": r.same("--lr"),
-        "optim.betas": r.Row("--beta1 {x} --beta2 {x}", "one number each"),
-        "optim.weight_decay": r.same("--weight-decay", "of matrices only"),
-        "optim.clip_grad": r.same("--max-norm"),
-        "optim.lr_warmup_steps": r.same("--warmup"),
-        "optim.warmup_steps_ratio optim.lr_warmup_steps_ratio": shared_rows.SHARE_OF_RUN,
-        "optim.min_lr_ratio": r.same("--lr-end"),
-        "optim.lr_scheduler": r.choice(cosine="--schedule cosine", constant="--schedule constant"),
-        "optim.lr_scheduler_type": r.choice(cosine="--schedule cosine", constant="--schedule constant"),
-        "trainer.seed": r.same("--seed"),
-        "trainer.max_ckpt_to_keep": r.same("--keep"),
-    },
-    "": {
-        "algorithm.adv_estimator": r.only(
-            r.Flag("algorithm", "a row of rft_fn.algorithm.TABLE; gae is in ppo.py")
-        ),
-        "algorithm.norm_adv_by_std_in_grpo": r.only(
-            r.Flag("algorithm", "grpo divides by the deviation, dr_grpo does not")
-        ),
-        "algorithm.kl_ctrl.kl_coef": r.only(shared_rows.KL_IN_REWARD),
-    },
-    f" {ACTOR}": {
-        "optim.total_training_steps": r.only(r.Flag("steps")),
-        "ppo_mini_batch_size": r.only(
-            r.Flag("train_batch_size", "counted in responses: prompts times --group", needs="group")
-        ),
-        "loss_agg_mode policy_loss.loss_mode": r.only(shared_rows.ALGORITHM),
-    },
-}
+# One function, since its parts share what is used, and follow each other as they do in a command.
+def rollouts(options: Mapping[str, Any]) -> r.Combined:
+    """Return the objective, sizes, the length of a run, rewards, and what has a switch."""
+    objective, corrected = objectives.verl(options), corrections.verl(options)
+    critic, taught = script(options) == "ppo", script(options) == "distill"
+    arguments, notes = [*objective.arguments, *corrected.arguments], [*objective.notes, *corrected.notes]
+    used = {*objective.used, *corrected.used, ACTOR + "ppo_mini_batch_size", "data.train_batch_size"}
+
+    # an update is over prompts there, over responses here
+    prompts = r.integer(options, "data.train_batch_size")
+    update = r.integer(options, ACTOR + "ppo_mini_batch_size")
+    if not prompts:
+        batches = r.integer(options, "async_training.require_batches", default=1)
+        prompts = update * batches
+        notes.append("--prompts: theirs samples all the time; a step here has the prompts of its updates")
+    arguments.append(f"--prompts {prompts}")
+    group = r.integer(options, ROLLOUT + "n", default=1)
+    if update < prompts:
+        arguments.append(f"--strategy.train-batch-size {update * group}")
+    elif critic:
+        arguments.append("--minibatches 1")
+
+    # a pack must hold a prompt and its response
+    limits = [r.integer(options, f"data.max_{x}_length", default=512) for x in ("prompt", "response")]
+    share = r.integer(options, ACTOR + "ulysses_sequence_parallel_size", default=1)
+    tokens = r.integer(options, ACTOR + "ppo_max_token_len_per_gpu") * share
+    arguments.append(f"--budget {max(sum(limits), tokens)}")
+    used |= {ACTOR + "ppo_max_token_len_per_gpu"}
+
+    # a number of steps counts more than one of passes; their schedule counts steps too
+    steps = r.integer(options, "trainer.total_training_steps")
+    used |= {"trainer.total_epochs"} if steps else set()
+    warmup = r.integer(options, ACTOR + "optim.lr_warmup_steps", default=-1)
+    share_of_run = r.number(options, ACTOR + "optim.lr_warmup_steps_ratio")
+    used |= {ACTOR + "optim.lr_warmup_steps", ACTOR + "optim.lr_warmup_steps_ratio"}
+    each = r.integer(options, "epochs", default=1) if not critic else max(-(-prompts // max(update, 1)), 1)
+    share = share_of_run if not steps else int(share_of_run * steps) * each
+    arguments.append(f"--warmup {warmup * each if warmup >= 0 else share:.10g}")
+
+    # the KL: in the loss, or in the reward, of each token with a critic
+    kinds = (
+        (ACTOR + "use_kl_loss", ACTOR + "kl_loss_coef", "" if critic else "--kl"),
+        ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "--kl" if critic else "--kl-in-reward"),
+    )
+    for on, coefficient, ours in kinds:
+        used |= {coefficient, on}
+        if str(options.get(on, False)).lower() == "true" and ours:
+            arguments.append(f"{ours} {options.get(coefficient, 0.001)}")
+        elif str(options.get(on, False)).lower() == "true":
+            notes.append(f"{on}: ppo.py has the KL in the reward of each token, --kl, not in the loss")
+    adaptive = critic and str(options.get("algorithm.kl_ctrl.type")) == "adaptive"
+    used |= {f"algorithm.kl_ctrl.{x}" for x in (("type",) if adaptive else ("type", "target_kl", "horizon"))}
+    in_reward = str(options.get("algorithm.use_kl_in_reward")).lower() == "true"
+    if in_reward and not critic and str(options.get("algorithm.kl_ctrl.type")) == "adaptive":
+        notes.append("--kl-in-reward: its coefficient is fixed; theirs is steered (kl_ctrl.type=adaptive)")
+    penalty = str(options.get("algorithm.kl_penalty") or "kl")
+    used |= {"algorithm.kl_penalty"}
+    if penalty not in ("kl", "k1") and in_reward:
+        notes.append(f"--kl-in-reward: it is k1, the log-ratio itself; theirs is {penalty}")
+
+    # without a critic nothing of one is read
+    if not critic:
+        used |= {name for name in options if name.startswith("critic.")}
+        used |= {"algorithm.gamma", "algorithm.lam", "trainer.critic_warmup"}
+        gamma = r.number(options, "algorithm.gamma", default=1.0)
+        if gamma != 1 and "reinforce_plus_plus" in str(options["algorithm.adv_estimator"]):
+            notes.append(f"algorithm.gamma={gamma:g}: advantage.reinforce_pp takes it, in a copy of grpo.py")
+    if not r.integer(options, MODEL + "lora_rank", MODEL + "lora.rank"):
+        used |= {
+            MODEL + name for name in ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha", "target_modules")
+        }
+    if str(options.get(ACTOR + "optim.lr_scheduler_type")) != "constant":
+        arguments.append(f"--lr-end {options.get(ACTOR + 'optim.min_lr_ratio', 0.0)}")
+    used |= {ACTOR + "optim.min_lr_ratio"}
+
+    # tools are for conversations
+    searched = any(name.startswith("retriever.") for name in options)
+    if searched or any(x.startswith(ROLLOUT + "multi_turn.") and "path" in x for x in options):
+        notes.append(
+            "multi_turn: theirs are conversations with tools, here each prompt has one answer; multi_turn.py "
+            "--environment FILE.py:NAME is that, see docs/environments.md"
+        )
+    used |= {x for x in options if x.startswith(ROLLOUT + "multi_turn.")} - {ROLLOUT + "multi_turn.enable"}
+    more = rewards.verl(options)
+
+    # EasyR1's prompts are texts
+    if "easyr1.prompt_key" in options:
+        used |= {"data.prompt_key", "easyr1.prompt_key", "easyr1.answer_key"}
+        column = f"{{{options['easyr1.prompt_key']}}}"
+        arguments.append(f"--template {r.word(column)}")
+    if taught:
+        teaching = _distillation(options)
+        judged = [] if "--rl" not in " ".join(teaching.arguments) else more.arguments
+        kept = [x for x in arguments if not x.startswith(("--loss.", "--kl "))]
+        kept += ["--advantage reinforce"] if judged and group == 1 else []  # what theirs is of one response
+        return r.Combined(
+            [*kept, *judged, *teaching.arguments], used | more.used | teaching.used, [*teaching.notes, *notes]
+        )
+    return r.Combined([*arguments, *more.arguments], used | more.used, [*notes, *more.notes])
+
+
+def script(options: Mapping[str, Any]) -> str:
+    """Return distill with a teacher, ppo with a critic, else grpo."""
+    if objectives.is_true(options.get("distillation.enabled")):
+        return "distill"
+    return "ppo" if str(options["algorithm.adv_estimator"]).lower() == "gae" else "grpo"
+
+
+# by sampled tokens of the student; the gradient of k3 is in expectation that of the forward KL
+_TAUGHT = {
+    "forward_kl_topk": "forward_kl", "k3": "forward_kl", "low_var_kl": "forward_kl", "k2": "reverse_kl",
+    "mse": "reverse_kl", "k1": "sampled", "kl": "sampled",
+}  # fmt: skip
+_LOSS, _TEACHERS = "distillation.distillation_loss.", "distillation.teacher_models."
+
+
+def _distillation(options: Mapping[str, Any]) -> r.Combined:
+    """Return the teachers and the loss of verl's distillation."""
+    used = {x for x in options if x.startswith("distillation.")}
+    paths = {
+        x.split(".")[2]: path
+        for x, path in options.items()
+        if x.startswith(_TEACHERS) and x.endswith(".model_path")
+    }
+    if len(paths) > 1:
+        paths.pop("teacher_model", None)
+    arguments, notes = [], []
+    if len(paths) == 1:
+        arguments.append(f"--teacher {r.word(str(*paths.values()))}")
+    else:
+        named = [f"{options.get(f'{_TEACHERS}{name}.key') or name}={path}" for name, path in paths.items()]
+        arguments += [f"--teacher {' '.join(map(r.word, named or ['TEACHER']))}"]
+        arguments += (
+            [f"--teacher-column {r.word(str(options.get('distillation.teacher_key') or 'data_source'))}"]
+            if named
+            else []
+        )
+
+    # the divergence: a gradient of its own, or a part of the advantages
+    mode, sampled = (
+        str(options.get(_LOSS + "loss_mode") or "k3"),
+        objectives.is_true(options.get(_LOSS + "use_policy_gradient")),
+    )
+    loss = "sampled" if sampled else _TAUGHT.get(mode, "forward_kl")
+    arguments.append(f"--loss {loss}")
+    if mode == "forward_kl_topk":
+        arguments.append(f"--top-k {options.get(_LOSS + 'topk', 32)}")
+        notes.append("objective: --top-k takes all other words as one; theirs leaves them out")
+    elif mode not in _TAUGHT:
+        notes.append(f"objective: distillation loss_mode={mode} is no loss of ours; {loss} stands in")
+    elif not sampled and loss == "sampled":
+        notes.append(
+            f"objective: {mode} without use_policy_gradient has a gradient of expectation 0; ours has not"
+        )
+    elif loss != "sampled":
+        notes.append(f"objective: theirs is {mode} of the sampled token, ours its expectation over all words")
+    elif mode not in ("k1", "kl"):
+        notes.append(
+            f"objective: theirs is {mode} in the reward of a token, ours the log-ratio to the teacher"
+        )
+    limits = [
+        x
+        for x in (_LOSS + "loss_max_clamp", _LOSS + "log_prob_min_clamp")
+        if options.get(x) not in (None, "null")
+    ]
+    if limits:
+        notes.append(f"objective: theirs is bounded by {', '.join(limits)}, ours is not")
+    if str(options.get(_LOSS + "use_task_rewards", True)).lower() == "true":
+        share = r.number(options, _LOSS + "distillation_loss_coef", default=1.0)
+        arguments.append(f"--rl {1 / share if share else 1:g}")
+        notes += (
+            ["--rl: theirs weighs the divergence, ours the rewards, in the same proportion"]
+            if share != 1
+            else []
+        )
+    return r.Combined(arguments, used, notes)
+
+
+def examples(options: Mapping[str, Any]) -> r.Combined:
+    """Return the columns of an example, its limit, and pairs of numbers."""
+    arguments, notes = [], []
+    used = {"data.multiturn.messages_key", "data.messages_key", "data.prompt_key", "data.response_key"}
+    used |= {"data.prompt_dict_keys", "data.response_dict_keys", "data.max_length", "optim.betas"}
+
+    # messages, or a prompt and a response that may lie in a field of an object
+    messages = options.get("data.messages_key")
+    if str(options.get("data.multiturn.enable", False)).lower() == "true":
+        messages = options.get("data.multiturn.messages_key", "messages")
+    if messages:
+        arguments.append(f"--messages {messages}")
+    for ours, side in (("--template", "prompt"), ("--response", "response")):
+        column = options.get(f"data.{side}_key")
+        if column and not messages:
+            keys = [f"[{key}]" for key in _items(options.get(f"data.{side}_dict_keys"))]
+            arguments.append(f"{ours} '{{{column}{''.join(keys)}}}'")
+
+    # a pack must hold an example
+    length = r.integer(options, "data.max_length", default=1024)
+    budget = max(length, r.integer(options, "data.max_token_len_per_gpu"))
+    arguments += [f"--max-prompt {length}", f"--budget {budget}"]
+    used |= {"data.max_token_len_per_gpu"}
+    arguments += [f"{name} {x}" for name, x in zip(("--beta1", "--beta2"), _items(options["optim.betas"]))]
+
+    # a number of steps counts more than one of passes
+    if options.get("trainer.total_training_steps"):
+        used |= {"trainer.total_epochs"}
+    if not messages and "data.prompt_key" not in options:
+        arguments += ["--template '{question}'"]
+    if not messages and "data.response_key" not in options:
+        arguments += ["--response '{answer}'"]
+
+    # a share of the run
+    steps = r.integer(options, "trainer.total_training_steps")
+    names = ("optim.lr_warmup_steps_ratio", "optim.warmup_steps_ratio")
+    ratio = r.number(options, *names, default=0.1)
+    used |= {*names}
+    if "optim.lr_warmup_steps" not in options:
+        arguments.append(f"--warmup {int(ratio * steps) if steps else ratio:.10g}")
+    if not r.integer(options, "model.lora_rank"):
+        used |= {"model.lora_rank", "model.lora_alpha", "model.target_modules"}
+    return r.Combined(arguments, used, notes)
+
+
+def _items(value: Any) -> list[str]:
+    """Return the items of a list, or of one written as a text: "['a', 'b']"."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        value = value.strip("[]() ").replace(",", " ").split()
+    return [str(x).strip("'\"") for x in value]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import rft_fn as rft
 from rft_fn import collect, loss, parsing
-from rft_fn.migrate import LIBRARIES
+from rft_fn.migrate.libraries import LIBRARIES
 from rft_fn.migrate.translation import translate
 from rft_fn.types import Packed, Rollout, TokenOut
 

@@ -10,7 +10,7 @@ from golden.objectives import CONFIGS
 from golden.scales import digest
 
 from rft_fn import algorithm, weight
-from rft_fn.migrate import LIBRARIES
+from rft_fn.migrate.libraries import LIBRARIES
 from rft_fn.migrate.objective_rows import ERRORS, ROWS, Objective, arguments
 from rft_fn.migrate.translation import translate
 
