@@ -78,7 +78,7 @@ def fields(record: Any) -> None:
     range.
     """
     for name, hint in _hints(type(record)).items():
-        _field(name, getattr(record, name), hint)
+        field(name, getattr(record, name), hint)
 
 
 def free(kind: Any) -> set[str]:
@@ -98,7 +98,8 @@ def _hints(kind: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 
 
-def _field(name: str, x: Any, hint: Any) -> None:
+def field(name: str, x: Any, hint: Any) -> None:
+    """Check a value against the type and the range of a field, as `fields` does."""
     marks = getattr(hint, "__metadata__", ())
     limits = [m for m in marks if isinstance(m, Range)]
     if FILLED in marks and isinstance(x, str) and not x.strip():
@@ -107,7 +108,7 @@ def _field(name: str, x: Any, hint: Any) -> None:
         hint = hint.__origin__
     if dataclasses.is_dataclass(x):
         for inner, part in _hints(type(x)).items():
-            _field(f"{name}.{inner}", getattr(x, inner), part)
+            field(f"{name}.{inner}", getattr(x, inner), part)
     elif get_origin(hint) in (Union, UnionType):
         _union(name, x, get_args(hint))
     elif get_origin(hint) is Literal and x not in get_args(hint):
@@ -144,7 +145,7 @@ def _union(name: str, x: Any, options: Sequence[Any]) -> None:
                 return
             continue
         try:
-            return _field(name, x, option)
+            return field(name, x, option)
         except ValueError as found:
             error = error or found
     if error is not None and type(None) in options:
@@ -158,4 +159,4 @@ def _tuple(name: str, x: Any, inner: Sequence[Any]) -> None:
         raise ValueError(f"{name}: expected a tuple, got {x!r}")
     if len(inner) == 2 and inner[1] is Ellipsis:
         for i, item in enumerate(x):
-            _field(f"{name}[{i}]", item, inner[0])
+            field(f"{name}[{i}]", item, inner[0])

@@ -4,50 +4,15 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.migrate import corrections, lightrft, objectives
+from rft_fn.migrate import corrections, lightrft, objectives, tables
 from rft_fn.migrate import rows as r
 
 __all__ = ["examples", "rollouts", "script"]
 
 
 # dotted names of options that only have a meaning together, and their older ones
-_OLDER = {
-    "algo.advantage.estimator": "advantage_estimator",
-    "algo.kl.init_coef": "init_kl_coef",
-    "algo.kl.use_loss": "use_kl_loss",
-    "actor.eps_clip": "eps_clip",
-    "actor.eps_clip_low_high": "eps_clip_low_high",
-    "actor.policy_loss_type": "policy_loss_type",
-    "actor.loss_agg_mode": "loss_agg_mode",
-    "data.input_key": "input_key",
-    "data.apply_chat_template": "apply_chat_template",
-    "data.input_template": "input_template",
-    "reward.overlong_buffer_len": "overlong_buffer_len",
-    "actor.dual_clip": "dual_clip",
-    "algo.advantage.no_std_norm": "no_advantage_std_norm",
-    "algo.advantage.lambd": "lambd",
-    "algo.advantage.gamma": "gamma",
-    "algo.kl.estimator": "kl_estimator",
-    "algo.kl.unbiased_gradient": "kl_unbiased_gradient",
-    "actor.adam.betas": "adam_betas",
-    "reward.clip_range": "reward_clip_range",
-}
-_OLDER_OF_EXAMPLES = {
-    "data.input_key": "input_key",
-    "data.input_template": "input_template",
-    "data.output_key": "output_key",
-    "data.prompt_key": "prompt_key",
-    "data.chosen_key": "chosen_key",
-    "data.rejected_key": "rejected_key",
-    "data.apply_chat_template": "apply_chat_template",
-    "data.max_len": "max_len",
-    "ds.lora.rank": "lora_rank",
-    "ds.lora.alpha": "lora_alpha",
-    "ds.lora.target_modules": "target_modules",
-    "adam.betas": "adam_betas",
-    "model.ipo_enable": "ipo",
-    "model.label_smoothing": "label_smoothing",
-}
+_OLDER = tables.table("openrlhf")["maps"]["older"]
+_OLDER_OF_EXAMPLES = tables.table("openrlhf")["maps"]["older_of_examples"]
 _BUDGETS = {"dpo": 1024, "rm": 2048}
 
 

@@ -1,8 +1,8 @@
 """Reads tables/*.toml: what an option of another library is here.
 
-The head of trl.toml has the form of a row. A table that is not of this form is refused with the place in it: an
-unknown key, a row twice, a `like` of nothing. That the options on our side exist is a test's, as the scripts
-have them.
+The head of trl.toml has the form of a row. A table that is not of this form is refused with the place in it:
+an unknown key, a row twice, a `like` of nothing. That the options on our side exist is a test's, as the
+scripts have them.
 """
 
 import tomllib

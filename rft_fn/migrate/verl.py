@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.migrate import corrections, objectives, rewards
+from rft_fn.migrate import corrections, objectives, rewards, tables
 from rft_fn.migrate import rows as r
 
 __all__ = ["ACTOR", "MODEL", "ROLLOUT", "examples", "rollouts", "script"]
@@ -120,10 +120,7 @@ def script(options: Mapping[str, Any]) -> str:
 
 
 # by sampled tokens of the student; the gradient of k3 is in expectation that of the forward KL
-_TAUGHT = {
-    "forward_kl_topk": "forward_kl", "k3": "forward_kl", "low_var_kl": "forward_kl", "k2": "reverse_kl",
-    "mse": "reverse_kl", "k1": "sampled", "kl": "sampled",
-}  # fmt: skip
+_TAUGHT = tables.table("verl")["maps"]["distillation"]
 _LOSS, _TEACHERS = "distillation.distillation_loss.", "distillation.teacher_models."
 
 
