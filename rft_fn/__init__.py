@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     # L3: effects; each room may use those before it
     from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run, tools
+    from rft_fn import migrate
     from rft_fn.types import Engine, Experience, Media, Packed, Rollout, Sampling, Strategy, TokenOut
     from rft_fn.types import TrainState, Transform, experience
 
@@ -53,6 +54,6 @@ if not TYPE_CHECKING:  # where every name would be an attribute
             return getattr(import_module("rft_fn.types"), name)
         if name in __all__ or name in _UNLISTED:
             return import_module(f"rft_fn.{name}")
-        from rft_fn.tools.other_libraries import names
+        from rft_fn.migrate import names
 
         names.unknown(__name__, {**names.STRATEGY, **names.ROOT}, name)

@@ -78,7 +78,7 @@ def fields(record: Any) -> None:
     range.
     """
     for name, hint in _hints(type(record)).items():
-        _field(name, getattr(record, name), hint)
+        field(name, getattr(record, name), hint)
 
 
 def exclude(values: Mapping[str, Any], off: Mapping[str, Any], pairs: Mapping[tuple[str, str], str]) -> None:
@@ -125,7 +125,8 @@ def _marks(hint: Any) -> tuple[Any, ...]:
     return hint.__metadata__ if get_origin(hint) is Annotated else ()
 
 
-def _field(name: str, x: Any, hint: Any) -> None:
+def field(name: str, x: Any, hint: Any) -> None:
+    """Check a value against the type and the range of a field, as `fields` does."""
     marks = _marks(hint)
     limits = [m for m in marks if isinstance(m, Range)]
     if FILLED in marks and isinstance(x, str) and not x.strip():
@@ -134,7 +135,7 @@ def _field(name: str, x: Any, hint: Any) -> None:
         hint = hint.__origin__
     if dataclasses.is_dataclass(x):
         for inner, part in _hints(type(x)).items():
-            _field(f"{name}.{inner}", getattr(x, inner), part)
+            field(f"{name}.{inner}", getattr(x, inner), part)
     elif get_origin(hint) in (Union, UnionType):
         _union(name, x, get_args(hint))
     elif get_origin(hint) is Literal and x not in get_args(hint):
@@ -171,7 +172,7 @@ def _union(name: str, x: Any, options: Sequence[Any]) -> None:
                 return
             continue
         try:
-            return _field(name, x, option)
+            return field(name, x, option)
         except ValueError as found:
             error = error or found
     if error is not None and type(None) in options:
@@ -185,4 +186,4 @@ def _tuple(name: str, x: Any, inner: Sequence[Any]) -> None:
         raise ValueError(f"{name}: expected a tuple, got {x!r}")
     if len(inner) == 2 and inner[1] is Ellipsis:
         for i, item in enumerate(x):
-            _field(f"{name}[{i}]", item, inner[0])
+            field(f"{name}[{i}]", item, inner[0])

@@ -83,9 +83,9 @@ def parse(
     if word is not None:
         print(option_help.text(config, prog=prog, more=more, word=word))
         sys.exit()
-    from rft_fn.tools import other_libraries  # to the right, for its texts only
+    from rft_fn import migrate  # at the far right, for its texts only
 
-    other_libraries.check(args, names(config))
+    migrate.check(args, names(config))
     import tyro
 
     printed = io.StringIO()
@@ -98,10 +98,10 @@ def parse(
 
 def unknown(keys: Sequence[str], config: type, known: Collection[str]) -> str:
     """Return the line about keys of a file that are no options of a config, which are `known`."""
-    from rft_fn.tools import other_libraries  # to the right, for its texts only
+    from rft_fn import migrate  # at the far right, for its texts only
 
     own = names(config)
-    hints = {key: other_libraries.answer(key, key.replace("-", "_"), own) for key in keys}
+    hints = {key: migrate.answer(key, key.replace("-", "_"), own) for key in keys}
     lines = [line for line in hints.values() if line]
     if rest := [key for key, line in hints.items() if not line]:
         plain = [key.replace("-", "_").lower() for key in rest]

@@ -515,10 +515,10 @@ FREE = {
     "run/rollout_files.py:_ordered": "bytes that the library has made in the line before",
     "run/rollout_files.py:read_rollout": "fed by test_a_rollout_file_that_lies_is_refused_in_a_line, below",
     "strategy/config.py:_docs": "the source of this package",
-    "tools/other_libraries/foreign_files.py:_parsed": PRINTED,
-    "tools/other_libraries/foreign_files.py:_of_yaml": PRINTED,
-    "tools/other_libraries/foreign_files.py:_of_notebook": PRINTED,
-    "tools/other_libraries/trl_trainers.py:_shared": PRINTED,
+    "migrate/foreign_files.py:_parsed": PRINTED,
+    "migrate/foreign_files.py:_of_yaml": PRINTED,
+    "migrate/foreign_files.py:_of_notebook": PRINTED,
+    "migrate/trl.py:_shared": PRINTED,
 }
 """Readers that are fed elsewhere, or whose values come from nobody else; and why."""
 

@@ -12,8 +12,8 @@ from each_case import each
 from safetensors.torch import save_file
 
 from rft_fn import confined, model
+from rft_fn.migrate.foreign_files import read
 from rft_fn.model import lora_folders
-from rft_fn.tools.other_libraries.foreign_files import read
 
 
 @pytest.fixture(autouse=True)

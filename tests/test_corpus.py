@@ -15,9 +15,9 @@ from each_case import each
 from test_house import load_script
 
 from rft_fn import parsing
-from rft_fn.tools.other_libraries import LIBRARIES
-from rft_fn.tools.other_libraries.foreign_files import read
-from rft_fn.tools.other_libraries.migrate import main, system
+from rft_fn.migrate.foreign_files import read
+from rft_fn.migrate.libraries import LIBRARIES
+from rft_fn.migrate.translation import main, system
 
 FOLDER = Path(__file__).parent / "corpus"
 CONFIGS = {

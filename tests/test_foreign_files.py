@@ -6,8 +6,9 @@ import time
 import pytest
 from each_case import each
 
-from rft_fn.tools.other_libraries import LIBRARIES, accepted, migrate, shell
-from rft_fn.tools.other_libraries.foreign_files import read
+from rft_fn.migrate import accepted, shell, translation
+from rft_fn.migrate.foreign_files import read
+from rft_fn.migrate.libraries import LIBRARIES
 
 # a script and the words of its last command
 SHELL = {
@@ -112,7 +113,7 @@ def test_a_notebook_is_read_as_its_code(tmp_path, capsys):
     [found] = read(str(tmp_path / "a.ipynb"))
     assert found.options == {"loss_type": "apo_zero"} and found.programs == ["dpo"]
     (tmp_path / "a.ipynb").write_text('{"cells": [1]}')
-    assert migrate.main([str(tmp_path / "a.ipynb")]) == 2
+    assert translation.main([str(tmp_path / "a.ipynb")]) == 2
     assert "a.ipynb: expected a notebook, which cannot be read: " in capsys.readouterr().err
 
 
@@ -141,7 +142,7 @@ def test_processes_of_the_launcher_count(tmp_path, capsys):
         "accelerate launch --num_processes 4 -m trl.scripts.grpo --model_name_or_path m --num_generations 8"
     )
     (tmp_path / "a.sh").write_text(command)
-    assert migrate.main([str(tmp_path / "a.sh")]) == 0
+    assert translation.main([str(tmp_path / "a.sh")]) == 0
     printed = capsys.readouterr().out
     assert "--prompts 4 " in printed and "of the 4 processes of theirs" in printed
 
@@ -152,7 +153,7 @@ def test_a_value_that_is_no_number_is_a_note(tmp_path, capsys):
         "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=$BATCH "
         "actor_rollout_ref.rollout.n=1 actor_rollout_ref.rollout.temperature=-1"
     )
-    assert migrate.main([str(tmp_path / "a.sh")]) == 0
+    assert translation.main([str(tmp_path / "a.sh")]) == 0
     printed = capsys.readouterr().out
     assert "# data.train_batch_size=${BATCH}: not a number that the file tells, so it is left out" in printed
     assert (
@@ -174,7 +175,7 @@ def test_a_script_takes_what_is_kept():
 
 def test_an_unknown_library_is_one_line(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text("wibble: 1")
-    assert migrate.main([str(tmp_path / "a.yaml")]) == 2
+    assert translation.main([str(tmp_path / "a.yaml")]) == 2
     assert capsys.readouterr().err == (
         "error: system: expected options of one of trl, verl, openrlhf, lightrft, prime-rl, got none that "
         "they have: wibble\n"
@@ -187,7 +188,7 @@ def test_a_command_runs_nothing_that_a_value_holds(tmp_path, capsys):
         "model_name_or_path: 'm; touch pwned'\nnum_generations: 4\nrun_name: '$(touch pwned) `x`'\n"
         "dataset_prompt_column: 'a b'\noutput_dir: $HOME/x\nreward_funcs: ['f.py:g; ls']\n"
     )
-    assert migrate.main([str(tmp_path / "a.yaml")]) == 0
+    assert translation.main([str(tmp_path / "a.yaml")]) == 0
     printed = capsys.readouterr().out
     for word in (
         "--model 'm; touch pwned'",
@@ -200,7 +201,7 @@ def test_a_command_runs_nothing_that_a_value_holds(tmp_path, capsys):
 
 
 def test_a_form_that_cannot_be_read_is_a_note():
-    found = migrate.translate(LIBRARIES["openrlhf"], {"actor.eps_clip_low_high": 0.2}, kind="rl")
+    found = translation.translate(LIBRARIES["openrlhf"], {"actor.eps_clip_low_high": 0.2}, kind="rl")
     assert any(
         x.startswith("actor.eps_clip_low_high=0.2: not of a form that can be read") for x in found.notes
     )

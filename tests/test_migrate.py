@@ -11,8 +11,9 @@ from test_house import load_script
 
 import rft_fn as rft
 from rft_fn import parsing
-from rft_fn.tools.other_libraries import LIBRARIES, names
-from rft_fn.tools.other_libraries.migrate import main, read, table, translate
+from rft_fn.migrate import names
+from rft_fn.migrate.libraries import LIBRARIES
+from rft_fn.migrate.translation import main, read, table, translate
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs" / "coming_from").glob("*.md"))

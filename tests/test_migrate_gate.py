@@ -8,8 +8,8 @@ from each_case import each
 from test_house import load_script
 
 from rft_fn import parsing
+from rft_fn.migrate.translation import main
 from rft_fn.run.opening import warmup_updates
-from rft_fn.tools.other_libraries.migrate import main
 
 ROLLOUTS = (
     "algorithm.adv_estimator=grpo data.train_files=t.parquet data.train_batch_size=64 "

@@ -7,32 +7,66 @@ import sys
 from pathlib import Path
 
 import pytest
+from each_case import each
 from test_house import load_script
 
 from rft_fn import parsing
-from rft_fn.tools import other_libraries
-from rft_fn.tools.other_libraries import LIBRARIES, lightrft, openrlhf, trl, verl
-from rft_fn.tools.other_libraries.migrate import translate
-from rft_fn.tools.other_libraries.rows import hinted, named
+from rft_fn.migrate import answer, tables
+from rft_fn.migrate.libraries import LIBRARIES
+from rft_fn.migrate.rows import hinted
+from rft_fn.migrate.translation import translate
 
 SCRIPTS = [path.stem for path in sorted((Path(__file__).parents[1] / "train_scripts").glob("*.py"))]
 OWN = {name: parsing.names(load_script(name).Config) for name in SCRIPTS}
 HINTS = [
     (title, name, hint)
-    for title, rows in other_libraries.OPTIONS.items()
+    for title, rows in tables.options().items()
     for name, row in rows.items()
     if (hint := hinted(name, row)) is not None
 ]
 
 
 def test_each_name_has_one_row_a_library():
-    """And there are as many names as the libraries have in use."""
-    shared = lightrft.SHARED
-    for tables in ([trl.TABLE], [verl.TABLE], [shared, openrlhf.TABLE], [shared, lightrft.TABLE]):
-        every = [name for table in tables for name, _ in named(table)]
-        twice = sorted({name for name in every if every.count(name) > 1})
-        assert not twice and len(every) >= 130, twice
+    """Also where a library has the rows of a second table; and there are as many as the libraries have."""
+    both = set(tables.rows_of("openrlhf_and_lightrft", "rl"))
+    for name in ("openrlhf", "lightrft"):
+        assert not both & set(tables.rows_of(name, "rl"))
+    assert all(len(rows) >= 50 for rows in tables.options().values())
     assert len({name for _, name, _ in HINTS}) >= 200
+
+
+# what is wrong in a table -> what is said of it
+WRONG = {
+    '[rows.rl]\nlr = { to = "--lr", noet = "x" }': "t, lr: expected keys among to, write, on, ",
+    "[rows.rl]\nlr = 3": "t, lr: expected an option of ours or a row, got 3",
+    '[rows.rl]\nlr = { to = "--lr", none = "x" }': "t, lr: expected one of to, write, on, switch, words and",
+    '[rows.rl]\nlr = { note = "x" }': "t, lr: expected one of to, write, on, switch, words, values, none and",
+    '[rows.rl]\nlr = { like = "odrer" }': "t, lr: expected `like` alone, of ",
+    '[rows.rl]\nlr = { to = "lr" }': "t, lr: expected options as --NAME, got 'lr'",
+    '[rows.rl]\nlr = { rl = "--lr", sfx = "--lr" }': "t, lr: expected kinds of trainer and a hint, got 'sfx'",
+    '[rows.rl]\nlr = { to = "--lr", hint = { flag = "lr" } }': "t, lr, hint: expected an option as --NAME",
+    '[rows.rl]\nlr = { to = "--lr", hint = { like = "x" } }': "t, lr, hint: expected `like` alone, of ",
+    '[rows.rl]\nlr = "--lr"\n"a lr" = "--lr"': "t, lr: expected one row, got 'two of rl'",
+    '[rows.all]\nlr = "--lr"\n[rows.rl]\nlr = "--lr"': "t, lr: expected one row, got 'two of rl'",
+    '[rows.r1]\nlr = "--lr"': "t, rows: expected sections among rl, sft, dpo, rm, ",
+    "rowz = {}": "t: expected keys among title, ",
+    "[trainers.rl]\nscript = 3": "t, trainers.rl.script: expected str, got 3",
+    "[releases.gon]": "t, releases: expected keys among changed, gone, first, got 'gon'",
+}
+
+
+@each("text", WRONG)
+def test_a_table_of_another_form_is_refused_with_its_place(text):
+    with pytest.raises(ValueError, match=re.escape(WRONG[text])):
+        tables.read(text, "t")
+
+
+def test_a_new_option_is_one_line():
+    """In words of its own, and read as the head of trl.toml says."""
+    found = tables.read('[rows.rl]\nn_new = "--group"\nold = { on = "--rounds 4", note = "x" }', "t")
+    rows = {name: row for name, _, row in tables.rows_with_kinds(found, "t")}
+    assert rows["n_new"].ours == "--group {x}"
+    assert (rows["old"].values, rows["old"].note) == ({"true": "--rounds 4", "false": ""}, "x")
 
 
 def test_every_option_that_a_table_names_is_some_scripts():
@@ -48,7 +82,7 @@ def test_no_answer_leads_to_a_flag_that_is_not_there():
     """All flags of an answer are the script's, beside the one that was asked for."""
     for script in SCRIPTS:
         for _, name, _ in HINTS:
-            said = other_libraries.answer("FLAG", name, OWN[script])
+            said = answer("FLAG", name, OWN[script])
             flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w-]*)", said)}
             assert flags <= OWN[script], (script, name, said)
             assert "\n" not in said

@@ -21,9 +21,9 @@ from test_public import named_in
 
 import rft_fn as rft
 from rft_fn import parsing
+from rft_fn.migrate import translation
 from rft_fn.model import model_names
 from rft_fn.tools import commands
-from rft_fn.tools.other_libraries import migrate
 
 pytestmark = pytest.mark.docs
 
@@ -114,7 +114,7 @@ def check_module(module, *args):
     if module == "rft_fn":
         check_rft(args)
     elif module == "rft_fn.migrate" and args and "|" not in args[0] and not args[0].isupper():
-        migrate.parser().parse_args(args)
+        translation.parser().parse_args(args)
     elif module.startswith("rft_fn"):
         assert importlib.util.find_spec(module), module
 

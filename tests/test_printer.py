@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rft_fn.migrate.translation import main
 from rft_fn.tools import commands, printer, scripts
-from rft_fn.tools.other_libraries.migrate import main
 
 BASH = shutil.which("bash")
 pytestmark = pytest.mark.skipif(BASH is None, reason="bash is not installed")

@@ -113,7 +113,7 @@ class StrategyConfig:
 
         def __getattr__(self, name: str) -> Any:
             """Raise AttributeError, with a hint for an option that other systems have here."""
-            from rft_fn.tools.other_libraries import names  # to the right, for a name that is not there
+            from rft_fn.migrate import names  # to the right, for a name that is not there
 
             names.unknown("StrategyConfig", names.CONFIG, name)
 

@@ -197,7 +197,7 @@ def examine(options: Doctor) -> None:
 
 def migrate(options: Migrate) -> None:
     """Print the translation; exit with 2 for a file that has none."""
-    from rft_fn.tools.other_libraries import migrate as translation
+    from rft_fn import migrate as translation
 
     if not options.file and not options.table:
         raise ValueError("file: expected a config or a script to translate, got none")

@@ -77,6 +77,6 @@ class Strategy(NamedTuple):
 
         def __getattr__(self, name: str) -> Any:
             """Raise AttributeError, with a hint for a method that strategies of other systems have."""
-            from rft_fn.tools.other_libraries import names  # above, and only for a name that is not there
+            from rft_fn.migrate import names  # above, and only for a name that is not there
 
             names.unknown("Strategy", names.STRATEGY, name)

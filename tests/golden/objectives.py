@@ -19,8 +19,8 @@ from torch import Tensor
 
 import rft_fn as rft
 from rft_fn import collect, loss, parsing
-from rft_fn.tools.other_libraries import LIBRARIES
-from rft_fn.tools.other_libraries.migrate import translate
+from rft_fn.migrate.libraries import LIBRARIES
+from rft_fn.migrate.translation import translate
 from rft_fn.types import Packed, Rollout, TokenOut
 
 FILE = Path(__file__).with_name("objectives.json")

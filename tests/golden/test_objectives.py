@@ -10,9 +10,9 @@ from golden.objectives import CONFIGS
 from golden.scales import digest
 
 from rft_fn import algorithm, weight
-from rft_fn.tools.other_libraries import LIBRARIES
-from rft_fn.tools.other_libraries.migrate import translate
-from rft_fn.tools.other_libraries.objective_rows import ERRORS, ROWS, Objective, arguments
+from rft_fn.migrate.libraries import LIBRARIES
+from rft_fn.migrate.objective_rows import ERRORS, ROWS, Objective, arguments
+from rft_fn.migrate.translation import translate
 
 pytestmark = pytest.mark.usefixtures("float64")
 SAME = 1e-3  # TRL's eps beside the deviation makes 1.5e-4

@@ -6,34 +6,15 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.tools.other_libraries import rows as r
+from rft_fn.migrate import rows as r
+from rft_fn.migrate import tables
 
 __all__ = ["openrlhf", "trl", "verl"]
 
 
 # names of open-r1's registry and of `trl grpo` -> functions of these packages
-_OPEN_R1 = {
-    "accuracy": "accuracy_reward", "format": "format_reward", "reasoning_steps": "reasoning_steps_reward",
-    "length": "len_reward", "code": "code_reward", "binary_code": "binary_code_reward",
-    "ioi_code": "ioi_code_reward", "cf_code": "cf_code_reward", "tag_count": "tag_count_reward",
-    "cosine": "get_cosine_scaled_reward", "repetition_penalty": "get_repetition_penalty_reward",
-    "code_format": "get_code_format_reward", "soft_overlong_punishment": "get_soft_overlong_punishment",
-}  # fmt: skip
-_FACTORIES = {
-    "cosine": {
-        "min_value_wrong": ("cosine_min_value_wrong", 0.0),
-        "max_value_wrong": ("cosine_max_value_wrong", -0.5),
-        "min_value_correct": ("cosine_min_value_correct", 0.5),
-        "max_value_correct": ("cosine_max_value_correct", 1.0), "max_len": ("cosine_max_len", 1000),
-    },
-    "repetition_penalty": {
-        "ngram_size": ("repetition_n_grams", 3), "max_penalty": ("repetition_max_penalty", -1.0),
-    },
-    "code_format": {"language": ("code_language", "python")},
-    "soft_overlong_punishment": {
-        "max_completion_len": ("max_completion_len", 16384), "soft_punish_cache": ("soft_punish_cache", 4096),
-    },
-}  # fmt: skip
+_OPEN_R1 = tables.table("trl")["maps"]["rewards"]
+_FACTORIES = tables.table("trl")["maps"]["reward_parameters"]
 _OF_TRL = (
     "accuracy_reward",
     "reasoning_accuracy_reward",
@@ -105,12 +86,7 @@ _RULES = "verl.utils.reward_score:default_compute_score"
 
 
 # names of verl 0.8 and later -> those before
-_OLDER = {
-    "reward.custom_reward_function.": "custom_reward_function.",
-    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
-    "reward.reward_model.model_path": "reward_model.model.path",
-    "reward.reward_model.": "reward_model.",
-}
+_OLDER = tables.table("verl")["maps"]["older"]
 
 
 def _older(name: str) -> str:

@@ -6,6 +6,8 @@ The errors were measured on gradients of their own code: tests/golden/objectives
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from rft_fn.migrate import tables
+
 __all__ = ["ERRORS", "ROWS", "Objective", "arguments", "constant", "differs", "is_true", "number"]
 
 
@@ -85,25 +87,7 @@ def is_true(x: Any) -> bool:
 
 
 # |theirs - ours| / |theirs| at log-ratios of 0.05, 0.3 and 1.5, by config of tests/golden/objectives.py
-ERRORS = {
-    "trl/cispo, sequence": "0.046, 0.18, 0.3",
-    "trl/sapo, sequence": "0.04, 0.22, 0.5",
-    "trl/sequence, delta": "0.00015, 0.00014, 4.2",
-    "trl/kl": "0.0019, 0.0089, 0.06",
-    "trl/kl, uncorrected": "0.0085, 0.012, 0.0051",
-    "trl dpo/aot": "0.096, 0.067, 0.024",
-    "trl dpo/aot_unpaired": "0.037, 0.073, 0.045",
-    "trl dpo/discopop": "1.4, 1.5, 1.4",
-    "trl dpo/sft": "0.9, 0.89, 0.89",
-    "verl/kl_cov": "0.014, 0.013, 0.0037",
-    "verl/gae, gspo": "0.32, 0.55, 0.91",
-    "verl/grpo, kl": "0.0087, 0.014, 0.015",
-    "openrlhf/flash_reinforce": "0.39, 0.39, 0.39",
-    "openrlhf/gae, lambda 0.95": "0.035, 0.031, 0.021",
-    "openrlhf/gae, gspo": "0.48, 0.78, 1.1",
-    "openrlhf/group_norm, kl k1": "0.063, 0.081, 0.03",
-    "openrlhf/group_norm, kl k3": "0.0087, 0.014, 0.005",
-}
+ERRORS: dict[str, str] = tables.plain("objectives")["errors"]
 
 
 def differs(what: str, key: str) -> str:

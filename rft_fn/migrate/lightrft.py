@@ -1,17 +1,13 @@
-"""Trainers of LightRFT: options that only count together, defaults; OpenRLHF's rollouts are the same."""
+"""Options of LightRFT that only count together; OpenRLHF's rollouts are the same."""
 
 import shlex
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
-from rft_fn.tools.other_libraries import objectives, rewards, shared_rows
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries.lightrft import SHARED, TABLE
+from rft_fn.migrate import objectives, rewards
+from rft_fn.migrate import rows as r
 
-__all__ = ["LIBRARY", "NUMBERS", "capacity", "combine", "pair", "script", "sources"]
-
-# ------------------------------------------------------------------------------ options that count together
+__all__ = ["capacity", "combine", "examples", "pair", "script", "sources"]
 
 
 # One function, since its parts share what is used, and follow each other as they do in a command.
@@ -115,7 +111,7 @@ _OF_A_CRITIC = {
 }  # fmt: skip
 
 
-def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
+def examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
     """Return the columns, the sizes and the loss of a reward model, scalar or generative."""
     length = r.integer(options, "prompt_max_len", default=1024)
     length += r.integer(options, "generate_max_len") if kind == "sft" else 0
@@ -196,80 +192,3 @@ def pair(value: Any) -> list[Any]:
 def script(options: Mapping[str, Any]) -> str:
     """Return ppo where there is a critic, else grpo."""
     return "ppo" if str(options["advantage_estimator"]).lower() == "gae" else "grpo"
-
-
-NUMBERS = (
-    "rollout_batch_size", "train_batch_size", "n_samples_per_prompt", "prompt_max_len", "generate_max_len",
-    "max_len", "init_kl_coef", "actor_learning_rate", "critic_learning_rate", "num_episodes", "max_epochs",
-    "eps_clip", "eps_clip_low_high", "lr_warmup_ratio", "lora_rank", "lora_alpha", "overlong_buffer_len",
-    "adam_betas", "train.batch_size", "rollout.batch_size", "rollout.n_samples_per_prompt", "data.max_len",
-    "rollout.max_new_tokens", "algo.kl.init_coef", "actor.adam.lr", "critic.adam.lr", "actor.eps_clip",
-    "actor.eps_clip_low_high", "train.num_episodes", "train.max_epochs", "reward.clip_range", "ds.lora.rank",
-    "learning_rate", "adam.lr", "actor.adam.betas", "adam.betas", "reward_clip_range",
-)  # fmt: skip
-_EXAMPLES: r.Table = {
-    "examples": {
-        "train_data": r.same("--data"),
-        "actor_learning_rate": r.same("--lr"),
-        "max_pixels": r.same("--max-pixels"),
-        "engine_type engine_tp_size engine_mem_util": r.nothing("nothing is sampled"),
-    },
-    "rm": {"eval_data": r.same("--eval-data")},
-    "sft": {"eval_data": shared_rows.UNEVALUATED},
-}
-
-
-def _of_examples(kind: str, ours: str, program: str) -> r.Trainer:
-    """Return the trainer of a kind of reward model."""
-    rows = {name: row for name, row in r.rows_of(SHARED, kind).items() if "." not in name}
-    return r.Trainer(
-        rows={**rows, **r.rows_of(_EXAMPLES, kind)},
-        defaults={
-            "actor_learning_rate": 1e-6, "train_batch_size": 128, "max_epochs": 1, "adam_betas": (0.9, 0.95),
-            "zero_stage": 2,
-        },
-        combine=partial(_examples, kind),
-        script=lambda options: ours,
-        programs=tuple(f"{program}_{x}" for x in ("vl", "al", "text")),
-        tells=("heads_types", "pooling_method") if kind == "rm" else (),
-        numbers=NUMBERS,
-    )  # fmt: skip
-
-
-LIBRARY = r.Library(
-    "LightRFT",
-    {
-        "rm": _of_examples("rm", "train_rm", "train_srm"),
-        "sft": _of_examples("sft", "sft", "train_grm"),
-        "rl": r.Trainer(
-            rows={
-                **{name: row for name, row in r.rows_of(SHARED, "rl").items() if "." not in name},
-                **r.rows_of(TABLE, "rl"),
-            },
-            defaults={
-                "actor_learning_rate": 1e-6,
-                "critic_learning_rate": 9e-6,
-                "eps_clip": 0.2,
-                "value_clip": 0.2,
-                "lambd": 0.95,
-                "rollout_batch_size": 512,
-                "train_batch_size": 128,
-                "generate_max_len": 1024,
-                "prompt_max_len": 1024,
-                "n_samples_per_prompt": 1,
-                "num_episodes": 1,
-                "init_kl_coef": 0.01,
-                "zero_stage": 2,
-                "adam_betas": (0.9, 0.95),
-                "engine_type": "vllm",
-                "advantage_estimator": "gae",
-            },
-            combine=combine,
-            script=script,
-            programs=("train_colocate",),
-            tells=("advantage_estimator", "n_samples_per_prompt", "rollout_batch_size"),
-            numbers=NUMBERS,
-        ),
-    },
-    packages=("lightrft",),
-)

@@ -1,22 +1,21 @@
-"""Trainers of verl: options that only count together, defaults, and what tells them apart."""
+"""Options of verl that only count together."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.tools.other_libraries import corrections, objectives, rewards
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries.verl import ACTOR, MODEL, ROLLOUT, TABLE
+from rft_fn.migrate import corrections, objectives, rewards, tables
+from rft_fn.migrate import rows as r
 
-__all__ = ["LIBRARY"]
+__all__ = ["ACTOR", "MODEL", "ROLLOUT", "examples", "rollouts", "script"]
 
-# ------------------------------------------------------------------------------ options that count together
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 
 
 # One function, since its parts share what is used, and follow each other as they do in a command.
-def _rollouts(options: Mapping[str, Any]) -> r.Combined:
+def rollouts(options: Mapping[str, Any]) -> r.Combined:
     """Return the objective, sizes, the length of a run, rewards, and what has a switch."""
     objective, corrected = objectives.verl(options), corrections.verl(options)
-    critic, taught = _script(options) == "ppo", _script(options) == "distill"
+    critic, taught = script(options) == "ppo", script(options) == "distill"
     arguments, notes = [*objective.arguments, *corrected.arguments], [*objective.notes, *corrected.notes]
     used = {*objective.used, *corrected.used, ACTOR + "ppo_mini_batch_size", "data.train_batch_size"}
 
@@ -113,7 +112,7 @@ def _rollouts(options: Mapping[str, Any]) -> r.Combined:
     return r.Combined([*arguments, *more.arguments], used | more.used, [*notes, *more.notes])
 
 
-def _script(options: Mapping[str, Any]) -> str:
+def script(options: Mapping[str, Any]) -> str:
     """Return distill with a teacher, ppo with a critic, else grpo."""
     if objectives.is_true(options.get("distillation.enabled")):
         return "distill"
@@ -121,10 +120,7 @@ def _script(options: Mapping[str, Any]) -> str:
 
 
 # by sampled tokens of the student; the gradient of k3 is in expectation that of the forward KL
-_TAUGHT = {
-    "forward_kl_topk": "forward_kl", "k3": "forward_kl", "low_var_kl": "forward_kl", "k2": "reverse_kl",
-    "mse": "reverse_kl", "k1": "sampled", "kl": "sampled",
-}  # fmt: skip
+_TAUGHT = tables.table("verl")["maps"]["distillation"]
 _LOSS, _TEACHERS = "distillation.distillation_loss.", "distillation.teacher_models."
 
 
@@ -190,7 +186,7 @@ def _distillation(options: Mapping[str, Any]) -> r.Combined:
     return r.Combined(arguments, used, notes)
 
 
-def _examples(options: Mapping[str, Any]) -> r.Combined:
+def examples(options: Mapping[str, Any]) -> r.Combined:
     """Return the columns of an example, its limit, and pairs of numbers."""
     arguments, notes = [], []
     used = {"data.multiturn.messages_key", "data.messages_key", "data.prompt_key", "data.response_key"}
@@ -242,96 +238,3 @@ def _items(value: Any) -> list[str]:
     if isinstance(value, str):
         value = value.strip("[]() ").replace(",", " ").split()
     return [str(x).strip("'\"") for x in value]
-
-
-_NUMBERS = (
-    "data.train_batch_size", "data.max_prompt_length", "data.max_response_length", ROLLOUT + "n",
-    ACTOR + "ppo_mini_batch_size", ACTOR + "ppo_max_token_len_per_gpu", ACTOR + "optim.lr",
-    ACTOR + "ulysses_sequence_parallel_size", "trainer.total_training_steps", "trainer.total_epochs",
-    ACTOR + "clip_ratio_low", ACTOR + "clip_ratio_high", ACTOR + "clip_ratio_c", ACTOR + "clip_ratio",
-    ACTOR + "kl_loss_coef", "algorithm.kl_ctrl.kl_coef", "algorithm.gamma", "algorithm.lam",
-    ACTOR + "entropy_coeff", ACTOR + "loss_scale_factor", ACTOR + "tau_pos", ACTOR + "tau_neg",
-    ROLLOUT + "temperature", ROLLOUT + "top_p", "critic.optim.lr", "trainer.critic_warmup",
-    "reward_model.overlong_buffer.len", "reward_model.reward_kwargs.overlong_buffer_cfg.len",
-)  # fmt: skip
-
-LIBRARY = r.Library(
-    "verl",
-    {
-        "sft": r.Trainer(
-            rows=r.rows_of(TABLE, "sft"),
-            defaults={
-                "data.train_batch_size": 256,
-                "data.max_length": 1024,
-                "optim.lr": 1e-5,
-                "optim.betas": [0.9, 0.95],
-                "optim.weight_decay": 0.01,
-                "optim.lr_scheduler": "cosine",
-                "optim.min_lr_ratio": 0.0,
-                "trainer.total_epochs": 4,
-                "model.lora_alpha": 16,
-                "model.target_modules": "all-linear",
-            },
-            combine=_examples,
-            script=lambda options: "sft",
-            programs=("fsdp_sft_trainer", "sft_trainer", "sft_trainer_ray"),
-            tells=("model.", "optim.", "engine."),
-        ),
-        "rl": r.Trainer(
-            rows=r.rows_of(TABLE, "rl"),
-            defaults={
-                ACTOR + "optim.lr": 1e-6,
-                ACTOR + "optim.lr_scheduler_type": "constant",
-                ACTOR + "optim.weight_decay": 0.01,
-                ACTOR + "ppo_mini_batch_size": 256,
-                "data.train_batch_size": 1024,
-                "data.max_prompt_length": 512,
-                "data.max_response_length": 512,
-                "data.prompt_key": "prompt",
-                ROLLOUT + "n": 1,
-                ROLLOUT + "name": "vllm",
-                MODEL + "lora_alpha": 16,
-                MODEL + "target_modules": "all-linear",
-                "algorithm.adv_estimator": "gae",
-                "algorithm.lam": 1.0,
-                "critic.optim.lr": 1e-5,
-                "critic.cliprange_value": 0.5,
-                "trainer.total_epochs": 30,
-            },
-            combine=_rollouts,
-            script=_script,
-            programs=("main_ppo", "main_dapo", "fully_async_main", "main_ppo_split", "main_ppo_v0", "main"),
-            tells=("actor_rollout_ref.", "algorithm.", "critic.", "reward_model.", "custom_reward_function."),
-            numbers=_NUMBERS,
-        ),
-    },
-    {
-        **dict.fromkeys(
-            ("main_generation", "main_generation_server"),
-            "evaluate.py answers and scores prompts of a data set",
-        ),
-        "main_gkd": "python train_scripts/distill.py learns from a teacher",
-        "main_spin": "train_scripts/dpo.py learns from pairs of a file",
-        "main_sppo": "train_scripts/dpo.py --loss sppo learns from pairs of a file",
-        "main_flowrl": "its loss is none of ours: write it into a copy of grpo.py",
-        "main_prime": "its reward model learns in the run, which no script of ours does",
-        "main_eval": "evaluate.py answers and scores prompts of a data set",
-        "model_merger": "a run's folder `model` is one that transformers loads",
-    },
-    packages=("verl", "recipe"),
-    modules=(
-        *(
-            "verl.trainer.main_ppo",
-            "verl.trainer.main_ppo_v0",
-            "recipe.dapo.*main_dapo",
-            "recipe.dapo.main_dapo",
-        ),
-        *("verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray"),
-        *("*.fully_async_policy.fully_async_main", "*.one_step_off_policy.main_ppo", "verl.*.main_ppo_split"),
-        *("recipe.transfer_queue.main_ppo", "recipe.r1_ascend.main_ppo", "verl.trainer.main"),
-    ),
-    implied={
-        "sft_trainer": {"data.messages_key": "messages"},
-        "main_dapo": {"reward_model.reward_manager": "dapo"},
-    },
-)

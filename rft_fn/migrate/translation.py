@@ -9,14 +9,16 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from rft_fn.migrate import accepted, easyr1, releases
+from rft_fn.migrate import rows as r
+from rft_fn.migrate.foreign_files import Config, read
+from rft_fn.migrate.libraries import LIBRARIES
+from rft_fn.migrate.rows import Combined, Library, Row, Trainer
+from rft_fn.migrate.whose import check_program, kind_of, program_of_path, system
 from rft_fn.tools import printer
-from rft_fn.tools.other_libraries import LIBRARIES, accepted, easyr1, harmless, releases
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries.foreign_files import Config, read
-from rft_fn.tools.other_libraries.rows import Combined, Library, Row, Trainer
-from rft_fn.tools.other_libraries.whose import check_program, kind_of, program_of_path, system
 
 __all__ = ["KINDS", "Translation", "main", "read", "system", "table", "translate"]
 
@@ -58,7 +60,7 @@ def translate(
     trainer = library.trainers[kind]
     before, versions = {}, []
     if kind == "rl" and options.get("loss_type") != "rloo":
-        before, versions = releases.older(system, options, version)
+        before, versions = releases.older(system, library.releases, options, version)
     options, notes = _numbers(trainer, _switched_off(trainer, {**options, **before}))
     (arguments, used, more), whole = _combined(trainer, options)
     notes, used = [*versions, *notes, *more], used | {"processes"}
@@ -72,7 +74,7 @@ def translate(
         row = trainer.rows.get(name)
         if value in ("", [], {}) or name in used:
             continue
-        told, why = f"{name}={value}", harmless.reason(system, name, value)
+        told, why = f"{name}={value}", _harmless(library, name, value)
         found = _arguments(row, value) if row is not None else None
         if row is not None and found is not None:
             arguments = [*arguments, found]
@@ -115,6 +117,15 @@ def _with_places(script: str, arguments: Sequence[str]) -> tuple[list[str], list
     placed = [first.get(name) or f"{name} {missing[name][0]}" for name in _FIRST if name in first | missing]
     notes = [f"{name}: the file has none; {place} is {what}" for name, (place, what) in missing.items()]
     return [*placed, *(x for x in arguments if x not in first.values())], notes
+
+
+def _harmless(library: Library, name: str, value: Any) -> str | None:
+    """Return why an option of a library changes no objective; None where that is not known."""
+    told = f"{name}={str(value).lower()}"
+    for why, patterns in library.harmless.items():
+        if any(fnmatchcase(told if "=" in x else name, x) for x in patterns):
+            return why
+    return None
 
 
 def _check_share(library: Library, unknown: Sequence[str], given: int) -> None:

@@ -2,35 +2,12 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from rft_fn.tools.printer import word
 
-__all__ = [
-    "Combined",
-    "Flag",
-    "Library",
-    "Row",
-    "Table",
-    "Trainer",
-    "by_kind",
-    "choice",
-    "commas",
-    "flag",
-    "hinted",
-    "integer",
-    "lacks",
-    "named",
-    "nothing",
-    "number",
-    "only",
-    "rows_of",
-    "same",
-    "several",
-    "switch",
-    "word",
-]
+__all__ = ["GROUPS", "Combined", "Flag", "Library", "Row", "Trainer", "hinted", "integer", "number", "word"]
 
 
 class Flag(NamedTuple):
@@ -58,10 +35,7 @@ class Row(NamedTuple):
     each: bool = False  # whether `values` are of each item of a list, and {x} of `ours` all that they give
 
 
-# a kind of trainer or a group of them, and the beginning of the names that follow -> names of options, with
-# spaces between the names of a row -> ours; rows of the kind "" are for hints only: a trainer combines these
-# options with others, or has none
-Table = Mapping[str, Mapping[str, Row]]
+# groups of kinds of trainer
 GROUPS = {"all": ("rl", "sft", "dpo", "rm"), "examples": ("sft", "dpo", "rm"), "pairs": ("dpo", "rm")}
 
 
@@ -95,26 +69,8 @@ class Library(NamedTuple):
     modules: tuple[str, ...] = ()  # patterns of the modules of its packages that are read; no other one is
     implied: Mapping[str, Mapping[str, Any]] = {}  # options that a program has by default, where it differs
     told: Mapping[str, str] = {}  # an option that only one program has -> that program
-
-
-def named(table: Table, kind: str | None = None) -> Iterator[tuple[str, Row]]:
-    """Yield each name of a table with its row; of one kind of trainer, or of all and those for hints."""
-    for section, rows in table.items():
-        group, _, head = section.partition(" ")
-        if kind is None or kind in GROUPS.get(group, (group,)):
-            for names, row in rows.items():
-                for name in names.split():
-                    yield head + name, row
-
-
-def rows_of(table: Table, kind: str) -> dict[str, Row]:
-    """Return the rows of one kind of trainer, by name."""
-    found: dict[str, Row] = {}
-    for name, row in named(table, kind):
-        for group, of_group in (row.kinds or {kind: row}).items():
-            if kind in GROUPS.get(group, (group,)):
-                found[name] = of_group
-    return found
+    harmless: Mapping[str, list[str]] = {}  # why -> patterns of NAME or of NAME=VALUE
+    releases: Mapping[str, Any] = {}  # defaults by release, and names that came or went
 
 
 _FLAG = re.compile(r"--([a-z][a-z0-9.-]+)")
@@ -150,55 +106,3 @@ def integer(options: Mapping[str, Any], *names: str, default: int = 0) -> int:
     """Return the first option of these names that is a number, without a fraction."""
     found = number(options, *names, default=default)
     return int(found) if abs(found) < 1e15 else default
-
-
-def same(ours: str, note: str = "", *, remark: str = "", hint: Hint | None = None) -> Row:
-    """Return the value itself, as the value of `ours`."""
-    return Row(f"{ours} {{x}}", note, remark=remark, hint=hint)
-
-
-def commas(ours: str, remark: str = "") -> Row:
-    """Return the items of a list with commas between them, as the value of `ours`."""
-    return Row(f"{ours} {{x}}", separator=",", remark=remark)
-
-
-def flag(ours: str, note: str = "") -> Row:
-    """Return `ours` where the value is true, nothing where it is false."""
-    return Row(ours, note, {"true": ours, "false": ""})
-
-
-def switch(ours: str, note: str = "") -> Row:
-    """Return --name or --no-name; of `strategy.name`, --strategy.name or --strategy.no-name."""
-    head, dot, name = ours.rpartition(".")
-    return Row(f"--{ours}", note, {"true": f"--{ours}", "false": f"--{head}{dot}no-{name}"})
-
-
-def choice(note: str = "", /, *, remark: str = "", hint: Hint | None = None, **values: str) -> Row:
-    """Return our arguments for each value; an empty text where ours do it by default."""
-    shown = ", ".join(f"{value}: {ours or 'the default'}" for value, ours in values.items())
-    return Row(shown, note, {value.lower(): ours for value, ours in values.items()}, remark=remark, hint=hint)
-
-
-def several(ours: str, note: str = "", /, *, hint: Hint | None = None, **values: str) -> Row:
-    """Return the words of ours for the items of a list, as values of one option; an empty one is left out."""
-    return Row(f"{ours} {{x}}", note, {k.lower(): v for k, v in values.items()}, hint=hint, each=True)
-
-
-def nothing(why: str, hint: Hint | None = None) -> Row:
-    """Return a row without a counterpart in a trainer."""
-    return Row("", why, hint=hint)
-
-
-def lacks(why: str, *off: str, hint: Hint | None = None) -> Row:
-    """Return a row without a counterpart for any value but those of `off`, which changes what is learned."""
-    return Row("", why, dict.fromkeys(off, ""), hint=hint)
-
-
-def only(hint: Hint) -> Row:
-    """Return a row for the command line's hint."""
-    return Row("", hint=hint)
-
-
-def by_kind(hint: Hint | None = None, **kinds: Row) -> Row:
-    """Return a row that differs by the kind of trainer, or by a group of them."""
-    return Row("", hint=hint, kinds=kinds)

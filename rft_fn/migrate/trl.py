@@ -1,20 +1,16 @@
-"""Trainers of TRL: options that only count together, defaults, and what tells them apart."""
+"""Options of TRL that only count together."""
 
 import json
 import math
 import shlex
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-from rft_fn.tools.other_libraries import corrections, objectives, rewards
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries.trl import TABLE
+from rft_fn.migrate import corrections, objectives, rewards
+from rft_fn.migrate import rows as r
 
-__all__ = ["LIBRARY"]
+__all__ = ["examples", "rollouts"]
 
-_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-_PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "exo", "nca", "robust", "bco", "apo")
 _ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 _OF_THE_SERVER = (
     "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length",
@@ -151,7 +147,7 @@ def _engine(options: Mapping[str, Any]) -> r.Combined:
     return r.Combined(arguments, used | {*_OF_THE_SERVER}, notes)
 
 
-def _rollouts(options: Mapping[str, Any]) -> r.Combined:
+def rollouts(options: Mapping[str, Any]) -> r.Combined:
     """Return the objective; prompts of a step and updates of a rollout, from batches that count responses."""
     algorithm, engine, more, judged = (
         _objective(options),
@@ -239,7 +235,7 @@ _COLUMNS = {
 _DEFAULT_BUDGETS = {"dpo": 1024, "rm": 2048}
 
 
-def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
+def examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
     """Return the batch, limits of tokens, the length of the run, its warm-up, and the loss of pairs."""
     more = _shared(options)
     used = more.used | {"per_device_train_batch_size", "gradient_accumulation_steps"}
@@ -275,135 +271,3 @@ def _examples(kind: str, options: Mapping[str, Any]) -> r.Combined:
         arguments, used, notes = [*arguments, *pair.arguments], used | pair.used, [*notes, *pair.notes]
     single = "--unpaired" in arguments
     return r.Combined(arguments, used, [*notes, _COLUMNS["kto" if single else kind]])
-
-
-# ------------------------------------------------------------------------------ trainers
-
-_DEFAULTS = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "num_train_epochs": 3,
-    "max_length": 1024,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0,
-}
-
-_NUMBERS = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "num_train_epochs",
-    "max_steps", "warmup_ratio", "warmup_steps", "max_length", "max_seq_length", "max_prompt_length",
-    "steps_per_generation", "generation_batch_size", "num_iterations",
-)  # fmt: skip
-
-LIBRARY = r.Library(
-    "TRL",
-    {
-        "sft": r.Trainer(
-            rows=r.rows_of(TABLE, "sft"),
-            defaults={**_DEFAULTS, "learning_rate": 2e-5},
-            combine=partial(_examples, "sft"),
-            numbers=_NUMBERS,
-            script=lambda options: "sft",
-            programs=("sft", "sft_trainer", "sft_vlm", "sft_gpt_oss", "run_sft"),
-            tells=("loss_type=nll", "loss_type=chunked_nll", "loss_type=dft"),
-        ),
-        "dpo": r.Trainer(
-            rows=r.rows_of(TABLE, "dpo"),
-            defaults={**_DEFAULTS, "learning_rate": 1e-6, "beta": 0.1, "loss_type": "sigmoid"},
-            combine=partial(_examples, "dpo"),
-            numbers=_NUMBERS,
-            script=lambda options: "dpo",
-            programs=(
-                "dpo",
-                "dpo_trainer",
-                "dpo_vlm",
-                "run_dpo",
-                "kto",
-                "bco",
-                "cpo",
-                "orpo",
-                "run_orpo",
-                "run_simpo",
-            ),
-            tells=tuple(f"loss_type={x}" for x in _PAIR_LOSSES),
-        ),
-        "rm": r.Trainer(
-            rows=r.rows_of(TABLE, "rm"),
-            defaults={**_DEFAULTS, "learning_rate": 1e-4},
-            combine=partial(_examples, "rm"),
-            numbers=_NUMBERS,
-            script=lambda options: "train_rm",
-            programs=("reward", "reward_modeling", "reward_trainer"),
-        ),
-        "rl": r.Trainer(
-            rows=r.rows_of(TABLE, "rl"),
-            defaults={
-                "epsilon": 0.2,
-                "num_train_epochs": 3,
-                "learning_rate": 1e-6,
-                "num_generations": 8,
-                "max_completion_length": 512,
-                "per_device_train_batch_size": 8,
-                "gradient_accumulation_steps": 1,
-                "loss_type": "dapo",
-                "lr_scheduler_type": "linear",
-                "warmup_steps": 0,
-            },
-            combine=_rollouts,
-            script=lambda options: "grpo",
-            programs=("grpo", "rloo", "grpo_vlm", "gspo", "rloo_vlm"),
-            numbers=(
-                *_NUMBERS,
-                "num_generations",
-                "max_completion_length",
-                "beta",
-                "epsilon",
-                "epsilon_high",
-            ),
-            tells=(
-                *(f"loss_type={loss}" for loss in _LOSSES),
-                "importance_sampling_level",
-                "scale_rewards",
-                "steps_per_generation",
-                "generation_batch_size",
-            ),
-        ),
-    },
-    {
-        **dict.fromkeys(("ddpo", "alignprop"), "images are not trained here"),
-        "ppo": "python train_scripts/ppo.py has a critic",
-        "ppo_tldr": "python train_scripts/ppo.py has a critic",
-        "tpo": "dpo.py learns from pairs, not from triples; the loss is `pair_loss` in it",
-        **dict.fromkeys(
-            ("online_dpo", "nash_md", "xpo"),
-            "dpo.py learns from pairs of a file; grpo.py from its own responses",
-        ),
-        **dict.fromkeys(
-            ("gkd", "gold", "distillation", "sdft", "sdpo", "ssd"),
-            "python train_scripts/distill.py learns from a teacher",
-        ),
-        "prm": "train_rm.py --kind steps learns process rewards",
-        "async_grpo": "grpo.py --ahead samples steps ahead",
-    },
-    packages=("trl", "open_r1"),
-    implied={
-        "rloo": {"loss_type": "rloo", "beta": 0.05, "num_generations": 2},
-        "rloo_vlm": {"loss_type": "rloo", "beta": 0.05, "num_generations": 2},
-        **{name: {"preferences": name} for name in ("kto", "bco", "cpo", "orpo")},
-        "run_orpo": {"preferences": "orpo"},
-        "run_simpo": {
-            "preferences": "simpo",
-            "beta": 2.0,
-            "gamma_beta_ratio": 0.25,
-            "learning_rate": 5e-5,
-            "max_length": 512,
-        },
-    },
-    told={
-        "gamma_beta_ratio": "run_simpo",
-        "sft_weight": "run_simpo",
-        "simpo_gamma": "cpo",
-        "cpo_alpha": "cpo",
-        "desirable_weight": "kto",
-        "undesirable_weight": "kto",
-    },
-)

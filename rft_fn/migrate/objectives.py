@@ -8,8 +8,9 @@ log-ratios of the scales 0.05, 0.3 and 1.5.
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries.objective_rows import (
+from rft_fn.migrate import rows as r
+from rft_fn.migrate import tables
+from rft_fn.migrate.objective_rows import (
     Objective,
     arguments,
     constant,
@@ -29,10 +30,7 @@ def _lambda(advantage: str, x: Any) -> list[str]:
     return [f"--gae-lambda {x}"] if advantage == "gae" else []
 
 
-_TRL_WEIGHTS = {
-    "grpo": "seq_mean", "bnpo": "token_mean", "dapo": "token_mean", "cispo": "token_mean", "sapo": "seq_mean",
-    "luspo": "seq_sum", "vespo": "token_mean",
-}  # fmt: skip
+_TRL_WEIGHTS = tables.table("trl")["maps"]["weights"]
 _COUNTS = "--weight: responses without any token of the policy count in their mean, not in ours"
 
 
@@ -112,18 +110,8 @@ def trl(options: Mapping[str, Any]) -> r.Combined:
 
 
 # the losses of pairs of TRL's DPOConfig that are one of ours
-_PAIRS = {
-    "sigmoid": ["--loss dpo"], "ipo": ["--loss ipo", "--average"],
-    "sigmoid_norm": ["--loss dpo", "--average"], "hinge": ["--loss hinge"], "robust": ["--loss robust"],
-    "exo_pair": ["--loss exo"], "nca_pair": ["--loss nca"], "bco_pair": ["--loss bco_pair"],
-    "sppo_hard": ["--loss sppo"], "apo_zero": ["--loss apo_zero"], "apo_down": ["--loss apo_down"],
-}  # fmt: skip
-_NO_PAIRS = {
-    "aot": "aot compares sorted log-ratios of a whole batch, so a cut of it is another loss; dpo here",
-    "aot_unpaired": "aot_unpaired compares sorted log-ratios of a whole batch, no pairs; dpo here",
-    "discopop": "discopop is a line in pair_loss of a copy of dpo.py; dpo here",
-    "sft": "sft is that of sft.py, on the chosen responses; dpo here",
-}
+_PAIRS = tables.table("trl")["maps"]["pairs"]
+_NO_PAIRS = tables.table("trl")["maps"]["no_pairs"]
 
 
 _BATCH = "--nll: a mean over the tokens of each response; theirs is over those of the batch"
@@ -197,22 +185,9 @@ def trl_pairs(options: Mapping[str, Any]) -> r.Combined:
 
 
 _ACTOR = "actor_rollout_ref.actor."
-_VERL_ADVANTAGES = {
-    "gae": "gae", "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo",
-    "opo": "opo", "remax": "remax", "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "gpg": "dr_grpo",
-    "grpo_passk": "best_minus_second",
-}  # fmt: skip
-_VERL_WEIGHTS = {
-    "token-mean": "token_mean",
-    "seq-mean-token-mean": "seq_mean",
-    "seq-mean-token-sum": "seq_sum",
-}
-_VERL_LOSSES = {
-    "vanilla": "ppo_clip", "gspo": "gspo", "sapo": "sapo", "cispo": "cispo", "geo_mean": "gmpo",
-    "gpg": "reinforce", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "clip_cov": "ppo_clip",
-    "kl_cov": "ppo_clip",
-}  # fmt: skip
+_VERL_ADVANTAGES = tables.table("verl")["maps"]["advantages"]
+_VERL_WEIGHTS = tables.table("verl")["maps"]["weights"]
+_VERL_LOSSES = tables.table("verl")["maps"]["losses"]
 
 
 # One function: each part of an objective is read off the options once, in the order of the config.
@@ -304,10 +279,7 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
     return r.Combined([*found, *_lambda(advantage, options.get("algorithm.lam", 1.0))], used, notes)
 
 
-_OPENRLHF_ADVANTAGES = {
-    "gae": "gae", "reinforce": "reinforce_pp", "reinforce++": "reinforce_pp", "rloo": "rloo",
-    "reinforce_baseline": "reinforce_pp_baseline", "group_norm": "grpo", "dr_grpo": "dr_grpo",
-}  # fmt: skip
+_OPENRLHF_ADVANTAGES = tables.table("openrlhf_and_lightrft")["maps"]["advantages"]
 
 
 _ESTIMATES = {"k1": "one of expectation 0", "k3": "that of k3"}

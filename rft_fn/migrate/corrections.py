@@ -6,8 +6,9 @@ Ours are rows of rft_fn.collect.CORRECTIONS and a band of the geometric mean of 
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.tools.other_libraries import rows as r
-from rft_fn.tools.other_libraries.objective_rows import is_true, number
+from rft_fn.migrate import rows as r
+from rft_fn.migrate import tables
+from rft_fn.migrate.objective_rows import is_true, number
 
 __all__ = ["openrlhf", "trl", "verl"]
 
@@ -21,9 +22,7 @@ def _band(low: float, high: float) -> list[str]:
 
 
 _TRL = "vllm_importance_sampling_"
-_TRL_MODES = {
-    "token_truncate": "tis", "token_mask": "mis", "sequence_truncate": "tis_seq", "sequence_mask": "mis_seq"
-}  # fmt: skip
+_TRL_MODES = tables.table("trl")["maps"]["mismatch"]
 
 
 def trl(options: Mapping[str, Any]) -> r.Combined:
@@ -104,14 +103,7 @@ def verl(options: Mapping[str, Any]) -> r.Combined:
     return r.Combined(found, used, notes)
 
 
-_OPENRLHF = {
-    "on": ("algo.advantage.is_correction_enable", "enable_vllm_is_correction"),
-    "kind": ("algo.advantage.is_correction_type", "vllm_is_correction_type"),
-    "level": ("algo.advantage.is_correction_level",),
-    "mode": ("algo.advantage.is_correction_mode",),
-    "gating": ("algo.advantage.is_correction_gating",),
-    "threshold": ("algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold"),
-}
+_OPENRLHF = tables.table("openrlhf")["maps"]["correction"]
 
 
 def openrlhf(options: Mapping[str, Any]) -> r.Combined:

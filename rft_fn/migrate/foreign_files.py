@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rft_fn import confined
-from rft_fn.tools.other_libraries import python_source, shell
+from rft_fn.migrate import python_source, shell
 
 __all__ = ["Config", "read"]
 

@@ -5,27 +5,12 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from rft_fn.tools.other_libraries import LIBRARIES
-from rft_fn.tools.other_libraries.foreign_files import Config
-from rft_fn.tools.other_libraries.rows import Library
+from rft_fn.migrate import tables
+from rft_fn.migrate.foreign_files import Config
+from rft_fn.migrate.libraries import LIBRARIES
+from rft_fn.migrate.rows import Library
 
 __all__ = ["check_program", "kind_of", "program_of_path", "system"]
-
-# systems that are not read -> names of which a config has two
-FOREIGN = {
-    "Axolotl": "base_model sequence_len sample_packing micro_batch_size val_set_size datasets",
-    "LLaMA-Factory": "stage finetuning_type template cutoff_len dataset_dir pref_loss pref_beta lora_target",
-    "ms-swift": "rlhf_type train_type tuner_type loss_scale external_plugins split_dataset_ratio",
-    "torchtune": "tokenizer._component_ model._component_ dataset._component_ optimizer._component_",
-    "NeMo-RL": "policy.model_name grpo.num_prompts_per_step grpo.num_generations_per_prompt cluster",
-    "SkyRL": "generator.n_samples_per_prompt trainer.policy.model.path generator.backend trainer.placement",
-    "slime": "hf_checkpoint ref_load rm_type num_rollout rollout_function_path",
-    "AReaL": "actor.path allocation_mode gconfig.n_samples gconfig.max_new_tokens",
-    "ROLL": "actor_train.model_args actor_infer.generating_args actor_train.training_args",
-    "TRLX": "method.name train.seq_length model.model_path",
-    "DeepSpeed-Chat": "actor_model_name_or_path critic_model_name_or_path num_padding_at_beginning",
-    "diffusers": "pretrained_model_name_or_path sample_num_steps train_text_encoder instance_prompt",
-}
 
 
 def system(config: Config) -> str:
@@ -38,13 +23,9 @@ def system(config: Config) -> str:
         if package in library.packages:
             return name
 
-    for name, told in FOREIGN.items():
+    for name, told in tables.plain("foreign")["names"].items():
         if (
-            len(
-                found := [
-                    x for x in told.split() if any(o == x or o.startswith(f"{x}.") for o in config.options)
-                ]
-            )
+            len(found := [x for x in told if any(o == x or o.startswith(f"{x}.") for o in config.options)])
             > 1
         ):
             raise ValueError(

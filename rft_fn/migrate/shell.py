@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from rft_fn.tools.other_libraries.shell_values import changed, closed, nested, number
+from rft_fn.migrate.shell_values import changed, closed, nested, number
 
 __all__ = ["Command", "commands"]
 

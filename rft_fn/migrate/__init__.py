@@ -1,42 +1,20 @@
-"""Names of TRL, verl, OpenRLHF, LightRFT and prime-rl, and ours: one table a library.
+"""Configs of other libraries in our words: a table a library, read by one engine.
 
-From the tables come the command line's hints (here), `python -m rft_fn.migrate` (`migrate`), the pages of
-docs/coming_from (`migrate.table`), and with `names` the answers to attributes that other libraries have.
+`tables` reads tables/*.toml; the head of trl.toml says how a row is written. From them come the answers to an
+unknown option (here), `rft migrate` (`translation`), the pages of docs/coming_from (`translation.table`), and
+the answers to attributes that other libraries have (`names`). What needs arithmetic is a function that a
+table names: a file a library, with `objectives`, `corrections` and `rewards`.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from importlib import import_module
+from typing import Any
 
-from rft_fn.tools.other_libraries import (
-    lightrft,
-    lightrft_trainers,
-    openrlhf,
-    prime_rl,
-    trl,
-    trl_trainers,
-    verl,
-    verl_trainers,
-)
-from rft_fn.tools.other_libraries.rows import Library, Row, hinted, named
+from rft_fn.migrate import tables
+from rft_fn.migrate.rows import hinted
 
-__all__ = ["LIBRARIES", "OPTIONS", "answer", "check"]
-
-LIBRARIES: dict[str, Library] = {
-    "trl": trl_trainers.LIBRARY,
-    "verl": verl_trainers.LIBRARY,
-    "openrlhf": openrlhf.LIBRARY,
-    "lightrft": lightrft_trainers.LIBRARY,
-    "prime-rl": prime_rl.LIBRARY,
-}
-OPTIONS: dict[str, Mapping[str, Row]] = {
-    "TRL": dict(named(trl.TABLE)),
-    "verl": dict(named(verl.TABLE)),
-    "OpenRLHF and LightRFT": {name: row for name, row in named(lightrft.SHARED) if "." not in name},
-    "OpenRLHF": dict(named(openrlhf.TABLE)) | {n: row for n, row in named(lightrft.SHARED) if "." in n},
-    "LightRFT": dict(named(lightrft.TABLE)),
-    "prime-rl": {name: row for name, row in named(prime_rl.TABLE) if "." in name},
-}
-"""The options of each library, by name with underscores."""
+__all__ = ["answer", "check"]
 
 
 def answer(written: str, name: str, own: Collection[str]) -> str | None:
@@ -45,7 +23,7 @@ def answer(written: str, name: str, own: Collection[str]) -> str | None:
     `written` is the option as it was given, `name` the same without dashes in front and with underscores.
     `own` are the options of the script.
     """
-    hints = {title: hinted(name, rows[name]) for title, rows in OPTIONS.items() if name in rows}
+    hints = {title: hinted(name, rows[name]) for title, rows in tables.options().items() if name in rows}
     hints = {title: hint for title, hint in hints.items() if hint is not None}
     if not hints:
         return None
@@ -84,3 +62,10 @@ def check(args: Sequence[str], own: Collection[str]) -> None:
             lines.append(line)
     if lines:
         raise ValueError(f"{'; '.join(lines)}; --help lists the options")
+
+
+def __getattr__(name: str) -> Any:
+    """Return what translates a file, which is imported when it is first used."""
+    if name in ("main", "read", "translate"):
+        return getattr(import_module(f"{__name__}.translation"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
