@@ -82,7 +82,7 @@ def fields(record: Any) -> None:
 
 
 def exclude(values: Mapping[str, Any], off: Mapping[str, Any], pairs: Mapping[tuple[str, str], str]) -> None:
-    """Raise ValueError for a pair of options that exclude each other, where both have another value than off.
+    """Raise ValueError for a pair of options that exclude each other and are both other than off.
 
     The text of a pair says of its second option why: "which samples whole responses"; what stands behind a
     semicolon is the remedy.

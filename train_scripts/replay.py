@@ -18,7 +18,7 @@ from torch import Tensor
 
 import rft_fn as rft
 from rft_fn.limits import Above1, AtLeast0, Count, Filled
-from rft_fn.run.options import SHORT, Limits, Options
+from rft_fn.run.options import Limits, Options
 from rft_fn.run.options import limits as given_limits
 from rft_fn.types import LossFn
 
@@ -61,10 +61,11 @@ def objective(cfg: Config, run: Mapping[str, Any]) -> LossFn:
 
     # another algorithm has its own limits, and none of the run's
     own = {} if cfg.algorithm else run
-    short = {option: own.get(option) for option in SHORT}
     loss = Limits(**own["loss"]) if isinstance(own.get("loss"), Mapping) else None
-    limits = given_limits(SimpleNamespace(loss=loss, **short)) | given_limits(cfg)
-    parts = SimpleNamespace(algorithm=name, loss=Limits(**limits), **dict.fromkeys(SHORT))
+    old_low, old_high, old_dual = (own.get(option) for option in ("clip_low", "clip_high", "dual"))
+    limits = given_limits(loss, clip_low=old_low, clip_high=old_high, dual=old_dual)
+    limits |= given_limits(cfg.loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual=cfg.dual)
+    parts = SimpleNamespace(algorithm=name, loss=Limits(**limits), clip_low=None, clip_high=None, dual=None)
     vars(parts).update({name: own.get(name) for name in _OTHERS})
     if cfg.critic:
         return rft.run.actor_critic(parts).value_loss

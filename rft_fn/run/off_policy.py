@@ -72,8 +72,9 @@ def correct_mismatch(
         entropy = scored.entropy
     if corrected:
         high = math.inf if cfg.geo_high is None else cfg.geo_high
-        band = {"cap": cfg.cap, "floor": cfg.floor, "geo_low": cfg.geo_low, "geo_high": high}
-        factor, cut = collect.correction(name, old_logp, rollout, **band)
+        factor, cut = collect.correction(
+            name, old_logp, rollout, cap=cfg.cap, floor=cfg.floor, geo_low=cfg.geo_low, geo_high=high
+        )
         metrics |= collect.mismatch_metrics(old_logp, rollout) | cut
     if entropy is not None and how.entropy_share < 1:
         chosen, threshold = high_entropy_tokens(entropy, rollout.mask, share=how.entropy_share)
@@ -93,9 +94,10 @@ def correct_mismatch(
 
 
 def high_entropy_tokens(entropy: Tensor, mask: Tensor, *, share: float) -> tuple[Tensor, dict[str, float]]:
-    """Return (the share of tokens with the highest entropy [B, S] bool, {the least entropy among them}).
+    """Return (the tokens of highest entropy [B, S] bool, {the least entropy among them}).
 
-    What has the same tokens before it has the same entropy but for rounding, and is chosen together.
+    They are a `share` of all. What has the same tokens before it has the same entropy but for rounding, and
+    is chosen together.
     """
     top = entropy[weight.top_share(entropy, mask, share=share)]
     if not len(top):
@@ -107,7 +109,7 @@ def high_entropy_tokens(entropy: Tensor, mask: Tensor, *, share: float) -> tuple
 def steered_entropy(
     coef: float, entropy: Tensor, mask: Tensor, *, target: float, delta: float
 ) -> tuple[float, float]:
-    """Return (the coefficient of the bonus of a step, that of the next) for the mean entropy of its tokens.
+    """Return the coefficients of the entropy bonus in a step and in the next, by its tokens' mean entropy.
 
     Both are `coef` where no token is learned from.
     """

@@ -273,7 +273,7 @@ def objective(cfg: Any) -> algorithm.Algorithm:
         group=cfg.group,
         advantage=getattr(cfg, "advantage", None),
         weight=cfg.weight,
-        limits=options.limits(cfg),
+        limits=options.limits(cfg.loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual=cfg.dual),
     )
 
 
@@ -286,7 +286,7 @@ def actor_critic(cfg: Any) -> algorithm.ActorCritic:
         alpha=cfg.gae_alpha,
         value_clip=cfg.value_clip,
         weight=cfg.weight,
-        limits=options.limits(cfg),
+        limits=options.limits(cfg.loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual=cfg.dual),
     )
 
 

@@ -43,7 +43,7 @@ from rft_fn.run.model_options import Data, Model, Options, Policy, Prompts
 from rft_fn.strategy import StrategyConfig
 
 __all__ = [
-    "ENGINE", "SHORT", "ActorCritic", "Collect", "Data", "Entropy", "Evaluation", "Examples", "Heads",
+    "ENGINE", "ActorCritic", "Collect", "Data", "Entropy", "Evaluation", "Examples", "Heads",
     "HeldOut",
     "Labelled", "Length", "Limits", "Model", "Optimizer", "Options", "Policy", "Prompts", "Ptx",
     "Recorded", "Reference", "Reinforcement", "ReinforcementRun", "Reward", "Rollouts", "Run",
@@ -197,9 +197,7 @@ class Updates(Rollouts, Length, subject="Updates", first=("minibatches",)):
     minibatches: Count = 1  # updates per pass, unless strategy.train_batch_size sets their size
     clip_low: AtLeast0 | None = None  # lower clip, short for loss.low; None: the algorithm's default
     clip_high: AtLeast0 | None = None  # upper clip, short for loss.high; None: the algorithm's default
-    dual: Above1 | None = (
-        None  # dual clip for negative advantages, short for loss.dual; None: the algorithm's
-    )
+    dual: Above1 | None = None  # dual clip, short for loss.dual; None: the algorithm's default
     weight: Filled | None = None  # token_mean, seq_mean, seq_sum, constant:LENGTH; None: the algorithm's
     loss: Limits = field(default_factory=Limits)
     ema: Decay = 0.0  # decay of an exponential moving average of the weights, which is saved; 0: off
@@ -211,20 +209,20 @@ class Updates(Rollouts, Length, subject="Updates", first=("minibatches",)):
             raise ValueError(f"minibatches: expected at most {most}, got {self.minibatches}")
 
 
-SHORT = {"clip_low": "low", "clip_high": "high", "dual": "dual"}
-"""Options that are short for a limit of the loss, and the limit: --clip-low is --loss.low."""
+def limits(
+    loss: Any, *, clip_low: float | None, clip_high: float | None, dual: float | None
+) -> dict[str, float]:
+    """Return the limits of a loss that options give, by their own names; ValueError for one given twice.
 
-
-def limits(cfg: Any) -> dict[str, float]:
-    """Return the limits of a loss that options give, by their own names; ValueError for one given twice."""
-    own = cfg.loss if isinstance(cfg.loss, Limits) else Limits()  # a script may call something else a loss
-    found = {name: x for name, x in vars(own).items() if x is not None}
-    for option, name in SHORT.items():
-        if (x := getattr(cfg, option)) is None:
-            continue
-        if name in found:
+    --clip-low is short for --loss.low, and so on. A script may call something else than limits its `loss`.
+    """
+    found = {name: x for name, x in vars(loss).items() if x is not None} if isinstance(loss, Limits) else {}
+    for option, x in (("clip_low", clip_low), ("clip_high", clip_high), ("dual", dual)):
+        name = option.removeprefix("clip_")
+        if x is not None and name in found:
             raise ValueError(f"loss.{name}: expected None, as {option} is {x}, got {found[name]}")
-        found[name] = x
+        if x is not None:
+            found[name] = x
     return found
 
 
