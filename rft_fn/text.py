@@ -1,4 +1,4 @@
-"""Text that is shown or written: without secrets of addresses, controls of a terminal, broken Unicode."""
+"""Text that is shown or written: without secrets of addresses, terminal controls, broken Unicode."""
 
 import re
 from collections.abc import Mapping
