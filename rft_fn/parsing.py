@@ -22,7 +22,9 @@ _HELP = "--help lists the options"
 
 def _parts(config: type) -> Iterator[tuple[str, list[str]]]:
     """Yield (name of an option, its own options if it is a dataclass) for every option of a config."""
-    for name, hint in get_type_hints(config).items():
+    hints = get_type_hints(config)
+    for name in (f.name for f in dataclasses.fields(config)):
+        hint = hints[name]
         inner = [f.name for f in dataclasses.fields(hint)] if dataclasses.is_dataclass(hint) else []
         yield name, inner
 

@@ -416,7 +416,7 @@ class Backend(ABC):
         """
         self.placing.bring(state.residence, opt=True)
         require_device(state)
-        source = grads.source if isinstance(grads, tree.Named) else None
+        source = getattr(grads, "source", None)
         try:
             new, metrics = self._update(state, grads)
         except diagnose.NonFinite as error:

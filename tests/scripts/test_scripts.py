@@ -980,7 +980,7 @@ CHAT_MISTAKES = {
     "both in ppo": ("ppo", "prompts.jsonl", ["--messages", "prompt", "--template", "{a}"],
         "template: expected '{short}'"),
     "both in examples": ("ppo", "prompts.jsonl", ["--ptx-messages", "messages", "--ptx-response", "{a}"],
-        "ptx_response: expected '{answer}'"),
+        "ptx_response: expected {answer} with ptx_messages messages, which take its place, got {a}"),
     "both in evaluate": ("evaluate", "prompts.jsonl", ["--messages", "prompt", "--template", "{a}"],
         "template: expected '{short}'"),
     "a keyword that is not read": ("evaluate", "prompts.jsonl",
