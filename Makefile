@@ -111,7 +111,7 @@ test-slow: $(VENV)/test-installed $(VENV)/low $(VENV)/sglang
 # The fast tests of what goes by the processor, on every one that this machine can stand for: tests/processors.py.
 CPUS = arm avx2 avx512 zen3 zen5
 CPU_TESTS = tests/kernel/test_narrow.py tests/kernel/test_products.py tests/kernel/test_linear.py \
-  tests/model/test_fast_linear.py tests/model/test_prefixes.py tests/engine/test_engine.py
+  tests/model/test_fast_linear.py tests/model/test_prefixes.py tests/model/test_attention.py tests/engine/test_engine.py
 
 test-cpus: $(VENV)/test-installed
 	for cpu in $(CPUS); do echo $$cpu; RFT_FN_TEST_CPU=$$cpu $(PYTEST) -q -m 'not slow and not docs' $(CPU_TESTS) || exit 1; done

@@ -437,19 +437,21 @@ KINDS = ["Llama", "Qwen2", "Mistral", "Gemma", "Qwen3", "Phi3", "SmolLM3", "Olmo
 @pytest.mark.parametrize("number", range(len(KINDS)), ids=KINDS)
 def test_architectures(number, wide):
     """Lengths that are called one by one, and lengths that come in groups: each with either type."""
-    kind, dtype, atol = KINDS[number], *((torch.float64, 1e-12) if wide else (torch.float32, 1e-6))
+    kind, dtype, atol = KINDS[number], *((torch.float64, 1e-12) if wide else (torch.float32, 2e-6))
     lengths = [[5, 1, 9, 3, 12], [4, 7, 4, 4, 7, 1, 1, 4]][(number + wide) % 2]
     changes = {"head_dim": 8} if kind in ("Gemma", "Qwen3") else {}
     changes |= {"sliding_window": None} if kind in ("Mistral", "Phi3") else {}
     if dtype == torch.float32:
         changes |= {"num_hidden_layers": 1}
     if kind == "Gemma":  # its norms are float32 inside
-        atol = max(2 * atol, 1e-7)
+        atol = max(atol, 1e-7)
     lm = small(kind, dtype, **changes)
     if dtype == torch.float32:
         for p in lm.parameters():
             if p.dim() == 2:
-                p.data.mul_(0.5)  # log-probs of about -4, so that 1e-6 is 2 units
+                # log-probs above -8, where 2e-6 is 4 units (processors differ by 3); Gemma's norms make
+                # larger logits
+                p.data.mul_(0.2 if kind == "Gemma" else 0.5)
     references = [definition, padded]
     if kind == "Phi3":
         references = [definition]
