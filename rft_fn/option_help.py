@@ -188,7 +188,7 @@ def _excluded(config: type) -> Iterator[Row]:
 
 
 def _whole(config: type, prog: str, groups: Mapping[str, Sequence[Row]], width: int) -> str:
-    """Return a heading and options for every subject, those of the config itself first."""
+    """Return all options grouped under their subjects, the script's own first."""
     own = next(iter(groups))
     # arguments without a name, in brackets where they may be left out
     first = [
@@ -204,7 +204,7 @@ def _whole(config: type, prog: str, groups: Mapping[str, Sequence[Row]], width: 
 
 
 def _grouped(groups: Mapping[str, Sequence[Row]], width: int) -> list[str]:
-    """Return the lines of options, those of each subject below its heading."""
+    """Return one line per option, with each subject's heading above its options."""
     lines: list[str] = []
     for subject, rows in groups.items():
         lines += ["", subject]

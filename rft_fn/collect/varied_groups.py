@@ -37,7 +37,7 @@ class VariedGroups(NamedTuple):
 
 
 def judged_groups(prompts: Sequence[Any], rollout: Rollout, judged: Judged) -> VariedGroups:
-    """Return the groups of one round, all of which are taken."""
+    """Return all groups of one round, whether or not their rewards differ."""
     varied = int(reward_shaping.varied(judged.reward).sum())
     return VariedGroups(list(prompts), rollout, judged, 1, len(prompts), varied)
 

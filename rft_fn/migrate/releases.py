@@ -57,7 +57,7 @@ def older(
 def _untold(
     library: str, releases: Mapping[str, Any], options: Mapping[str, Any], told: tuple[str, str] | None
 ) -> list[str]:
-    """Return a note of options that the file leaves out, whose default older releases had otherwise."""
+    """Return a note that names each omitted option whose default has changed between releases."""
     since = _since(releases, options)
     changed = {
         name: [(x, first) for first, x in steps if _number(first) > since]

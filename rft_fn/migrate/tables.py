@@ -43,7 +43,7 @@ def table(name: str) -> Mapping[str, Any]:
 
 @cache
 def plain(name: str) -> dict[str, Any]:
-    """Return a table that has no rows: rft_fn.migrate.names, easyr1 and whose say what is in theirs."""
+    """Return a TOML file without rows, as it is; the module that reads it documents its keys."""
     return tomllib.loads((FOLDER / f"{name}.toml").read_text())
 
 
@@ -133,7 +133,7 @@ def _row(given: Any, found: Mapping[str, Any], where: str) -> Row:
 
 
 def _ours(given: Mapping[str, Any]) -> tuple[str, Mapping[str, str] | None]:
-    """Return our arguments of a row, and those of each value, where it has them."""
+    """Return the arguments that a row translates to, and a mapping by value if it has one."""
     values = {name.lower(): ours for name, ours in given["values"].items()} if "values" in given else None
     if "to" in given or "words" in given:
         return f"{given.get('to') or given['words']} {{x}}", values
