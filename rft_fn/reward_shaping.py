@@ -218,7 +218,7 @@ class Shaping(NamedTuple):
 def chain(
     *, clip: float = 0.0, overlong: int = 0, max_new: int = 0, kl: float = 0.0, normalize: bool = False
 ) -> Shaping:
-    """Return the changes that are asked for, in this order; 0 and False are none.
+    """Return the chain of the given changes, in this order; 0 and False leave one out.
 
         clip        rewards are bounded to +-clip
         overlong    DAPO's penalty in the last `overlong` tokens before `max_new`

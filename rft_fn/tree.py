@@ -63,7 +63,7 @@ def _written_fields(cls: type) -> str:
 
 
 def documented(cls: type[T]) -> type[T]:
-    """Make `help` of a class of fields show them as they are written: shapes stand in their comments."""
+    """Make `help` of a class show its fields as written in the source, with the shapes in their comments."""
     cls.__doc__ = _Docstring(cls.__doc__)  # type: ignore[assignment]
     return cls
 

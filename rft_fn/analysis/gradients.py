@@ -104,7 +104,7 @@ def gradients(
         return Gradients(products=out, names=names, layers=layers, metrics=metrics)
 
     def compare(i: int, j: int, *, last: bool) -> Kept:
-        """Compute gradient j, fill in its products with the one that is held, i; return it if it is kept."""
+        """Compute gradient j and its products with gradient i; return it if it is stored."""
         grads, found = st.grad(state, apply, loss_fns[names[j]], packs)
         metrics[names[j]] = metric.results(found)
         out[:, j, j] = products(st, grads, grads, place)

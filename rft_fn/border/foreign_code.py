@@ -31,7 +31,7 @@ def printed(x: Any, how: Callable[[Any], str] = str) -> str:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Return whether an exception is no answer of the foreign code that it comes out of.
+    """Return whether an exception is ours or the interpreter's, not one of the foreign code.
 
     It is a person's Ctrl-C, which only the main thread gets, the end of a generator, or the end of a task
     that this package has cancelled.

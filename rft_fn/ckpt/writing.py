@@ -129,7 +129,7 @@ class Writing(threading.Thread):
         self._closed = False
 
     def run(self) -> None:
-        """Write this rank's part, and on rank 0 the folder; errors are kept in `error`."""
+        """Write this rank's part, and on rank 0 the folder; store an error in `error`."""
         try:
             self._write()
             self.written.set()

@@ -38,7 +38,7 @@ Saved: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 def due(step: int, ahead: int, total: int) -> range:
-    """Return the steps with rollouts that are begun by the start of `step`, of `total` steps."""
+    """Return the steps whose rollouts have started when `step` begins, of `total` steps."""
     return range(step, min(step + ahead + 1, total))
 
 
@@ -94,7 +94,7 @@ class AsyncSampler:
     def begin(
         self, prompts: Sequence[Any], keys: Sequence[int], *, n: int, sampling: Sampling, saved: Saved = ()
     ) -> Saved:
-        """Begin a rollout with the newest weights, unless it was begun before or is saved.
+        """Start a rollout with the newest weights, unless it has started or is saved.
 
         A lost one is drawn with the weights that were saved for it. Every rank samples its part of the
         prompts, in order. Returns what of `saved` is needed until the rollout is used.
@@ -128,7 +128,7 @@ class AsyncSampler:
     def generate(
         self, prompts: Sequence[Any], keys: Sequence[int], *, n: int, sampling: Sampling, saved: Saved = ()
     ) -> Rollout:
-        """Return the rollout that was begun or saved with these keys, or sample one. All ranks call it."""
+        """Return the rollout that was started or saved with these keys, or sample one. All ranks call it."""
         name = name_of(keys, n, sampling)
         begun = self._begun.get(name)
         if begun is not None and not begun.given:

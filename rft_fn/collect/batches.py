@@ -33,7 +33,7 @@ State: TypeAlias = Mapping[str, Any]
 
 
 class Source(NamedTuple):
-    """Where prompts come from, and what answers and judges them."""
+    """Where prompts come from, and the sampler and judge of their responses."""
 
     strategy: Strategy
     samples: AsyncSampler

@@ -130,7 +130,7 @@ class EngineWorker:
     def generate(
         self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **of_rows: Any
     ) -> Rollout:
-        """Return the rollout that was begun with these keys, or sample one.
+        """Return the rollout that was started with these keys, or sample one.
 
         EngineDead for an engine that was built again and fails its check.
         """

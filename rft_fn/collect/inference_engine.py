@@ -58,7 +58,7 @@ def sleep_inference_engine(engine: Engine) -> bool:
 
 
 def inference_engine_status(engine: Engine) -> Literal["dead", "asleep", "awake"]:
-    """Return the state of the engine in one word; `Engine.status` has the rest."""
+    """Return the state of the engine in one word; `Engine.status` has the details."""
     status = engine.status()
     if not status["alive"]:
         return "dead"

@@ -111,7 +111,7 @@ def check_reward(
     tokenizer: Any = None,
     timeout: float = 300.0,
 ) -> dict[str, Scored]:
-    """Check a reward on rank 0 as `reward.check` does, for all ranks: a remote judge is asked once.
+    """Run `reward.check` on rank 0 for all ranks, so that a remote judge is called once.
 
     All ranks compute joint rewards, for which `rows` are prompts and `tokenizer` is theirs. Limit and errors
     as of `gather_and_judge`. ValueError also for a reward with a deadline beyond `timeout`: it would be

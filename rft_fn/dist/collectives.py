@@ -42,7 +42,7 @@ def world() -> int:
 
 
 def is_main() -> bool:
-    """Return whether this process is the one that writes files and prints."""
+    """Return whether this process writes the files and prints."""
     return rank() == 0
 
 

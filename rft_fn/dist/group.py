@@ -199,14 +199,14 @@ def store_client(timeout: float) -> torch_dist.Store | None:
 
 
 def part() -> None:
-    """Take the group down, once the threads of gloo are at rest."""
+    """Destroy the group once gloo's threads are idle."""
     if torch_dist.is_initialized():
         settle()
         torch_dist.destroy_process_group()
 
 
 def settle(limit: float = 10.0) -> None:
-    """Wait until the threads of gloo are at rest, at most `limit` [s].
+    """Wait until gloo's threads are idle, at most `limit` [s].
 
     A collective is over for its caller before gloo's thread has let go of its tensors. Python ends a thread
     that asks for the interpreter after that has gone, which aborts the process; and the group, whose end

@@ -38,7 +38,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def describe(who: str, doing: Sequence[str], error: BaseException | None = None) -> str:
-    """Return one line: `who` is gone, what the rest was `doing`, the remedy, the error."""
+    """Return one line: who is gone, what the other ranks were doing, the remedy, the error."""
     parts = [f"lost {who}", *doing, _REMEDY]
     if error:
         parts.append(" ".join(f"{type(error).__name__}: {error}".split())[:300])

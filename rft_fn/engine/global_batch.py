@@ -94,7 +94,7 @@ def check_prompts(engine: Engine, request: Request) -> None:
 
 
 def own_part(strategy: Strategy, prompts: Sequence[Any]) -> list[Any]:
-    """Return this rank's prompts, with the media of those that continue a row. All ranks call it.
+    """Return this rank's prompts, with the media of prompts that continue a row. All ranks call it.
 
     After a gather the rows of a prompt's media are on the rank that sampled it, which is not always the one
     that continues it.

@@ -336,7 +336,7 @@ def _save() -> str:
 
 
 def deferred(build: Callable[[], Engine]) -> Engine:
-    """Return the engine that `build` makes when it is woken or asked for anything but its status.
+    """Return an engine that is built when it is woken or first used for anything but its status.
 
     Until then it is alive and asleep, and its status says nothing about the model. `sleep` and `close` build
     nothing.

@@ -68,7 +68,7 @@ class _VLLM:
         return self.client.call(server, path, seconds=min(QUICK, self.seconds))
 
     def describe(self, server: str) -> Described:
-        """Return the model that is served, the better of two routes, and what a trainer may ask for."""
+        """Return the served model, the better of two routes, and what the server supports."""
         answer = self.get(server, "/v1/models")
         with expected("a list of models", answer):
             name = border.text("id", answer["data"][0]["id"])
@@ -209,7 +209,7 @@ class _VLLM:
         self.confirm(server, asleep=False)
 
     def confirm(self, server: str, *, asleep: bool) -> None:
-        """Raise Fault unless the server says so: the calls that ask for it succeed in any case."""
+        """Raise Fault unless the server confirms it: the calls succeed in any case."""
         answer = self.get(server, "/is_sleeping")
         if answer != {"is_sleeping": asleep}:
             raise Fault(f"expected is_sleeping {asleep}, got {answer}")

@@ -243,7 +243,7 @@ class _Process:
     # ---- the functions of the engine
 
     def sample(self, request: Request) -> Rollout:
-        """Send tokens and media, a prompt's once; no media come back."""
+        """Send tokens, and the media of each prompt once; none come back."""
         sent = prompt_media.to_send(request.prompts)
         with self.end_on_failure("generate"):
             rollout = self.call("generate", request._replace(prompts=sent, keys=list(request.keys)))

@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A call of `generate`, whose arguments these are: n responses to each of N prompts, in B = N n rows."""
+    """The arguments of a call of `generate`: n responses to each of N prompts, in B = N n rows."""
 
     prompts: Sequence[Any]  # N
     keys: Sequence[Any]  # N
@@ -72,7 +72,7 @@ class Request(NamedTuple):
 
     @property
     def of_rows(self) -> dict[str, Any]:
-        """Return the numbers of rows that are given; an engine that knows none answers all other requests."""
+        """Return the per-row numbers that are given, which not every engine supports."""
         options = {"max_new": self.max_new, "start": self.start, "temperature": self.temperature}
         return {name: x for name, x in options.items() if x is not None}
 
@@ -208,7 +208,7 @@ def _check_numbers(name: str, numbers: Sequence[int], size: int, least: int, mos
 
 
 def drawn_with(rollout: Rollout, sampling: Sampling, temperature: Sequence[float] | None = None) -> Rollout:
-    """Return a rollout that says what it was drawn with: `sampling`, and the temperature of each row."""
+    """Add what a rollout was drawn with: `sampling`, and the temperature of each row."""
     warmth = None if temperature is None else torch.tensor([float(x) or 1.0 for x in temperature])
     return tree.replace(rollout, sampling=sampling, temperature=warmth)
 
@@ -341,7 +341,7 @@ class Stop:
         return next((t for t, token in enumerate(tokens[:size], 1) if token in self.ids), by_text)
 
     def unfinished(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last tokens before a response in which a text may begin; they hold none as a whole.
+        """Return the last tokens before a response in which a stop text may start, but not end.
 
         Of a response that has not ended, these are all tokens. Nothing without texts.
         """

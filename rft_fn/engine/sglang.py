@@ -124,7 +124,7 @@ class _SGLang:
     def about(
         self, server: str, tokens: Sequence[int], more: dict[str, Any], size: int = 0
     ) -> dict[str, Any]:
-        """Return the log-probs of a prompt's tokens, with what `more` asks for."""
+        """Return the server's record of a prompt, with its log-probs; `more` joins the request."""
         ask = Ask(tokens, 0, Sampling(), 1, ())
         body = request(ask) | {"logprob_start_len": 0} | more
         answer = self.client.call(server, "/generate", body, seconds=self.seconds, tokens=ask.size + size)
@@ -135,7 +135,7 @@ class _SGLang:
             return about
 
     def load(self, server: str, folder: str, label: str, names: int) -> None:
-        """Load from disk, which empties the cache; the server counts no tensors, but says its version."""
+        """Load from disk, which empties the cache; the server reports a version, no count of tensors."""
         body = {"model_path": folder, "load_format": "auto", "weight_version": label, "flush_cache": True}
         answer = self.client.call(server, "/update_weights_from_disk", body, seconds=self.seconds)
         with expected("success", answer):

@@ -26,7 +26,7 @@ MissingElements = dict[str, tuple[int, int]]  # layers that got fewer elements t
 def checked(
     check: LoadCheck, weights: Iterable[tuple[str, Tensor]], unchanged: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights that `check` passes, then `unchanged` ones; tied weights come under every name.
+    """Yield the weights that `check` passes, then the `unchanged` ones; a tied weight under each name.
 
     vLLM may hold a packed copy of a tied head, which only the head's own name renews. ValueError for a tensor
     that the model does not have, that comes twice or not at all, or that has NaN or inf.

@@ -33,11 +33,11 @@ class Form(Protocol):
     """How calls are written."""
 
     def find(self, text: str, at: int, /) -> re.Match[str] | None:
-        """Return the next place, from `at` on, where calls begin."""
+        """Return the next position, from `at` on, where calls start."""
         ...
 
     def read(self, text: str, place: re.Match[str], /) -> tuple[list[Call], int]:
-        """Return (the calls that begin at a place, where they end); at least one, which may be an error."""
+        """Return (the calls that start here, where they end): at least one, which may be an error."""
         ...
 
 

@@ -19,7 +19,7 @@ class _State(NamedTuple):
 
 
 def guess_number(level: int = 1) -> Environment:
-    """Make an environment that asks for a number below 10**level.
+    """Make an environment in which the policy guesses a number below 10**level.
 
     There are as many tries as halving needs: 4 at level 1, 7 at level 2. The reward is 1 on the turn that
     hits the number, else 0. A player who halves what is left always wins; one who draws different numbers at

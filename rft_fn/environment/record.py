@@ -145,7 +145,7 @@ class Renderer(NamedTuple):
     chat_template_kwargs: Mapping[str, Any] = {}
 
     def opening(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Return the ids of the messages that begin a conversation, ready for the policy to speak.
+        """Return the ids of a conversation's first messages, up to where the policy's turn starts.
 
         By the chat template, which gets `tools`; else the contents, one after the other.
         """

@@ -94,7 +94,7 @@ def _rest(logp: Tensor) -> Tensor:
 
 
 def adaptive_entropy(coef: float, entropy: float, *, target: float, delta: float) -> tuple[float, float]:
-    """Return (the coefficient of the entropy bonus in a step, the one that the next step begins with).
+    """Return the coefficient of the entropy bonus in this step, and the one to start the next with.
 
         in this step:   coef if entropy <= target, else 0
         in the next:    coef + delta if entropy <= target, else max(coef - delta, 0)

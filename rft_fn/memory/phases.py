@@ -29,7 +29,7 @@ class Models(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A model that is asked for rewards: such models are asked one after the other."""
+    """A model that computes rewards; such models run one after the other."""
 
     kind: str  # "rewards" or "judges"
     name: str

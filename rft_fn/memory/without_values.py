@@ -239,7 +239,7 @@ MASKED = "rft_estimate_masked"
 
 
 def put_into(lm: nn.Module, *, kind: str) -> None:
-    """Make attention without scores [T, T] keep what flash attention keeps on a device of this kind."""
+    """Have attention without scores [T, T] save what flash attention saves on such a device."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 

@@ -10,7 +10,7 @@ __all__ = ["Calibration", "calibration", "reliability"]
 
 @tree.struct
 class Calibration:
-    """The expected calibration error, kept as sums over bins of equal width, which merge exactly."""
+    """The expected calibration error, as sums over bins of equal width, which merge exactly."""
 
     count: Tensor  # [bins] f64, predictions
     predicted: Tensor  # [bins] f64, sum of their probabilities

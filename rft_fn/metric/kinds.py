@@ -32,7 +32,7 @@ class Metric(Protocol):
 
 @tree.struct
 class Mean:
-    """A mean, kept as total and count."""
+    """A mean, as total and count."""
 
     total: Tensor  # [] f64
     count: Tensor  # [] f64
@@ -78,7 +78,7 @@ class Max:
 
 @tree.struct
 class SampleSize:
-    """The effective share of samples with weights, kept as sums of the weights and of their squares."""
+    """The effective share of weighted samples, as sums of the weights and of their squares."""
 
     total: Tensor  # [] f64
     square: Tensor  # [] f64

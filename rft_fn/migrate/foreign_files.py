@@ -25,7 +25,7 @@ _OF_HYDRA = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_
 
 
 class Config(NamedTuple):
-    """What a file says of one run."""
+    """The options of one run in a file."""
 
     options: dict[str, Any]  # by name; the names of nested options have dots
     programs: list[str]  # files and modules that are started, without folders, packages and .py
@@ -37,7 +37,7 @@ class Config(NamedTuple):
 
 
 def read(path: str) -> list[Config]:
-    """Return what a file says of each run that it starts, at least one.
+    """Return the options of each run that a file starts, at least one.
 
     .yaml, .yml, .json and .toml hold a mapping of options, .py and .ipynb calls of GRPOConfig and the like,
     or a command in a docstring. Any other file is a shell script, which may name such files. ValueError for a

@@ -34,7 +34,7 @@ _COMMAND = re.compile(
 
 
 class Module(NamedTuple):
-    """What a Python file says."""
+    """The calls and values in a Python file."""
 
     options: dict[str, Any]
     programs: list[str]  # the kind of its trainer

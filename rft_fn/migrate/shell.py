@@ -220,7 +220,7 @@ class _Reader:
                 self.found.append(Command(words, line, unknown, [x for x in self.loops if x]))
 
     def assign(self, name: str, more: str, value: Value, line: int) -> None:
-        """Give a variable a value, or with `more` add to the one that it has."""
+        """Assign to a variable, or with `more` append to its value."""
         before = self.variables.get(name, [] if isinstance(value, list) else "")
         if more and isinstance(before, list):
             value = [*before, *(value if isinstance(value, list) else [value])]
@@ -435,7 +435,7 @@ class _Reader:
         return "".join(parts)
 
     def output(self, inner: str, whole: str, line: int) -> str:
-        """Return what a command in $( ) prints where that can be told: of basename, dirname, cat <<EOF."""
+        """Return the output of basename, dirname, pwd or cat <<EOF in $( ); any other as it is written."""
         if match := re.match(r"\s*cat\s*<<-?\s*(['\"]?)(\w+)\1[ \t]*\n(.*)\n[ \t]*\2\s*$", inner, re.S):
             return match[3] if match[1] else self.expanded(match[3], line)
         words = inner.split()

@@ -315,7 +315,7 @@ def unresolved(config: Config, command: Sequence[str]) -> list[str]:
 
 
 def translated(config: Config, name: str = "", kind: str | None = None, version: str = "") -> Translation:
-    """Return our command for what a file says of a run, with notes about what could not be read."""
+    """Return our command for a run of a file, with notes on what could not be read."""
     first: list[str] = []
     if name in ("", "verl") and easyr1.is_easyr1(config.options):
         name = "verl"

@@ -51,7 +51,7 @@ def system(config: Config) -> str:
 
 
 def check_program(library: Library, config: Config) -> None:
-    """Raise ValueError for a program of the library's packages that is not one of those that are read."""
+    """Raise ValueError for a program of the library's packages that is not in the list of known ones."""
     parts = re.sub(r"\.py$", "", config.started).replace("/", ".").split(".")
     at = max((k for k, x in enumerate(parts) if x in library.packages), default=None)
     module = ".".join(parts[at:]) if at is not None else parts[-1]
@@ -125,7 +125,7 @@ def _is_told(library: Library, kind: str, options: Mapping[str, Any]) -> bool:
 
 
 def program_of_path(library: Library, config: Config) -> Sequence[str]:
-    """Return the program that the path of a file names, where its content tells no other kind of trainer."""
+    """Return the program that the path of a file names, unless its content names another trainer."""
     kinds = {x: kind for kind, trainer in library.trainers.items() for x in trainer.programs}
     named = {x for x in config.path if x in kinds or x in library.others}
     if len(named) != 1:

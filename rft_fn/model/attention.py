@@ -81,7 +81,7 @@ def eager_attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Run `_attend` for models that know no sdpa, mostly because their heads have sinks."""
+    """Run `_attend` for models without sdpa, most of which have attention sinks."""
     return _attend(_eager, module, query, key, value, attention_mask, options)
 
 
@@ -261,7 +261,7 @@ def use(lm: nn.Module, name: str) -> None:
 
 
 def keeps_scores(lm: nn.Module) -> bool:
-    """Return whether attention keeps a score for each pair of tokens, for lack of sdpa."""
+    """Return whether attention stores a score for each pair of tokens, as it does without sdpa."""
     return _usual(inside_adapters(lm)) == "eager"
 
 

@@ -186,7 +186,7 @@ class SequenceBounds:
 
     @cached_property
     def tails(self) -> list[Tail]:
-        """Return the sequences by size and number of kept tokens; without those that keep none."""
+        """Return the sequences that keep a token, by their size and number of kept tokens."""
         assert self.prefixes is not None
         _, of, own = self.prefixes
         starts = [0, *accumulate(self.sizes)]
@@ -208,7 +208,7 @@ class SequenceBounds:
 
     @cached_property
     def ragged_tails(self) -> RaggedTails:
-        """Return the sequences in their order; without those that keep no token."""
+        """Return the sequences that keep a token, in their order."""
         assert self.prefixes is not None
         counts, sizes = torch.tensor(self.prefixes.own), torch.tensor(self.sizes)
         computes = counts > 0

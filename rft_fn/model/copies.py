@@ -101,7 +101,7 @@ class LockedCopies:
         self.leaving = False
 
     def to_host(self, x: Any) -> Tensor:
-        """Return a copy in locked memory that is begun; the tensor itself where it is there already."""
+        """Start a copy into locked memory and return it; the tensor itself if it is there already."""
         if hasattr(x, "to_local"):
             return _like(x, self.to_host(x.to_local()))
         if x.device.type != self.device.type:
@@ -115,7 +115,7 @@ class LockedCopies:
         return out
 
     def to_device(self, x: Any) -> Tensor:
-        """Return a copy on the device that is begun; the tensor itself where it is there already."""
+        """Start a copy to the device and return it; the tensor itself if it is there already."""
         if hasattr(x, "to_local"):
             return _like(x, self.to_device(x.to_local()))
         if x.device.type != "cpu":
@@ -128,7 +128,7 @@ class LockedCopies:
         return out
 
     def finish(self) -> None:
-        """Have the device wait for all copies, and the host for those that went to it."""
+        """Make the device wait for all copies, and the host for the copies to the host."""
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         if self.leaving:
             self.stream.synchronize()

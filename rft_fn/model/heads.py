@@ -87,5 +87,5 @@ def zeros(decoder: nn.Module, size: int, *, bias: bool) -> nn.Linear:
 
 
 def below(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the weights below `prefix`, by the rest of their names."""
+    """Return the weights under `prefix`, by their names without it."""
     return {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}

@@ -131,7 +131,7 @@ def wrapped(module: Any, config: Any, seed: int) -> nn.Module:
 
 
 def home(module: nn.Module) -> torch.device:
-    """Return the device of a module, or the one where it will be materialized."""
+    """Return the device of a module, or the device where it will be materialized."""
     for m in module.modules():
         if "rft_weights" in m.__dict__:
             return m.__dict__["rft_weights"].device

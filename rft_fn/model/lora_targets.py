@@ -87,7 +87,7 @@ def _last_names(paths: Iterable[str]) -> str:
 
 
 def not_taken_for_experts(module: Any, paths: Sequence[str]) -> list[str]:
-    """Return the paths without those that peft takes for routed experts.
+    """Drop the paths that peft would take for routed experts.
 
     Warns once if there are some. Routed experts had names in older files that shared experts and dense
     layers of such a model have today.

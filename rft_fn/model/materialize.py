@@ -72,7 +72,7 @@ def on_meta(
 
 
 def keep_part(module: nn.Module, part: nn.Module) -> None:
-    """Make a part that is kept without its module read its weights from the module's files."""
+    """Have a part that is used without its module read its weights from the module's files."""
     source = _source(module)
     if source is None or source is part:
         return

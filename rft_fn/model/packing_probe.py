@@ -76,7 +76,7 @@ class Found:
         return bool(self.leak <= self.most_leak) and bool(self.shift <= self.most_shift)
 
     def shares(self) -> bool:
-        """Return whether tokens that begin alike may be computed once."""
+        """Return whether a prefix that sequences share may be computed once."""
         return bool(self.twins <= self.most_shift)
 
 

@@ -39,7 +39,7 @@ class Parts:
 
 
 def find(module: nn.Module) -> Parts:
-    """Return the parts of a model, with or without adapters; a `Reader` (see `reader`) keeps its own.
+    """Return the parts of a model, with or without adapters; a `Reader` (see `reader`) has its own.
 
     A module that is not from transformers is its own decoder and has no head; its text model is the part
     called language_model or text_model, else the module itself.

@@ -39,7 +39,7 @@ class PartitionState:
 
 
 def partition(label: Callable[[str, Tensor], str], **txs: Transform) -> Transform:
-    """Step each parameter by one of several transforms: the one that `label(name, parameter)` names.
+    """Step each parameter by the transform that `label(name, parameter)` names.
 
     Parameters are a mapping of names, as everywhere here. A transform sees only its own: a clip inside of
     one clips by their norm. ValueError at init for a label that is none of the transforms', and for a

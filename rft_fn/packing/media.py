@@ -101,7 +101,7 @@ def masked(b: Packed) -> Packed:
 
 
 def join(b: Packed, borrowed: Packed) -> Packed:
-    """Join a pack without padding with what it borrows, which comes last."""
+    """Append what an unpadded pack borrows to it."""
     plain = tree.replace(borrowed, seq=borrowed.seq + b.num_seqs, media=None)
 
     # static fields agree

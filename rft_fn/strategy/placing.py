@@ -47,7 +47,7 @@ def residence_below(apply: Apply) -> Residence | None:
 
 
 def require_own_apply(state: TrainState, apply: Apply) -> None:
-    """Raise ValueError for an apply that `init` did not give with this state or the one it forks."""
+    """Raise ValueError for an apply that `init` did not return with this state or with its original."""
     residence = getattr(apply, "residence", None)
     own = residence is not None and residence is state.residence
     if state.residence is None:  # a fork, or a state of ZeRO, which knows its own

@@ -19,7 +19,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def masters(config: StrategyConfig, params: Mapping[str, Tensor]) -> bool:
-    """Return whether the optimizer keeps float32 masters of the parameters.
+    """Return whether the optimizer has float32 master weights.
 
     It does with use_mp_opt, and by default for parameters in 16 bits. ValueError for 16 bits without
     masters: a learning rate of 1e-6 moves no bfloat16 weight above 5e-4.

@@ -148,7 +148,7 @@ class CheckedWeights(Iterator[tuple[str, Tensor]]):
             )
 
     def drain(self) -> None:
-        """Read the rest unseen: other ranks put sharded tensors together only if this one takes part."""
+        """Read the remaining tensors and drop them: gathering a sharded tensor takes all ranks."""
         for _ in self.weights:
             pass
 

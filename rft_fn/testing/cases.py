@@ -196,7 +196,7 @@ def apart(c: Case, logp: Tensor, shift: Tensor) -> tuple[Apply, Experience]:
 
 
 class Failure(AssertionError):
-    """A failed check, with a code that says how it failed for those that look for the cause."""
+    """A failed check, with a code for how it failed, from which the cause is found."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

@@ -64,7 +64,7 @@ def _on_policy(weight: WeightFn, extra: ExtraFn | None, seed: int) -> tuple[Call
 def terms_of(
     loss_fn: LossFn, *, weight: WeightFn = token_mean, extra: ExtraFn | None = None, seed: int = 0
 ) -> Terms | None:
-    """Return the terms that the loss has beside the policy gradient, or None for others than these.
+    """Return the known terms of the loss besides the policy gradient, or None if there is another.
 
     They are the coefficients that explain its gradient where all advantages are 0, which must leave nothing.
     """

@@ -82,7 +82,7 @@ def _function(name: str, kind: str) -> Callable[..., Any]:
 
 
 def write(path: Path, name: str, found: Certificate, options: Any) -> None:
-    """Write what one can cite: the loss with the digest of its file, versions, cases and verdicts."""
+    """Write a certificate to cite: the loss with the digest of its file, versions, cases, verdicts."""
     file = Path(name.rpartition(":")[0])
     record = {
         "loss": name,

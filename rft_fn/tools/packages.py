@@ -120,7 +120,7 @@ def _required(name: str) -> Fact:
 
 
 def optional(*, imports: bool = False) -> list[Fact]:
-    """Return the optional packages by extra; with `imports`, tell which cannot be imported."""
+    """Return the optional packages by extra; with `imports`, also whether each can be imported."""
     return [_optional(name, extra, imports) for name, extra in EXTRAS.items()]
 
 

@@ -93,7 +93,7 @@ class SharedPrefixes:
         self._group()
 
     def fix(self, held: "SharedPrefixes | None", rows: int) -> "SharedPrefixes":
-        """Return these prompts for `rows` rows in tensors that last: in those `held`, or in new ones.
+        """Return these prompts for `rows` rows in persistent tensors: the ones in `held`, or new ones.
 
         There is a place for more prompts, tokens and rows of each, a power of two of all three.
         """
@@ -132,7 +132,7 @@ class SharedPrefixes:
         return held
 
     def forget_places(self) -> None:
-        """Compute places anew from now on, as a graph does each time it is replayed."""
+        """Recompute the positions from now on, as a graph does at each replay."""
         self._known.clear()
 
     def scores(self, layer: int, query: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def _padded(x: Tensor, width: int, dim: int) -> Tensor:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks for: query [R, H, 1, D] -> [R, 1, H, D'].
+    """Compute attention with the signature of transformers: query [R, H, 1, D] -> [R, 1, H, D'].
 
     Keys [R, H', S, D] and values [R, H', S, D'] are of each row's own tokens; its prompt's are read too,
     where prompts are shared. Keys may be of a wider type than the queries, in which all is then computed. A

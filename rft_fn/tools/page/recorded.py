@@ -72,7 +72,7 @@ def read(folder: str | Path, name: str = "") -> Recorded:
 
 
 def read_all(folders: Sequence[str | Path]) -> list[Recorded]:
-    """Return the runs in some folders, each named by as much of its path as tells them apart."""
+    """Return the runs in some folders, each named by the shortest end of its path that is unique."""
     paths = [Path(folder).resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         raise ValueError(f"run: expected different folders, got {', '.join(map(str, folders))}")
@@ -146,7 +146,7 @@ FIELDS: dict[Name, Field] = {
 
 
 def level(name: Name, value: float) -> float:
-    """Return the size of a token's colour for this number, 0 for none; its sign tells two colours apart."""
+    """Return the intensity of a token's colour for this number, 0 for none; the sign chooses the colour."""
     kind = FIELDS[name].kind
     if kind == "ratio":
         return math.log(max(value, 1e-9))

@@ -117,7 +117,7 @@ class Jobs:
         self.speed = _MEMORY * self.speed + (1 - _MEMORY) * now
 
     def patience(self) -> int:
-        """Return the seconds after which a client that was refused should come again."""
+        """Return the seconds after which a refused client should retry."""
         if not self.speed:
             return 1
         return min(max(math.ceil(self.rows() / self.speed), 1), _LONGEST)
