@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 import shlex
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType, NoneType
@@ -134,8 +135,8 @@ def _name(flag: str) -> str:
 
 
 def _first_refused(script: str, arguments: Sequence[str]) -> list[str]:
-    """Return the first argument without which the script takes the ones before it."""
-    for k in range(1, len(arguments) + 1):
-        if _refusal(script, arguments[:k]):
-            return [arguments[k - 1]]
-    return []
+    """Return an argument with which the script refuses what it takes up to there, found by halving."""
+    refused = bisect_left(
+        range(1, len(arguments) + 1), True, key=lambda k: bool(_refusal(script, arguments[:k]))
+    )
+    return list(arguments[refused : refused + 1])
