@@ -17,7 +17,7 @@ from rft_fn.data.chat import Lesson
 from rft_fn.loss.evaluate import evaluate
 from rft_fn.reward.veto import read_veto, vetoed
 from rft_fn.run import preferences, teachers
-from rft_fn.run.setup import Model, Setup
+from rft_fn.run.setup import Model, Reference, Setup
 from rft_fn.testing import cases
 
 __all__ = [
@@ -188,12 +188,6 @@ class Fixed(Setup):
     def restore(self, state, loop):
         return state, loop
 
-    def check_gap(self, floor, *_):
-        return {}, floor
-
-    def tokens(self, *_, **__):
-        return SimpleNamespace(before=lambda *_: None, after=lambda *_: None)
-
     def report(self, step, batch, reward, values):
         self.run.rows.append(values | {"reward": reward})
         return 0.0
@@ -245,13 +239,16 @@ def steps_of(name, **given):
             score=score, others={"ptx_data": None}, tokenizer=None, dataset=None, unseen=None
         )
         critic = model._replace(state=state(c.params))
-        initial = (apply, tree.map(torch.clone, REFERENCE)) if anchor else None
+        initial = Reference(apply, tree.map(torch.clone, REFERENCE)) if anchor else None
         return Fixed(cfg, st, run, task, model, critic, initial, None, None, None, greedy)
 
     prompts = [SimpleNamespace(columns={}) for _ in range(2)]
     lesson = Lesson(ids=[1, 2, 3], mask=[False, True, True])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rft.run, "setup", setup)
+        patch.setattr(rft.run, "check_gap", lambda env, floor, *_: ({}, floor))
+        recorder = SimpleNamespace(before=lambda *_: None, after=lambda *_: None)
+        patch.setattr(rft.run, "token_log", lambda *_, **__: recorder)
         patch.setattr(rft.run, "load_teachers", lambda env: teachers.Teachers(env, [Member(st)]))
         patch.setattr(teachers.model, "read_window", lambda name: None)
         patch.setattr(teachers.model, "attach_teacher", lambda apply, *made: told.extend(made))

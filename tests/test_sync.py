@@ -260,7 +260,7 @@ def test_an_iterator_that_dies_once_is_followed_by_a_new_engine():
         return made[-1]
 
     cfg = options.Reinforcement(model="tiny", canary=False)
-    eng, push = start_engine(cfg, st._replace(export=export), None, build=build)
+    eng, push = start_engine(cfg, st._replace(export=export), None, "tiny", build=build)
     push(state, version=7)
     assert len(made) == 2 and eng.status()["alive"] and eng.status()["version"] == 7
     want = engine.hf(tiny.llama(), tiny.tokenizer())
@@ -286,7 +286,7 @@ def test_one_supervision_is_between_a_run_and_its_engine(monkeypatch):
         monkeypatch.setattr(hf_engine._InProcess, name, noted)
     st, state, eng = started()
     own, push = start_engine(
-        options.Reinforcement(model="tiny", canary=False, rebuilds=3), st, None, build=lambda: eng
+        options.Reinforcement(model="tiny", canary=False, rebuilds=3), st, None, "tiny", build=lambda: eng
     )
     push(state, version=1)
     collect.gather_and_generate(own, st, PROMPTS, [1, 2, 3], n=1, sampling=rft.Sampling(max_new=2))

@@ -8,7 +8,6 @@ The teacher is a model or run folder, the policy itself behind another prompt, a
 Run the same command again to resume from the last checkpoint, to the bit.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,13 +34,6 @@ class Config(rft.run.Distillation, options.ReinforcementRun, options.Collect, fi
     out: Free[Filled] = "runs/distill"  # folder of the run; the model goes to its subfolder model
 
 
-def optimizer(cfg: Config):
-    """Return (the optimizer, its learning rate as a function of the updates done)."""
-    each = rft.run.updates_per_step(cfg)
-    warmup = rft.run.warmup_updates(cfg.warmup, cfg.steps * each, each)
-    return rft.run.optimizer(cfg, cfg.lr, updates=cfg.steps * each, warmup=warmup, ema=cfg.ema)
-
-
 def advantages(
     cfg: Config, algo, batch: rft.collect.Batch, reward: Tensor, taught, old_logp: Tensor
 ) -> Tensor:
@@ -56,13 +48,10 @@ def advantages(
     return adv
 
 
-def minibatches(cfg: Config, algo, exp: rft.Experience, step: int) -> Iterator[rft.Experience]:
-    """Yield the minibatches of a rollout, pass after pass, each weighted by its own mask."""
-    for epoch in range(cfg.epochs):
-        key = rft.rng.fold_in(cfg.seed, "updates", step, epoch)
-        for part in rft.packing.minibatches(exp, rft.run.updates_per_pass(cfg), key):
-            w = algo.weight(part.mask)
-            yield rft.tree.replace(part, w=w * part.extra["correction"] if "correction" in part.extra else w)
+def weighted(algo, exp: rft.Experience) -> rft.Experience:
+    """Weigh a batch by its own mask, and by the factor of each token if it has one."""
+    w = algo.weight(exp.mask)
+    return rft.tree.replace(exp, w=w * exp.extra["correction"] if "correction" in exp.extra else w)
 
 
 def student_loss(cfg: Config, algo, sampled: bool, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
@@ -95,27 +84,25 @@ class Loop(NamedTuple):
 
 
 def main(cfg: Config) -> None:
-    algo = rft.run.objective(cfg)
-    env = rft.run.setup(
-        cfg, usual=60, load=rft.run.load_taught_task, optimizer=optimizer, scorers=rft.run.teacher_modules
-    )
-    cfg, st, apply = env.cfg, env.st, env.apply
+    algo = rft.run.objective(cfg.algorithm, cfg)
+    env = rft.run.setup(cfg, usual=60, load=rft.run.load_taught_task, scorers=rft.run.teacher_modules)
+    cfg, st, apply = env.cfg, env.st, env.policy.apply
     teachers = rft.run.load_teachers(env)
-    collector, shaping = env.collector(), env.shaping()
-    tokens = env.tokens(partial(student_loss, cfg, algo, True), group=cfg.group)
+    collector, shaping = env.collector(), rft.run.shaping(cfg)
+    tokens = rft.run.token_log(env, partial(student_loss, cfg, algo, True), group=cfg.group)
 
     # the state of a run: the model's, and a record of all else that a checkpoint brings back
     loop = Loop(collect=collector.init(), shaping=shaping.init())
     state, loop = env.restore(env.policy.state, loop)
     env.push(state, version=loop.step)
 
-    for step in range(loop.step, env.steps):
+    for step in range(loop.step, cfg.steps):
         # collect: the same batch on every rank, the student's responses or others
         values = env.evaluation(0) if step == 0 else {}
         sampled, collected, gap, floor = teachers.on_policy(step), loop.collect, {}, loop.floor
         if sampled:
             batch, collected = collector.next(collected, step)
-            own = env.trainer_logp(state, batch.learned, step)
+            own = rft.run.trainer_logp(env, state, batch.learned, step)
             tokens.before(step, state.params, batch.rollout)
         else:
             batch = teachers.batch(step)
@@ -124,7 +111,8 @@ def main(cfg: Config) -> None:
         taught = teachers.say(state, batch)
 
         # learn: the teacher's words for the student's forward, rewards and advantages
-        reward, moments, shaped = shaping.apply(env.reward(batch), loop.shaping, rollout)
+        reward = rft.run.normalized_reward(cfg, env.task, batch.judged, batch.prompts)
+        reward, moments, shaped = shaping.apply(reward, loop.shaping, rollout)
         adv = advantages(cfg, algo, batch, reward, taught, old_logp)
         extra = taught.extra | correction | {"taught": taught.rows.float()}
         exp = rft.experience(learned, adv=adv, w=algo.weight(learned.mask), old_logp=old_logp, extra=extra)
@@ -133,23 +121,21 @@ def main(cfg: Config) -> None:
         # learn: passes over the minibatches
         logs = []
         with env.phase("train"):
-            for part in minibatches(cfg, algo, exp, step):
-                packs = st.shard(part, cfg.budget, halves=not logs and env.halves(step))
+            for part in rft.run.minibatches(cfg, exp, step):
+                packs = st.shard(weighted(algo, part), cfg.budget, halves=cfg.halves(step, len(logs)))
                 grads, metrics = st.grad(state, apply, loss_fn, packs)
                 if sampled and not logs:  # before the first update trainer and sampler have the same weights
-                    gap, floor = env.check_gap(loop.floor, metrics, own, batch, state, packs)
+                    gap, floor = rft.run.check_gap(env, loop.floor, metrics, own, rollout, state, packs)
                 rate = env.policy.schedule(rft.optim.count(state.opt))
                 state, more = st.update(state, grads)
                 logs.append(rft.metric.results(metrics | more))
-        moved = env.update_kl(state, learned, own) if sampled else {}
+        moved = rft.run.update_kl(env, state, learned, own) if sampled else {}
         tokens.after(step, state.params, exp, batch.prompts, batch.judged, rollout)
         env.push(state, version=step + 1)
 
         # report, evaluate, save, and stop where a signal asked for it
-        values |= (
-            shaped | batch.metrics | rft.metric.average(logs) | gap | moved | taught.metrics | {"lr": rate}
-        )
-        score = env.report(step, batch, reward, values | env.evaluation(step + 1))
+        values |= shaped | batch.metrics | rft.metric.average(logs) | gap | moved | taught.metrics
+        score = env.report(step, batch, reward, values | {"lr": rate} | env.evaluation(step + 1))
         loop = Loop(step=step + 1, floor=floor, collect=collected, shaping=moments)
         env.checkpoint(state, loop, score=score, collector=collector)
     teachers.close()

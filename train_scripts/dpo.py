@@ -12,51 +12,19 @@ Run the same command again to resume from the last checkpoint, to the bit.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.limits import AtLeast0, Count, Filled, Free, Positive, Range, Share, Warmup
-from rft_fn.run import options, preferences
+from rft_fn.limits import Count, Filled, Free, Positive, Warmup
+from rft_fn.run import preferences
 
 
 @dataclass(frozen=True)
-class Config(
-    options.Recorded,
-    options.HeldOut,
-    options.Optimizer,
-    options.Reference,
-    options.Examples,
-    options.Policy,
-    options.Data,
-    options.Model,
-    first=("loss", "beta", "messages", "unpaired", "max_length"),
-):
+class Config(preferences.Preferences):
     """A resumed run may change the options that change no result; for others it needs --override."""
-
-    # the responses
-    template: str = "{prompt}"  # the prompt; {NAME} stands for a column; "": what both responses begin with
-    chosen: str = "{chosen}"  # the better response; {NAME} stands for a column of the row
-    rejected: str = "{rejected}"  # the worse response; {NAME} stands for a column of the row
-    messages: tuple[str, ...] = ()  # columns of messages: prompt chosen rejected, or the last two alone
-    max_length: Count = 512  # most tokens in a prompt with one response; longer pairs of a file are left out
-    eval_pairs: Count = 256  # pairs of an evaluation; all of a file that has fewer
-    unpaired: bool = False  # rows hold one response and a label; for losses of single responses: kto, bco
-    completion: str = "{completion}"  # unpaired: the response; {NAME} stands for a column of the row
-    label: str = "label"  # unpaired: column that is true, or above 0.5, where the response is desirable
-
-    # the loss
-    loss: str = "dpo"  # a row of rft_fn.loss.PREFERENCES; kto and bco are of single responses
-    beta: Positive | None = None  # hold on the reference: reward / log(policy / reference); None: the paper's
-    label_smoothing: Annotated[float, Range(0, 0.5, open_high=True)] = 0.0  # cdpo: the share of wrong labels
-    average: bool = False  # log-probs are means over the tokens of a response, as TRL's ipo has them
-    nll: AtLeast0 | None = None  # coefficient of -log pi of the chosen side, a mean over its tokens (RPO)
-    ld_alpha: Share = 1.0  # share at which tokens count that the longer response has more (LD-DPO); 1 is off
-    margin: AtLeast0 = 1.0  # simpo: by how much the chosen response shall win
-    desirable_weight: Positive = 1.0  # kto: of the loss of desirable responses
-    undesirable_weight: Positive = 1.0  # kto: of the loss of undesirable responses
 
     # other defaults than those of the subjects
     model: Filled = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name; the reference too
@@ -68,25 +36,6 @@ class Config(
     warmup: Warmup = 10  # steps of linear warm-up; below 1 a share of the run
     eval_every: Free[Count] = 20  # steps between evaluations
     out: Free[Filled] = "runs/dpo"  # folder of the run; the model goes to its subfolder model
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.loss not in rft.loss.PREFERENCES:
-            raise ValueError(f"loss: expected one of {', '.join(rft.loss.PREFERENCES)}, got {self.loss!r}")
-        # what is stored in config.json, and compared when a run is resumed, are the numbers that were used
-        own = self.row
-        object.__setattr__(self, "beta", own.beta if self.beta is None else self.beta)
-        object.__setattr__(self, "nll", own.nll if self.nll is None else self.nll)
-
-    @property
-    def row(self) -> rft.loss.Preference:
-        """Return the loss as a row of the table."""
-        return rft.loss.PREFERENCES[self.loss]
-
-    @property
-    def unit(self) -> int:
-        """Return how many rows share a pack: both sides of a pair, or one."""
-        return 1 if self.unpaired else 2
 
 
 def load(cfg: Config, st: rft.Strategy) -> rft.run.Task:
@@ -180,7 +129,6 @@ class Loop(NamedTuple):
     """What a checkpoint brings back beside the state of the model."""
 
     step: int = 0
-    reference: Any = None
     shift: float = 0.0  # of the rewards, which only bco reads
     middles: int = -1  # batches that the shift is the mean of; -1: all of them
 
@@ -194,8 +142,8 @@ def main(cfg: Config) -> None:
     cfg, st, task = env.cfg, env.st, env.task
     loss_fn = partial(policy_loss, cfg)
     names = () if cfg.unpaired else ("chosen", "rejected")
-    tokens = env.tokens(loss_fn, group=cfg.unit, unit=cfg.unit, names=names)
-    state, loop = env.restore(env.policy.state, Loop(reference=env.reference))
+    tokens = rft.run.token_log(env, loss_fn, group=cfg.unit, unit=cfg.unit, names=names)
+    state, loop = env.restore(env.policy.state, Loop())
     shift = loop.shift
     middles = loop.step if loop.middles < 0 else loop.middles
 
@@ -207,10 +155,10 @@ def main(cfg: Config) -> None:
         """Return the loss and the metrics of unseen rows."""
         batch = preferences.with_reference(cfg, env, state, unseen, shift) if cfg.row.single else held_out
         with env.phase("evaluate"):
-            logp = st.score(env.apply, state.params, batch, cfg.budget, unit=cfg.unit).logp
+            logp = st.score(env.policy.apply, state.params, batch, cfg.budget, unit=cfg.unit).logp
         return evaluation(cfg, batch, logp)
 
-    for step in range(loop.step, env.steps):
+    for step in range(loop.step, cfg.steps):
         values = evaluate(state, shift) if step == 0 else {}
 
         # collect: responses, and how probable the reference finds them
@@ -220,9 +168,9 @@ def main(cfg: Config) -> None:
         # learn, and note what that does to single tokens
         tokens.before(step, state.params, exp)
         with env.phase("train"):
-            packs = st.shard(exp, cfg.budget, unit=cfg.unit, halves=env.halves(step))
+            packs = st.shard(exp, cfg.budget, unit=cfg.unit, halves=cfg.halves(step))
             rate = env.policy.schedule(rft.optim.count(state.opt))
-            grads, metrics = st.grad(state, env.apply, loss_fn, packs)
+            grads, metrics = st.grad(state, env.policy.apply, loss_fn, packs)
             state, more = st.update(state, grads)
         tokens.after(step, state.params, exp)
 
@@ -230,13 +178,13 @@ def main(cfg: Config) -> None:
         values |= preferences.with_margin(rft.metric.results(metrics | more)) | {"lr": rate}
         shift = preferences.rewards_mean(cfg, shift, values, middles)
         middles += f"{what}/margin" in values  # a batch of one kind has none
-        if env.evaluates(step + 1):
+        if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
             values |= evaluate(state, shift)
         env.run.write(step, values, tokens=int(exp.length.sum()))
-        reference = env.follow(loop.reference, state, step + 1)
-        if reference is not None and (step + 1) % cfg.ref_every == 0:
+        if cfg.ref_every and (step + 1) % cfg.ref_every == 0:  # the reference follows, TR-DPO
+            rft.model.assign(env.reference.params, st.export(state), share=cfg.ref_mix)
             held_out = preferences.with_reference(cfg, env, state, unseen, shift)
-        loop = Loop(step=step + 1, reference=reference, shift=shift, middles=middles)
+        loop = Loop(step=step + 1, shift=shift, middles=middles)
         env.checkpoint(state, loop)
     env.finish(state)
 

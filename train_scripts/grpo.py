@@ -5,7 +5,6 @@
 Without options it trains the embedded default on a laptop. The same command again resumes it, to the bit.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,26 +34,10 @@ class Config(
     out: Free[Filled] = "runs/grpo"  # folder of the run; the model goes to its subfolder model
 
 
-def optimizer(cfg: Config):
-    """Return (the optimizer, its learning rate as a function of the updates done)."""
-    each = rft.run.updates_per_step(cfg)
-    warmup = rft.run.warmup_updates(cfg.warmup, cfg.steps * each, each)
-    return rft.run.optimizer(cfg, cfg.lr, updates=cfg.steps * each, warmup=warmup, ema=cfg.ema)
-
-
 def weighted(algo: rft.algorithm.Algorithm, exp: rft.Experience) -> rft.Experience:
     """Weigh a batch by its own mask, and by the factor of each token if it has one."""
     w = algo.weight(exp.mask)
     return rft.tree.replace(exp, w=w * exp.extra["correction"] if "correction" in exp.extra else w)
-
-
-def minibatches(cfg: Config, algo, exp: rft.Experience, step: int) -> Iterator[rft.Experience]:
-    """Yield the minibatches of a rollout, pass after pass, each weighted by its own mask."""
-    for epoch in range(cfg.epochs):
-        key = rft.rng.fold_in(cfg.seed, "updates", step, epoch)
-        unit = cfg.group if algo.together else 1
-        for part in rft.packing.minibatches(exp, rft.run.updates_per_pass(cfg), key, unit=unit):
-            yield weighted(algo, part)
 
 
 def policy_loss(cfg: Config, algo, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
@@ -79,54 +62,55 @@ class Loop(NamedTuple):
     step: int = 0
     floor: float = 0.0  # of the gap between trainer and sampler
     entropy: float = 0.0  # coefficient of its bonus
-    reference: Any = None
     collect: Any = None
     shaping: Any = None
 
 
 def main(cfg: Config) -> None:
-    algo = rft.run.objective(cfg)
+    algo = rft.run.objective(cfg.algorithm, cfg, advantage=cfg.advantage)
     anchor = cfg.kl > 0 or cfg.kl_in_reward > 0 or algo.reference
-    env = rft.run.setup(cfg, usual=140, optimizer=optimizer, anchor=anchor, greedy=algo.greedy)
-    cfg, st, apply = env.cfg, env.st, env.apply
-    collector, shaping = env.collector(), env.shaping(kl=cfg.kl_in_reward)
+    env = rft.run.setup(cfg, usual=140, anchor=anchor, greedy=algo.greedy)
+    cfg, st, apply = env.cfg, env.st, env.policy.apply
+    collector, shaping = env.collector(), rft.run.shaping(cfg, kl=cfg.kl_in_reward)
     loss_fn = partial(policy_loss, cfg, algo)
     unit = cfg.group if algo.together else 1  # rows that share a pack
-    tokens = env.tokens(loss_fn, group=cfg.group, unit=unit)
+    tokens = rft.run.token_log(env, loss_fn, group=cfg.group, unit=unit)
 
     # the state of a run: the model's, and a record of all else that a checkpoint brings back
-    loop = Loop(entropy=cfg.entropy, reference=env.reference)
-    loop = loop._replace(collect=collector.init(), shaping=shaping.init())
+    loop = Loop(entropy=cfg.entropy, collect=collector.init(), shaping=shaping.init())
     state, loop = env.restore(env.policy.state, loop)
     env.push(state, version=loop.step)
 
-    for step in range(loop.step, env.steps):
+    for step in range(loop.step, cfg.steps):
         # collect: the same batch on every rank
         values = env.evaluation(0) if step == 0 else {}
         batch, collected = collector.next(loop.collect, step)
         rollout, learned = batch.rollout, batch.learned  # all responses, and what of them is learned from
-        ref_logp = env.reference_logp(state, rollout)  # None without a KL
-        own = env.trainer_logp(state, learned, step, entropy=loop.entropy)  # the sampler's, or corrected
+        ref_logp = env.score(env.reference, state, rollout).logp if env.reference else None  # of a KL
+        own = rft.run.trainer_logp(env, state, learned, step, entropy=loop.entropy)  # or the sampler's
         tokens.before(step, state.params, rollout)
 
         # learn: rewards [N, G], advantages, and the weight of each token
-        reward, moments, shaped = shaping.apply(env.reward(batch), loop.shaping, rollout, ref_logp)
-        adv = algo.advantage(reward, rollout, **env.baseline(batch))
+        reward = rft.run.normalized_reward(cfg, env.task, batch.judged, batch.prompts)
+        reward, moments, shaped = shaping.apply(reward, loop.shaping, rollout, ref_logp)
+        adv = algo.advantage(reward, rollout, **rft.run.greedy_baseline(cfg, batch))
         w = algo.weight(learned.mask)
         exp = rft.experience(learned, adv=adv, w=w, old_logp=own.old_logp, ref_logp=ref_logp, extra=own.extra)
 
         # learn: passes over the minibatches
         logs = []
         with env.phase("train"):
-            for part in minibatches(cfg, algo, exp, step):
-                packs = st.shard(part, cfg.budget, unit=unit, halves=not logs and env.halves(step))
+            for part in rft.run.minibatches(cfg, exp, step, unit=unit):
+                packs = st.shard(
+                    weighted(algo, part), cfg.budget, unit=unit, halves=cfg.halves(step, len(logs))
+                )
                 grads, metrics = st.grad(state, apply, loss_fn, packs)
                 if not logs:  # before the first update trainer and sampler have the same weights
-                    gap, floor = env.check_gap(loop.floor, metrics, own, batch, state, packs)
+                    gap, floor = rft.run.check_gap(env, loop.floor, metrics, own, rollout, state, packs)
                 rate = env.policy.schedule(rft.optim.count(state.opt))
                 state, more = st.update(state, grads)
                 logs.append(rft.metric.results(metrics | more))
-        values |= env.update_kl(state, learned, own)
+        values |= rft.run.update_kl(env, state, learned, own)
         tokens.after(step, state.params, weighted(algo, exp), batch.prompts, batch.judged, rollout)
         env.push(state, version=step + 1)
 
@@ -134,9 +118,9 @@ def main(cfg: Config) -> None:
         values |= shaped | batch.metrics | rft.metric.average(logs) | gap | {"lr": rate}
         values |= rft.metric.spread("adv", exp.adv, exp.mask) | env.evaluation(step + 1)
         score = env.report(step, batch, reward, values)
-        reference = env.follow(loop.reference, state, step + 1)
-        loop = loop._replace(step=step + 1, floor=floor, entropy=own.entropy, reference=reference)
-        loop = loop._replace(collect=collected, shaping=moments)
+        if cfg.ref_every and (step + 1) % cfg.ref_every == 0:
+            rft.model.assign(env.reference.params, st.export(state), share=cfg.ref_mix)  # TR-DPO, 2404.09656
+        loop = Loop(step=step + 1, floor=floor, entropy=own.entropy, collect=collected, shaping=moments)
         env.checkpoint(state, loop, score=score, collector=collector)
     env.finish(state)
 

@@ -93,9 +93,7 @@ def load(world: rft.environment.Environment, cfg: Config, st: rft.Strategy) -> r
         chat_template_kwargs=rft.data.literals(cfg.chat_template_kwargs),
     )
     seeds = cfg.seed, rft.rng.fold_in(cfg.seed, "unseen")
-    dataset, unseen = (
-        replace(prompts(seed=seed), seed=cfg.seed) for seed in seeds
-    )  # drawn with the run's seed
+    dataset, unseen = (replace(prompts(seed=seed), seed=cfg.seed) for seed in seeds)  # drawn with the run's
     return rft.run.Task(tokenizer, dataset, unseen, None)
 
 
@@ -169,13 +167,13 @@ def main(cfg: Config) -> None:
     env = rft.run.setup(cfg, usual=100, load=partial(load, world), anchor=anchor, length=cfg.max_tokens)
     cfg, st = env.cfg, env.st
     loss_fn = partial(policy_loss, cfg, algo)
-    tokens = env.tokens(loss_fn, group=cfg.group, unit=unit)
+    tokens = rft.run.token_log(env, loss_fn, group=cfg.group, unit=unit)
 
     # the state of a run: the model's, and a record of all else that a checkpoint brings back
     state, loop = env.restore(env.policy.state, Loop())
     env.push(state, version=loop.step)
 
-    for step in range(loop.step, env.steps):
+    for step in range(loop.step, cfg.steps):
         # collect: conversations; only what the policy sampled is in the mask
         values = evaluate(env, world, 0) if step == 0 else {}
         prompts, keys = rft.data.draw(env.task.dataset, cfg.prompts, step, cfg.seed)
@@ -183,8 +181,8 @@ def main(cfg: Config) -> None:
             played = converse(env, world, prompts, keys, n=cfg.group, sampling=env.sampling)
         batch = rft.collect.Batch(played.prompts, played.rollout, played.judged())
         rollout, mask = batch.rollout, batch.rollout.mask
-        ref_logp = env.reference_logp(state, rollout)  # None without a KL
-        own = env.trainer_logp(state, rollout, step)  # the sampler's, unless its mismatch is corrected
+        ref_logp = env.score(env.reference, state, rollout).logp if env.reference else None  # of a KL
+        own = rft.run.trainer_logp(env, state, rollout, step)  # or the sampler's
         tokens.before(step, state.params, rollout)
 
         # learn: the advantage and the weight of each token
@@ -196,19 +194,19 @@ def main(cfg: Config) -> None:
 
         # learn: one update
         with env.phase("train"):
-            packs = st.shard(exp, cfg.budget, unit=unit, halves=env.halves(step))
-            grads, metrics = st.grad(state, env.apply, loss_fn, packs)
-            gap, floor = env.check_gap(loop.floor, metrics, own, batch, state, packs)
+            packs = st.shard(exp, cfg.budget, unit=unit, halves=cfg.halves(step))
+            grads, metrics = st.grad(state, env.policy.apply, loss_fn, packs)
+            gap, floor = rft.run.check_gap(env, loop.floor, metrics, own, rollout, state, packs)
             rate = env.policy.schedule(rft.optim.count(state.opt))
             state, more = st.update(state, grads)
-        values |= env.update_kl(state, rollout, own)
+        values |= rft.run.update_kl(env, state, rollout, own)
         tokens.after(step, state.params, exp, batch.prompts, batch.judged, rollout)
         env.push(state, version=step + 1)
 
         # report, evaluate, save, and stop where a signal asked for it
         values |= rft.metric.results(metrics | more) | gap | {"lr": rate}
         values |= rft.metric.spread("adv", exp.adv, mask)
-        if env.evaluates(step + 1):
+        if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
             values |= evaluate(env, world, step)
         score = env.report(step, batch, played.reward, values)
         loop = Loop(step=step + 1, floor=floor)

@@ -6,7 +6,6 @@ Without options it trains the embedded default on a laptop. The critic is a seco
 second optimizer. Run the same command again to resume from the last checkpoint, to the bit.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from rft_fn.run import options
 
 
 @dataclass(frozen=True)
-class Config(options.ReinforcementRun, options.ActorCritic, options.Entropy, options.Reference, options.Ptx):
+class Config(options.ActorCriticRun):
     """A resumed run may change the options that change no result; for others it needs --override."""
 
     # a further term of the actor's loss
@@ -66,14 +65,6 @@ def weighted(cfg: Config, row, exp: rft.Experience) -> rft.Experience:
     return rft.tree.replace(exp, w=w, extra=exp.extra | {"positive": share})
 
 
-def minibatches(cfg: Config, row, exp: rft.Experience, step: int) -> Iterator[rft.Experience]:
-    """Yield the minibatches of a step, pass after pass, each with its own w."""
-    for epoch in range(cfg.epochs):
-        key = rft.rng.fold_in(cfg.seed, "minibatch", step, epoch)
-        for part in rft.packing.minibatches(exp, rft.run.updates_per_pass(cfg), key):
-            yield weighted(cfg, row, part)
-
-
 def actor_loss(cfg: Config, row, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
     """Return the actor's loss [T]: the NLL of examples, and for responses the clipped loss with bonuses."""
     nll = rft.loss.nll(out.logp)
@@ -91,6 +82,13 @@ def actor_loss(cfg: Config, row, out: rft.TokenOut, b: rft.Packed) -> tuple[Tens
     return loss + b.extra["positive"] * nll, metrics | rft.metric.policy(out, b)
 
 
+def example_packs(env: rft.run.Setup, step: int, i: int) -> list[rft.Packed]:
+    """Return the packs of the examples that update i of a step also learns from, if any."""
+    if not env.cfg.ptx:
+        return []
+    return env.st.shard(rft.run.draw_examples(env.cfg, env.task, step, i), env.cfg.budget)
+
+
 class Loop(NamedTuple):
     """What a checkpoint brings back beside the state of the model."""
 
@@ -98,7 +96,6 @@ class Loop(NamedTuple):
     floor: float = 0.0  # of the gap between trainer and sampler
     kl: float = 0.0  # coefficient of its penalty
     entropy: float = 0.0  # coefficient of its bonus
-    reference: Any = None
     collect: Any = None
     shaping: Any = None
 
@@ -107,30 +104,30 @@ class Loop(NamedTuple):
 def main(cfg: Config) -> None:
     row = rft.run.actor_critic(cfg)
     env = rft.run.setup(cfg, usual=60, optimizer=optimizer, critic=load_critic, anchor=cfg.kl > 0)
-    cfg, st, value_of = env.cfg, env.st, env.critic.apply
-    collector, shaping = env.collector(), env.shaping()
+    cfg, st, policy_of, value_of = env.cfg, env.st, env.policy.apply, env.critic.apply
+    collector, shaping = env.collector(), rft.run.shaping(cfg)
     loss_fn = partial(actor_loss, cfg, row)
-    tokens = env.tokens(loss_fn, group=cfg.group)
+    tokens = rft.run.token_log(env, loss_fn, group=cfg.group)
 
     # the state of a run: those of both models, and a record of all else that a checkpoint brings back
-    loop = Loop(kl=cfg.kl, entropy=cfg.entropy, reference=env.reference)
-    loop = loop._replace(collect=collector.init(), shaping=shaping.init())
+    loop = Loop(kl=cfg.kl, entropy=cfg.entropy, collect=collector.init(), shaping=shaping.init())
     states, loop = env.restore({"actor": env.policy.state, "critic": env.critic.state}, loop)
     actor, critic = states["actor"], states["critic"]
     env.push(actor, version=loop.step)
 
-    for step in range(loop.step, env.steps):
+    for step in range(loop.step, cfg.steps):
         # collect: the same batch on every rank; values and log-probs are [B, S]
         values = env.evaluation(0) if step == 0 else {}
         batch, collected = collector.next(loop.collect, step)
         rollout, mask = batch.rollout, batch.rollout.mask
-        ref_logp = env.reference_logp(actor, rollout) if cfg.kl else rollout.logp
-        own = env.trainer_logp(actor, rollout, step, entropy=loop.entropy)  # the sampler's, or corrected
-        value = env.value(critic, rollout)
+        ref_logp = env.score(env.reference, actor, rollout).logp if cfg.kl else rollout.logp
+        own = rft.run.trainer_logp(env, actor, rollout, step, entropy=loop.entropy)  # or the sampler's
+        value = env.score(env.critic, critic, rollout, fields=("value",)).value
         tokens.before(step, actor.params, rollout)
 
         # learn: rewards with the KL, advantages and returns of each token [B, S]
-        reward, moments, _ = shaping.apply(env.reward(batch), loop.shaping, rollout)
+        reward = rft.run.normalized_reward(cfg, env.task, batch.judged, batch.prompts)
+        reward, moments, _ = shaping.apply(reward, loop.shaping, rollout)
         flat = reward.flatten()
         token_reward = rft.reward_shaping.kl_in_reward(flat, rollout.logp, ref_logp, mask, coef=loop.kl)
         adv, ret = row.advantage(token_reward, value, mask)
@@ -146,23 +143,23 @@ def main(cfg: Config) -> None:
         logs = []
         learns = step >= cfg.freeze_actor_steps
         with env.phase("train"):
-            for i, part in enumerate(minibatches(cfg, row, exp, step)):
-                packs = st.shard(part, cfg.budget, halves=i == 0 and env.halves(step))
+            for i, part in enumerate(rft.run.minibatches(cfg, exp, step, name="minibatch")):
+                packs = st.shard(weighted(cfg, row, part), cfg.budget, halves=cfg.halves(step, i))
                 grads, metrics = st.grad(critic, value_of, row.value_loss, packs)
                 critic, more = st.update(critic, grads)
                 del metrics["loss"]  # the same as value/loss
                 metrics |= {f"value/{name}": x for name, x in more.items()}
                 if learns or i == 0:  # a frozen actor is still compared with its sampler
-                    grads, more = st.grad(actor, env.apply, loss_fn, packs + env.example_packs(step, i))
+                    grads, more = st.grad(actor, policy_of, loss_fn, packs + example_packs(env, step, i))
                     metrics |= more
                 if i == 0:  # before the first update trainer and sampler have the same weights
-                    gap, floor = env.check_gap(loop.floor, metrics, own, batch, actor, packs)
+                    gap, floor = rft.run.check_gap(env, loop.floor, metrics, own, rollout, actor, packs)
                 rate = env.policy.schedule(rft.optim.count(actor.opt))
                 if learns:
                     actor, more = st.update(actor, grads)
                     metrics |= more
                 logs.append(rft.metric.results(metrics))
-        values |= env.update_kl(actor, rollout, own)
+        values |= rft.run.update_kl(env, actor, rollout, own)
         tokens.after(step, actor.params, weighted(cfg, row, exp), batch.prompts, batch.judged, rollout)
         env.push(actor, version=step + 1)
 
@@ -171,9 +168,10 @@ def main(cfg: Config) -> None:
         values |= rft.metric.average(logs) | gap | {"kl/coef": loop.kl, "kl/ref": kl, "lr": rate}
         values["value/explained_variance"] = rft.model.explained_variance(value, ret, mask)
         score = env.report(step, batch, reward, values | env.evaluation(step + 1))
-        coef = env.steered(loop.kl, kl, len(mask))
-        reference = env.follow(loop.reference, actor, step + 1)
-        loop = loop._replace(step=step + 1, floor=floor, kl=coef, entropy=own.entropy, reference=reference)
+        if cfg.ref_every and (step + 1) % cfg.ref_every == 0:
+            rft.model.assign(env.reference.params, st.export(actor), share=cfg.ref_mix)  # TR-DPO, 2404.09656
+        coef = rft.run.next_kl(cfg, loop.kl, kl, count=len(mask))
+        loop = loop._replace(step=step + 1, floor=floor, kl=coef, entropy=own.entropy)
         loop = loop._replace(collect=collected, shaping=moments)
         env.checkpoint({"actor": actor, "critic": critic}, loop, score=score, collector=collector)
     if cfg.save_critic:

@@ -103,10 +103,10 @@ def main(cfg: Config) -> None:
     env = rft.run.setup(cfg, usual=30, load=load, batch=size, sampled=False)
     cfg, st, task = env.cfg, env.st, env.task
     loss_fn = partial(nll, cfg)
-    tokens = env.tokens(loss_fn)
+    tokens = rft.run.token_log(env, loss_fn)
     state, loop = env.restore(env.policy.state, Loop())
 
-    for step in range(loop.step, env.steps):
+    for step in range(loop.step, cfg.steps):
         # examples
         prompts, _ = rft.data.draw(task.dataset, size, step, cfg.seed)
         exp = lessons(cfg, prompts, task.tokenizer)
@@ -114,9 +114,9 @@ def main(cfg: Config) -> None:
         # learn, and note what that does to single tokens
         tokens.before(step, state.params, exp)
         with env.phase("train"):
-            packs = st.shard(exp, cfg.budget, halves=env.halves(step))
+            packs = st.shard(exp, cfg.budget, halves=cfg.halves(step))
             rate = env.policy.schedule(rft.optim.count(state.opt))
-            grads, metrics = st.grad(state, env.apply, loss_fn, packs)
+            grads, metrics = st.grad(state, env.policy.apply, loss_fn, packs)
             state, more = st.update(state, grads)
         tokens.after(step, state.params, exp)
 

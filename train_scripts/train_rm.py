@@ -288,7 +288,7 @@ def main(cfg: Config) -> None:
     def score_held_out(state: rft.TrainState):
         """Return (the outputs, the rows) of the evaluation as one pack, the same on every rank."""
         with env.phase("evaluate"):
-            found = st.score(env.apply, state.params, held_out, cfg.budget, fields=("score",))
+            found = st.score(env.policy.apply, state.params, held_out, cfg.budget, fields=("score",))
         return rft.run.as_one_pack(held_out, unit_of_held_out, found.score)
 
     def evaluate(state: rft.TrainState) -> dict[str, float]:
@@ -299,21 +299,21 @@ def main(cfg: Config) -> None:
             metrics |= pairs_by_negative(unseen, out, b)
         return rft.metric.results(metrics | {"eval/loss": rft.metric.sum(b.w * loss)})
 
-    for step in range(loop.step, env.steps):
+    for step in range(loop.step, cfg.steps):
         values = evaluate(state) if step == 0 else {}
 
         # learn
         items, _ = rft.data.draw(task.dataset, cfg.batch, step, cfg.seed)
         exp, unit = kind.batch(items)
         with env.phase("train"):
-            packs = st.shard(exp, cfg.budget, unit=unit, halves=env.halves(step))
+            packs = st.shard(exp, cfg.budget, unit=unit, halves=cfg.halves(step))
             rate = env.policy.schedule(rft.optim.count(state.opt))
-            grads, metrics = st.grad(state, env.apply, loss_fn, packs)
+            grads, metrics = st.grad(state, env.policy.apply, loss_fn, packs)
             state, more = st.update(state, grads)
 
         # report, save, and stop where a signal asked for it
         values |= rft.metric.results(metrics | more) | {"lr": rate}
-        if env.evaluates(step + 1):
+        if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
             values |= evaluate(state)
         env.run.write(step, values, tokens=int(exp.length.sum()))
         env.checkpoint(state, Loop(step=step + 1))

@@ -8,13 +8,13 @@ from rft_fn.run.card import save_card
 from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.distillation import Distillation, load_taught_task, teacher_modules
 from rft_fn.run.earlier_run import last_model, settings
+from rft_fn.run.objective import actor_critic, greedy_baseline, minibatches, next_kl, objective, shaping
+from rft_fn.run.off_policy import check_gap, trainer_logp, update_kl
 from rft_fn.run.opening import (
-    actor_critic,
     data_options,
     load_critic,
     load_data,
     load_processing,
-    objective,
     optimizer,
     updates_per_pass,
     updates_per_step,
@@ -32,16 +32,18 @@ from rft_fn.run.reward_model import (
 from rft_fn.run.reward_task import (
     Task,
     check_engine_media,
+    draw_examples,
     load_rewards,
+    normalized_reward,
     rewards_of,
 )
 from rft_fn.run.rollout_files import read_rollout
 from rft_fn.run.run_folder import Run
 from rft_fn.run.samples import response_row
-from rft_fn.run.setup import Model, Setup
+from rft_fn.run.setup import Model, Reference, Setup
 from rft_fn.run.signals import Stopped
 from rft_fn.run.teachers import load_teachers
-from rft_fn.run.tokens import TokenLog
+from rft_fn.run.tokens import TokenLog, token_log
 
 if TYPE_CHECKING:
     from rft_fn.tools.serving import serve
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Distillation",
     "Model",
+    "Reference",
     "Run",
     "Setup",
     "Task",
@@ -57,10 +60,13 @@ __all__ = [
     "as_one_pack",
     "calibrate",
     "check_engine_media",
+    "check_gap",
     "check_labelled",
     "check_results",
     "cli",
     "data_options",
+    "draw_examples",
+    "greedy_baseline",
     "last_model",
     "load_critic",
     "load_data",
@@ -70,6 +76,9 @@ __all__ = [
     "load_rewards",
     "load_taught_task",
     "load_teachers",
+    "minibatches",
+    "next_kl",
+    "normalized_reward",
     "objective",
     "optimizer",
     "options",
@@ -80,9 +89,13 @@ __all__ = [
     "serve",
     "settings",
     "setup",
+    "shaping",
     "table",
     "teacher_modules",
+    "token_log",
     "track",
+    "trainer_logp",
+    "update_kl",
     "updates_per_pass",
     "updates_per_step",
     "warmup_updates",

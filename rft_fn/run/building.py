@@ -10,28 +10,38 @@ from rft_fn.optim import Schedule
 from rft_fn.run import opening, options
 from rft_fn.run.reward_task import Task, check_rewards, judges_here, load_task, reward_modules
 from rft_fn.run.rollout_engine import start_sampler
-from rft_fn.run.setup import Model, Setup
+from rft_fn.run.setup import Model, Reference, Setup
 from rft_fn.types import Sampling, Strategy, Transform
 
 __all__ = ["setup"]
 
 
-def one_update_a_step(cfg: Any) -> tuple[Transform, Schedule]:
-    """Return the optimizer of the options, and its learning rate, for one update a step."""
-    warmup = opening.warmup_updates(cfg.warmup, cfg.steps)
-    return opening.optimizer(cfg, cfg.lr, updates=cfg.steps, warmup=warmup)
+def usual_optimizer(cfg: options.Script) -> tuple[Transform, Schedule]:
+    """Return the optimizer of the options, and its learning rate: for all updates of a run."""
+    each = opening.updates_per_step(cfg) if isinstance(cfg, options.ReinforcementRun) else 1
+    assert cfg.steps is not None
+    updates, how = cfg.steps * each, options.of(options.Updates, cfg)
+    warmup = opening.warmup_updates(cfg.warmup, updates, each)
+    return opening.optimizer(cfg, cfg.lr, updates=updates, warmup=warmup, ema=how.ema)
+
+
+def _check_greedy(cfg: options.Shaping, algorithm: str) -> None:
+    """Raise ValueError for rewards that are normalised, where the baseline is a raw one."""
+    for name, off in (("reward_norm", "none"), ("normalize_reward", "off")):
+        if getattr(cfg, name):
+            raise ValueError(f"{name}: expected {off} with {algorithm}: its baseline is a raw reward")
 
 
 # The opening of every script is one function, read in the order in which it happens.
 def setup(
-    cfg: Any,
+    cfg: options.Script,
     *,
     usual: int,
     load: Callable[[Any, Strategy], Task] = load_task,
     batch: int | None = None,
     what: str = "prompts",
     load_module: Callable[[Any, Strategy], nn.Module] = opening.load_policy,
-    optimizer: Callable[[Any], tuple[Transform, Schedule]] = one_update_a_step,
+    optimizer: Callable[[Any], tuple[Transform, Schedule]] = usual_optimizer,
     critic: Callable[[Any, Strategy], tuple[nn.Module, Transform, Schedule]] | None = None,
     scorers: Callable[[Any, Strategy], Sequence[nn.Module]] | None = None,
     anchor: bool = False,
@@ -46,7 +56,7 @@ def setup(
     usual       the number of steps, where the options give none
     load        loads the rows, and what judges responses to them
     batch       rows of a step, by default the option `prompts`; `what` a row makes, for the line about them
-    optimizer   (cfg) -> (transform, schedule), by default for one update a step
+    optimizer   (cfg) -> (transform, schedule), by default AdamW for all updates of the run
     critic      loads a second model that is trained, with its optimizer
     scorers     loads further models that only score, without weights: for the forecast of memory
     anchor      whether the initial model is needed, for a KL to it
@@ -56,28 +66,29 @@ def setup(
     """
     passes = "data_epochs" if hasattr(cfg, "data_epochs") else "epochs"
     check.at_most_one(steps=cfg.steps, **{passes: getattr(cfg, passes)})
-    for name, off in (("reward_norm", "none"), ("normalize_reward", "off")):
-        if greedy and getattr(cfg, name):
-            raise ValueError(f"{name}: expected {off} with {cfg.algorithm}: its baseline is a raw reward")
+    how = options.of(options.Rollouts, cfg)
+    if greedy:
+        _check_greedy(options.of(options.Shaping, cfg), getattr(cfg, "algorithm", ""))
     st = opening.start(cfg, unread=() if sampled else options.ENGINE)
     every = options.of(options.Reference, cfg).ref_every
     opening.check_reference(every, anchor=anchor, zero_stage=cfg.strategy.zero_stage)
     model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
 
     # data and rewards, and the folder of the run
+    rows = batch or how.prompts
     task = load(cfg, st)
     cfg = opening.plan_steps(
         cfg,
         st,
         task.dataset,
         task.unseen,
-        batch=batch or cfg.prompts,
+        batch=rows,
         usual=usual,
         passes=passes,
         what=what,
     )
     if task.score is not None:
-        check_rewards(cfg, st, task)
+        check_rewards(options.of(options.Reward, cfg), st, task)
     run: Any = None  # a dry run has none
     if not cfg.dry_run:
         run = opening.open_folder(
@@ -93,7 +104,7 @@ def setup(
     tx, schedule = optimizer(cfg)
     second = None if critic is None else critic(cfg, st)
     if second is not None:
-        length = length or cfg.max_prompt + cfg.max_new
+        length = length or options.of(options.Prompts, cfg).max_prompt + how.max_new
     opening.print_preflight(
         cfg,
         st,
@@ -104,7 +115,7 @@ def setup(
         engine=sampled,
         length=length,
         dataset=task.dataset,
-        prompts=batch or cfg.prompts,
+        prompts=rows,
         rewards=reward_modules(task.score) if task.score is not None else (),
         judges=judges_here(task.score) if task.score is not None else (),
     )
@@ -113,17 +124,19 @@ def setup(
     sampling = None
     aux = cfg.router_aux > 0
     if sampled:
-        sampling = Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
+        sampling = Sampling(temperature=how.temperature, top_p=how.top_p, max_new=how.max_new)
         apply, state = st.init(module, tx, sampling=sampling, entropy=True, aux=aux)
     else:
         apply, state = st.init(module, tx, aux=aux)
     valuer = None
     if second is not None:
         valuer = Model(second[0], *st.init(second[0], second[1]), second[2])
-    initial = opening.initial_model(cfg, st, module, apply, sampling=sampling) if anchor else None
+    reference = None
+    if anchor:
+        reference = Reference(*opening.initial_model(cfg, st, module, apply, sampling=sampling))
 
     samples = send = None
     if sampled:
-        samples, send = start_sampler(cfg, st, task)
+        samples, send = start_sampler(how, st, task, cfg.model)
     policy = Model(module, apply, state, schedule)
-    return Setup(cfg, st, run, task, policy, valuer, initial, sampling, samples, send, greedy)
+    return Setup(cfg, st, run, task, policy, valuer, reference, sampling, samples, send, greedy)

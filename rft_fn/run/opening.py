@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
-from rft_fn import algorithm, data, dist, engine, model, opened, optim, strategy
+from rft_fn import data, dist, engine, model, opened, optim, strategy
 from rft_fn.data.template_variables import fix_day
 from rft_fn.memory import Sampler
 from rft_fn.memory.media_example import largest
@@ -26,10 +26,10 @@ from rft_fn.run.run_folder import Run
 from rft_fn.types import Apply, Sampling, Strategy, Transform
 
 __all__ = [
-    "actor_critic", "check_reference", "data_options", "end_dry", "free_options", "initial_model",
-    "load_critic", "load_data", "load_policy", "load_processing", "objective", "open_folder",
-    "optimizer", "plan_steps",
-    "print_preflight", "start", "updates_per_pass", "updates_per_step", "warmup_updates", "with_processor",
+    "check_reference", "data_options", "end_dry", "free_options", "initial_model",
+    "load_critic", "load_data", "load_policy", "load_processing", "open_folder", "optimizer",
+    "plan_steps", "print_preflight", "start", "updates_per_pass", "updates_per_step",
+    "warmup_updates", "with_processor",
 ]  # fmt: skip
 
 
@@ -240,11 +240,12 @@ def open_folder(
     )
 
 
-def load_policy(cfg: Any, st: Strategy) -> nn.Module:
-    """Load the module to train, with its adapters; `cfg` is of `options.Policy` and `Run`."""
+def load_policy(cfg: options.Policy, st: Strategy) -> nn.Module:
+    """Load the module to train, with its adapters; without weights for a dry run."""
+    run = options.of(options.Run, cfg)
     module = model.load(
         cfg.model,
-        meta=st.world > 1 or (getattr(cfg, "dry_run", False) and not cfg.quantize),
+        meta=st.world > 1 or (run.dry_run and not cfg.quantize),
         gradient_checkpointing=cfg.gradient_checkpointing,
         quantize=cfg.quantize,
         freeze=cfg.freeze,
@@ -256,37 +257,13 @@ def load_policy(cfg: Any, st: Strategy) -> nn.Module:
     )
 
 
-def load_critic(cfg: Any, st: Strategy) -> nn.Module:
-    """Load the critic of `options.ActorCritic`, by default from the policy's model."""
+def load_critic(cfg: options.ActorCriticRun, st: Strategy) -> nn.Module:
+    """Load the critic of the options, by default from the policy's model."""
     return model.load_critic(
         cfg.critic or cfg.model,
         freeze=cfg.freeze,
         gradient_checkpointing=cfg.gradient_checkpointing,
         meta=st.world > 1 or cfg.dry_run,
-    )
-
-
-def objective(cfg: Any) -> algorithm.Algorithm:
-    """Return the algorithm without a critic that the options name, with what they put in place of its own."""
-    return algorithm.configured(
-        cfg.algorithm,
-        group=cfg.group,
-        advantage=getattr(cfg, "advantage", None),
-        weight=cfg.weight,
-        limits=options.limits(cfg.loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual=cfg.dual),
-    )
-
-
-def actor_critic(cfg: Any) -> algorithm.ActorCritic:
-    """Return the algorithm of `options.ActorCritic`, with the options that were given."""
-    return algorithm.configured_actor_critic(
-        cfg.algorithm,
-        gamma=cfg.gamma,
-        lambda_=cfg.gae_lambda,
-        alpha=cfg.gae_alpha,
-        value_clip=cfg.value_clip,
-        weight=cfg.weight,
-        limits=options.limits(cfg.loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual=cfg.dual),
     )
 
 

@@ -43,11 +43,10 @@ from rft_fn.run.model_options import Data, Model, Options, Policy, Prompts
 from rft_fn.strategy import StrategyConfig
 
 __all__ = [
-    "ENGINE", "ActorCritic", "Collect", "Data", "Entropy", "Evaluation", "Examples", "Heads",
-    "HeldOut",
-    "Labelled", "Length", "Limits", "Model", "Optimizer", "Options", "Policy", "Prompts", "Ptx",
-    "Recorded", "Reference", "Reinforcement", "ReinforcementRun", "Reward", "Rollouts", "Run",
-    "Sampling", "ScoredRun", "Shaping", "Updates", "limits", "of",
+    "ENGINE", "ActorCritic", "ActorCriticRun", "Collect", "Data", "Entropy", "Evaluation", "Examples",
+    "Heads", "HeldOut", "Labelled", "Length", "Limits", "Model", "Optimizer", "Options", "Policy", "Prompts",
+    "Ptx", "Recorded", "Reference", "Reinforcement", "ReinforcementRun", "Reward", "Rollouts", "Run",
+    "Sampling", "ScoredRun", "Script", "Shaping", "Updates", "limits", "of",
 ]  # fmt: skip
 
 
@@ -55,7 +54,7 @@ S = TypeVar("S", bound=Options)
 Correction = Literal["none", "tis", "mis", "icepop", "tis_seq", "mis_seq"]
 
 
-def of(kind: type[S], cfg: Any) -> S:
+def of(kind: type[S], cfg: Options) -> S:
     """Return the options of a subject: a script's, or their defaults if it does not have the subject."""
     return cfg if isinstance(cfg, kind) else kind()
 
@@ -402,6 +401,18 @@ class Run(Length, subject="Run", first=("out", "dry_run")):
     run_name: Free[str] = ""  # the run's name at the tracker; if empty, the folder's
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
 
+    def halves(self, step: int, update: int = 0) -> bool | None:
+        """Return how `st.shard` cuts the batch of an update: True or None for an estimate of the noise.
+
+        It is for the first update of a step. None, every 10 steps by default, keeps the usual packs; see
+        `Strategy.shard`.
+        """
+        if update:
+            return False
+        if self.noise_every is None:
+            return None if step % 10 == 0 else False
+        return self.noise_every > 0 and step % self.noise_every == 0
+
 
 @dataclass(frozen=True)
 class Recorded(Run, subject="Run"):
@@ -423,6 +434,20 @@ class ReinforcementRun(ScoredRun, Optimizer, Reinforcement, Policy, Prompts, Mod
     """A run that learns from the rewards of responses."""
 
     strategy: StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
+
+
+@dataclass(frozen=True)
+class ActorCriticRun(ReinforcementRun, ActorCritic, Entropy, Reference, Ptx):
+    """A run with a critic."""
+
+
+@dataclass(frozen=True)
+class Script(Run, Optimizer, Policy, Data, Model):
+    """What the Config of every training script has.
+
+    No Config inherits it, since each has an order of subjects of its own: it is the type of one where a
+    function reads most of it, as `run.setup` does. Other functions take the subject that they read.
+    """
 
 
 ENGINE = (

@@ -340,40 +340,42 @@ def _tell_references(cfg: options.Reinforcement, st: Strategy, survey: Survey) -
             st.print(line)
 
 
-def _load_examples(cfg: Any, st: Strategy, task: Task) -> data.Dataset:
-    """Load the examples that a policy also learns from; `cfg` is of `options.Ptx` and `Reinforcement`."""
+def _load_examples(cfg: options.Reinforcement, st: Strategy, task: Task) -> data.Dataset:
+    """Load the examples that a policy also learns from."""
+    how = options.of(options.Ptx, cfg)
     examples = data.load(
-        cfg.ptx_data,
+        how.ptx_data,
         task.tokenizer,
-        seed=cfg.seed + 2,
+        seed=st.config.seed + 2,
         max_prompt=cfg.max_prompt,
         loss_on="all",
         window=model.read_window(cfg.model),
-        response=cfg.ptx_response,
-        **(data_options(cfg, task.processing) | {"messages": cfg.ptx_messages}),
+        response=how.ptx_response,
+        **(data_options(cfg, task.processing) | dict[str, Any](messages=how.ptx_messages)),
     )
-    examples = replace(examples, seed=cfg.seed)  # drawn with the run's seed
+    examples = replace(examples, seed=st.config.seed)  # drawn with the run's seed
     check_data(st, examples)
     return examples
 
 
-def draw_examples(cfg: Any, task: Task, step: int, i: int) -> Experience:
+def draw_examples(cfg: options.ReinforcementRun, task: Task, step: int, i: int) -> Experience:
     """Return the examples of update i of a step; w adds up to their coefficient."""
+    how = options.of(options.Ptx, cfg)
     update = step * updates_per_step(cfg) + i
-    prompts, _ = data.draw(task.others["ptx_data"], cfg.ptx_batch, update, cfg.seed)
+    prompts, _ = data.draw(task.others["ptx_data"], how.ptx_batch, update, cfg.seed)
     lessons = [
         lesson
         for prompt in prompts
         for lesson in data.lessons(
             prompt,
             task.tokenizer,
-            response=cfg.ptx_response,
-            messages=cfg.ptx_messages,
+            response=how.ptx_response,
+            messages=how.ptx_messages,
             chat_template_kwargs=data.literals(cfg.chat_template_kwargs),
         )
     ]
     exp = packing.conversations(lessons)
-    return tree.replace(exp, w=cfg.ptx * exp.w, extra={"ptx": exp.mask.float()})
+    return tree.replace(exp, w=how.ptx * exp.w, extra={"ptx": exp.mask.float()})
 
 
 def check_engine_media(st: Strategy, model_name: str, dataset: data.Dataset) -> None:

@@ -18,6 +18,7 @@ from rft_fn import engine as engine_lib
 from rft_fn.collect import asynchronous
 from rft_fn.engine import EngineDead, lifetime
 from rft_fn.engine.lifetime import Rebuilds, Supervised
+from rft_fn.run import options
 from rft_fn.run.reward_task import Task
 from rft_fn.run.run_folder import Run
 from rft_fn.text import printable
@@ -78,14 +79,23 @@ class _Pushed:
         return bool(self.st.gather(torch.tensor([float(x)])).max())
 
 
-def checked(cfg: Any, st: Strategy, task: Task, state: TrainState, engine: Engine, *, version: int) -> str:
-    """Send the engine its weights by `sync.canary`, with a few prompts of the task.
+def checked(
+    st: Strategy,
+    task: Task,
+    name: str,
+    state: TrainState,
+    engine: Engine,
+    *,
+    version: int,
+    max_gap: float | None = None,
+) -> str:
+    """Send the engine of a model its weights by `sync.canary`, with a few prompts of the task.
 
     Returns a line about it.
     """
     prompts: list[Any]
     prompts, _ = data.take(task.dataset, CANARY_PROMPTS, st.config.seed)
-    probe = sync.canary(st, state, engine, cfg.model, prompts, version=version, max_gap=cfg.max_gap)
+    probe = sync.canary(st, state, engine, name, prompts, version=version, max_gap=max_gap)
     return (
         f"canary: engine and trainer differ by {probe.noisy:.1e} nats per token with noise on the weights, "
         f"{probe.floor:.1e} without ({probe.seconds:.1f} s)"
@@ -93,9 +103,14 @@ def checked(cfg: Any, st: Strategy, task: Task, state: TrainState, engine: Engin
 
 
 def start_engine(
-    cfg: Any, st: Strategy, task: Task, *, build: Callable[[], Engine] | None = None
+    cfg: options.Rollouts,
+    st: Strategy,
+    task: Task,
+    name: str,
+    *,
+    build: Callable[[], Engine] | None = None,
 ) -> tuple[Engine, Push]:
-    """Return (the engine of a run, the function that sends it weights), by the options of the run.
+    """Return (the engine of a run, the function that sends it weights), for the model of a name.
 
     An engine that dies in `generate` or in a push is built again, at most `rebuilds` times in a run, and gets
     the weights of the last push. With `canary` every new one must pass `sync.canary`; its line on the screen
@@ -104,9 +119,9 @@ def start_engine(
     """
 
     def build_engine() -> Engine:
-        return engine_lib.get_engine(engine_lib.config_of(cfg.strategy), cfg.model, task.tokenizer)
+        return engine_lib.get_engine(engine_lib.config_of(st.config), name, task.tokenizer)
 
-    check = partial(checked, cfg, st, task) if cfg.canary else None
+    check = partial(checked, st, task, name, max_gap=cfg.max_gap) if cfg.canary else None
     kept = _Pushed(build or build_engine, check, st, cfg.rebuilds)
     return kept.engine, kept.push
 
@@ -136,26 +151,30 @@ def _save_alone(run: Run) -> str:
     return _saved(run)
 
 
-def start_sampler(cfg: Any, st: Strategy, task: Task) -> tuple[collect.AsyncSampler, Push]:
-    """Return (what samples the rollouts, the function that sends it weights).
+def start_sampler(
+    cfg: options.Rollouts, st: Strategy, task: Task, name: str
+) -> tuple[collect.AsyncSampler, Push]:
+    """Return (what samples the rollouts, the function that sends it weights), for the model of a name.
 
     As `start_engine`. With `ahead` the engine has a separate process, this process keeps the threads that it
     leaves, and its thread builds it again where it dies: every rank independently, with the weights that it
     had, which the trainer no longer has. With `canary` it must pass that again.
     """
     if not cfg.ahead:
-        inner, push = start_engine(cfg, st, task)
+        inner, push = start_engine(cfg, st, task, name)
         return collect.AsyncSampler(inner, st), push
     config, threads = asynchronous.split_threads(engine_lib.config_of(st.config), torch.get_num_threads())
     torch.set_num_threads(threads)
-    build = partial(engine_lib.get_engine, config, cfg.model, task.tokenizer)
-    check = partial(_check, cfg, st, task) if cfg.canary else None
+    build = partial(engine_lib.get_engine, config, name, task.tokenizer)
+    check = partial(_check, st, task, name, cfg.max_gap) if cfg.canary else None
     calls = collect.EngineWorker(build, rebuilds=cfg.rebuilds, check=check)
-    inner, push = start_engine(replace(cfg, rebuilds=0), st, task, build=calls.engine)
+    inner, push = start_engine(replace(cfg, rebuilds=0), st, task, name, build=calls.engine)
     return collect.AsyncSampler(inner, st, calls=calls), push
 
 
-def _check(cfg: Any, st: Strategy, task: Task, engine: Engine, weights: collect.Weights) -> None:
+def _check(
+    st: Strategy, task: Task, name: str, max_gap: float | None, engine: Engine, weights: collect.Weights
+) -> None:
     """Run the canary on this rank's engine only, with a copy of the trained weights as the trainer."""
 
     def export(state: TrainState, /) -> collect.Weights:
@@ -163,5 +182,5 @@ def _check(cfg: Any, st: Strategy, task: Task, engine: Engine, weights: collect.
 
     alone = strategy.get_fake_strategy()._replace(export=export, config=st.config)
     state = TrainState(params={}, opt=None, step=weights.version, tx=optim.chain())
-    line = checked(cfg, alone, task, state, engine, version=weights.version)
+    line = checked(alone, task, name, state, engine, version=weights.version, max_gap=max_gap)
     print(printable(line), file=sys.stderr, flush=True)

@@ -65,7 +65,7 @@ class _Member:
     def model(self, state: TrainState) -> tuple[Any, Any]:
         """Return (apply, params), with the weights of now."""
         if self.bound is None:
-            return self.env.apply, state.params
+            return self.env.policy.apply, state.params
         if self.spec.kind == "ema":
             average = tree.replace(state, params=optim.ema_params(state.opt))
             model.assign(self.bound[1], self.env.st.export(average))
@@ -151,7 +151,7 @@ class Teachers:
         divergence = loss.divergence(cfg.loss, beta=cfg.jsd_beta, alpha=cfg.skew)
         temperature = cfg.teacher_temperature or Sampling(temperature=cfg.temperature).distribution[0]
         made = [model.Teacher(divergence, head, temperature) for head in heads]
-        model.attach_teacher(self.env.apply, *made)
+        model.attach_teacher(self.env.policy.apply, *made)
 
     def _number_of(self, batch: Batch) -> Tensor:
         """Return the number of the teacher of each row [B]. ValueError for a name that none has."""

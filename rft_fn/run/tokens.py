@@ -11,10 +11,11 @@ from rft_fn import loss, packing, tree
 from rft_fn.reward import Judged
 from rft_fn.run.data_uris import shown
 from rft_fn.run.run_folder import Run
+from rft_fn.run.setup import Setup
 from rft_fn.run.token_texts import pieces
 from rft_fn.types import Apply, Experience, LossFn, Rollout, Strategy, TokenOut
 
-__all__ = ["TokenLog", "effects"]
+__all__ = ["TokenLog", "effects", "token_log"]
 
 
 GROUPS = 2  # at least that are recorded; more where they are small
@@ -22,6 +23,24 @@ SAMPLES = 8  # most responses of each
 ROWS = 8  # responses in all, where groups are small
 TOKENS = 2048  # most tokens of a response
 CONTEXT = 64  # most tokens before the first that is learned, where there is no prompt as a text
+
+
+def token_log(
+    env: Setup, loss_fn: LossFn, *, group: int = 1, unit: int = 1, names: Sequence[str] = ()
+) -> "TokenLog":
+    """Return what records single tokens of a run, every --tokens-every steps."""
+    return TokenLog(
+        env.st,
+        env.run,
+        env.policy.apply,
+        loss_fn,
+        env.task.tokenizer,
+        every=env.cfg.tokens_every,
+        budget=env.cfg.budget,
+        group=group,
+        unit=unit,
+        names=names,
+    )
 
 
 class TokenLog:

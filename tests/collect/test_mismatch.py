@@ -1,7 +1,9 @@
 """Mismatch of trainer and sampler: measured as defined, limited by its noise, corrected, and explained."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from test_house import load_script as script
 import rft_fn as rft
 from rft_fn import collect, engine, model, packing, tree, weight
 from rft_fn.run import options
-from rft_fn.run.off_policy import check_gap, correct_mismatch
+from rft_fn.run.off_policy import limited_gap, trainer_logp
 from rft_fn.types.engine import Delivered
 
 PROMPTS, KEYS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12]], [1, 2, 3, 4]
@@ -157,28 +159,37 @@ def test_tis_and_icepop_take_a_least_ratio():
     torch.testing.assert_close(raised, (trainer - r.logp).exp().clamp(low, high) * w)
 
 
+@dataclass(frozen=True)
+class Seen(options.Rollouts, options.Entropy):
+    """The options of a run by which its trainer sees a rollout."""
+
+    budget: int = 64
+
+
+def seen(cfg, strategy, apply, params, r, step=0, **more):
+    """A rollout as the trainer of a run sees it."""
+    env = SimpleNamespace(
+        cfg=cfg, st=strategy, policy=SimpleNamespace(apply=apply), phase=lambda name: nullcontext()
+    )
+    return trainer_logp(env, SimpleNamespace(params=params), r, step, **more)
+
+
 def test_a_corrected_loss_starts_from_the_trainers_policy():
     """old_logp is what the trainer scores, without a correction what the sampler says."""
     sampling = rft.Sampling(max_new=6)
     r = rollout(sampling, lm=tiny.llama(3))
     strategy = rft.strategy.get_fake_strategy()
     apply, params = strategy.bind(tiny.llama())
-    how = {"budget": 64, "version": 2}
-    plain = correct_mismatch(options.Rollouts(), strategy, apply, params, r, **how)
+    plain = seen(Seen(), strategy, apply, params, r, 2)
     assert plain.old_logp is r.logp and plain.extra == {}
     assert plain.metrics == {"rollout/staleness": 2.0, "rollout/staleness_max": 2.0}
-    cfg = options.Rollouts(mismatch="tis", cap=1.5)
-    found = correct_mismatch(cfg, strategy, apply, params, r, **how)
+    cfg = Seen(mismatch="tis", cap=1.5)
+    found = seen(cfg, strategy, apply, params, r, 2)
     want = strategy.score(apply, params, r, 64).logp
     assert torch.equal(found.old_logp, want) and (want - r.logp).abs().max() > 0.1
     factor = (want - r.logp).exp().clamp(max=1.5) * r.mask
     torch.testing.assert_close(found.extra["correction"], factor)
     assert found.metrics["policy/logp_gap"] == pytest.approx(collect.logp_mismatch(want, r.logp, r.mask))
-
-
-@dataclass(frozen=True)
-class Chosen(options.Rollouts, options.Entropy):
-    """The options of a run that chooses tokens by their entropy."""
 
 
 def test_tokens_are_chosen_by_the_entropy_of_the_policy():
@@ -187,8 +198,7 @@ def test_tokens_are_chosen_by_the_entropy_of_the_policy():
     strategy = rft.strategy.get_fake_strategy()
     apply, params = strategy.bind(tiny.llama(), entropy=True)
     scored = strategy.score(apply, params, r, 64, fields=("entropy",))
-    how = {"budget": 64, "version": 0}
-    found = correct_mismatch(Chosen(entropy_share=0.3), strategy, apply, params, r, **how)
+    found = seen(Seen(entropy_share=0.3), strategy, apply, params, r)
     every = sorted(scored.entropy[r.mask].tolist(), reverse=True)
     least = every[int(np.ceil(0.3 * len(every))) - 1]
     # with all that have the same entropy: the first tokens of the responses to a prompt
@@ -196,8 +206,8 @@ def test_tokens_are_chosen_by_the_entropy_of_the_policy():
     assert bool((weight.high_entropy(wanted, scored.entropy, r.mask, share=0.3) <= wanted).all())
     assert torch.equal(found.extra["correction"], wanted) and found.old_logp is r.logp
     assert found.metrics["entropy/threshold"] == pytest.approx(least)
-    both = Chosen(entropy_share=0.3, mismatch="tis")
-    found = correct_mismatch(both, strategy, apply, params, r, **how)
+    both = Seen(entropy_share=0.3, mismatch="tis")
+    found = seen(both, strategy, apply, params, r)
     factor, _ = collect.correction("tis", scored.logp, r)
     assert torch.equal(found.extra["correction"], wanted * factor)
     assert torch.equal(found.old_logp, scored.logp)
@@ -210,13 +220,11 @@ def test_the_bonus_follows_the_entropy_of_the_policy():
     own = strategy.score(apply, params, r, 64, fields=("entropy",)).entropy
     mean = float(own[r.mask].double().mean())
     for target, applied, later in ((mean + 0.01, 0.02, 0.025), (mean - 0.01, 0.0, 0.015)):
-        cfg = Chosen(entropy=0.5, entropy_target=target)
-        found = correct_mismatch(cfg, strategy, apply, params, r, budget=64, version=0, bonus=0.02)
+        cfg = Seen(entropy=0.5, entropy_target=target)
+        found = seen(cfg, strategy, apply, params, r, entropy=0.02)
         assert found.entropy == pytest.approx(later) and found.metrics["entropy/coef"] == applied
         assert found.extra["entropy"].tolist() == pytest.approx([applied] * len(r.tokens))
-    fixed = correct_mismatch(
-        Chosen(entropy=0.5), strategy, apply, params, r, budget=64, version=0, bonus=0.02
-    )
+    fixed = seen(Seen(entropy=0.5), strategy, apply, params, r, entropy=0.02)
     assert fixed.entropy == 0.5 and set(fixed.extra["entropy"].tolist()) == {0.5}
     assert not any(name.startswith("entropy/") for name in fixed.metrics)
 
@@ -291,7 +299,7 @@ def test_the_first_gap_of_a_run_limits_the_later_ones():
         return collect.mismatch_metrics(scored, r) | {"rollout/staleness_max": staleness, "loss": 1.0}
 
     def check(cfg, floor, r, **how):
-        return check_gap(cfg, floor, values(r, **how), r, sampling, apply, params, packs_of(r))
+        return limited_gap(cfg, floor, values(r, **how), r, sampling, apply, params, packs_of(r))
 
     assert 1e-4 < values(late)["policy/logp_gap"] < 0.01
     cfg = options.Rollouts()
@@ -304,7 +312,7 @@ def test_the_first_gap_of_a_run_limits_the_later_ones():
 
     # where no token is learned from nothing is measured, and that is no floor
     nothing = {"rollout/staleness_max": 0.0}
-    assert check_gap(cfg, 0.0, nothing, fresh, sampling, apply, params, packs_of(fresh))[1] == 0.0
+    assert limited_gap(cfg, 0.0, nothing, fresh, sampling, apply, params, packs_of(fresh))[1] == 0.0
     with pytest.raises(ValueError, match=r"above the limit of 0.0001"):
         check(options.Rollouts(gap_factor=1e4, max_gap=1e-4), floor, late)
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import rft_fn as rft
 from rft_fn import collect, engine, precision, sync
-from rft_fn.run.off_policy import check_gap
+from rft_fn.run.off_policy import limited_gap
 from rft_fn.strategy import StrategyConfig
 
 SMALL = {"prompts": 4, "group": 4, "steps": 3, "eval_prompts": 4}
@@ -180,5 +180,6 @@ def test_the_limit_of_a_step_goes_by_the_types_of_both_sides(monkeypatch, option
     apply, params = rft.model.bind(tiny.llama().to(trainer))
     values = dict.fromkeys(collect.MISMATCH, 1e-3) | {"rollout/staleness_max": 0.0}
     given = (values, None, rft.Sampling(), apply, params, [])
-    check_gap(script("grpo").Config(**options), 0.0, *given, engine=saying(sampler))
+    cfg = script("grpo").Config(**options)
+    limited_gap(cfg, 0.0, *given, engine=saying(sampler), config=cfg.strategy)
     assert limits == [limit]

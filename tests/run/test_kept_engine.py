@@ -124,7 +124,7 @@ def test_bad_weights_and_refused_requests_build_no_engine(monkeypatch):
         made.append(engine.get_engine(None, "tiny", tokenizer))
         return made[-1]
 
-    eng, push = start_engine(cfg, st, task, build=build)
+    eng, push = start_engine(cfg, st, task, "tiny", build=build)
     _, state = st.init(rft.model.load("tiny"), rft.optim.adamw(0.1))
     push(state, version=0)
     with pytest.raises(engine.BadRequest):

@@ -13,7 +13,7 @@ from test_house import load_script
 import rft_fn as rft
 from rft_fn.engine import process
 from rft_fn.run import options
-from rft_fn.run.off_policy import correction_of
+from rft_fn.run.off_policy import Correction
 
 # engines start in a moment
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children", "plain_runs")]
@@ -132,9 +132,9 @@ def test_without_an_engine_left_the_step_is_saved_and_the_same_command_continues
 def test_the_correction_that_is_on_by_default():
     found = {(): "none", ("ahead",): "tis", ("partial",): "tis"}
     for names, expected in found.items():
-        assert correction_of(options.Rollouts(**dict.fromkeys(names, 1))) == expected
-    assert correction_of(options.Rollouts(ahead=1, mismatch="none")) == "none"
-    assert correction_of(options.Rollouts(mismatch="icepop")) == "icepop"
+        assert Correction.of(options.Rollouts(**dict.fromkeys(names, 1))).name == expected
+    assert Correction.of(options.Rollouts(ahead=1, mismatch="none")).name == "none"
+    assert Correction.of(options.Rollouts(mismatch="icepop")).name == "icepop"
 
 
 class Interrupted(Exception):
