@@ -17,11 +17,10 @@ from torch import Tensor
 
 import rft_fn as rft
 from rft_fn.limits import Count, Filled, Free, Warmup
-from rft_fn.run import options
 
 
 @dataclass(frozen=True)
-class Config(rft.run.Distillation, options.ReinforcementRun, options.Collect, first=("algorithm",)):
+class Config(rft.run.DistillationRun, first=("algorithm",)):
     """A resumed run may change the options that change no result; for others it needs --override."""
 
     # the algorithm

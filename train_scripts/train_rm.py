@@ -19,21 +19,10 @@ from torch import Tensor
 
 import rft_fn as rft
 from rft_fn.limits import AtLeast0, Count, Decay, Filled, Free, Positive, Range, Warmup
-from rft_fn.run import options
 
 
 @dataclass(frozen=True)
-class Config(
-    options.Run,
-    options.Labelled,
-    options.Optimizer,
-    options.Examples,
-    options.Heads,
-    options.Policy,
-    options.Data,
-    options.Model,
-    first=("loss",),
-):
+class Config(rft.run.RewardModelRun, first=("loss",)):
     """A resumed run may change the options that change no result; for others it needs --override."""
 
     # the loss

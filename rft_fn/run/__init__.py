@@ -6,7 +6,7 @@ from rft_fn.run import options
 from rft_fn.run.building import setup
 from rft_fn.run.card import save_card
 from rft_fn.run.cli import cli, error_line, guard, without
-from rft_fn.run.distillation import Distillation, load_taught_task, teacher_modules
+from rft_fn.run.distillation import Distillation, DistillationRun, load_taught_task, teacher_modules
 from rft_fn.run.earlier_run import last_model, settings
 from rft_fn.run.objective import actor_critic, greedy_baseline, minibatches, next_kl, objective, shaping
 from rft_fn.run.off_policy import check_gap, trainer_logp, update_kl
@@ -23,6 +23,7 @@ from rft_fn.run.opening import (
 from rft_fn.run.progress import track
 from rft_fn.run.result_files import check_results, table, write_results
 from rft_fn.run.reward_model import (
+    RewardModelRun,
     as_one_pack,
     calibrate,
     check_labelled,
@@ -50,8 +51,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Distillation",
+    "DistillationRun",
     "Model",
     "Reference",
+    "RewardModelRun",
     "Run",
     "Setup",
     "Task",

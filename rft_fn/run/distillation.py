@@ -17,8 +17,8 @@ from rft_fn.run.reward_task import Task, load_task
 from rft_fn.types import Strategy
 
 __all__ = [
-    "FROM_REWARDS", "SERVED", "Distillation", "TeacherSpec", "load_taught_task", "meet", "read_teachers",
-    "require_same_words", "teacher_modules",
+    "FROM_REWARDS", "SERVED", "Distillation", "DistillationRun", "TeacherSpec", "load_taught_task",
+    "meet", "read_teachers", "require_same_words", "teacher_modules",
 ]  # fmt: skip
 
 SERVED = ("openai", "sglang")
@@ -100,6 +100,13 @@ class Distillation(
 
 
 @dataclass(frozen=True)
+class DistillationRun(  # pyright: ignore[reportIncompatibleVariableOverride]: `loss` is a text here
+    Distillation, options.ReinforcementRun, options.Collect
+):
+    """A run that learns from teachers, and from rewards if asked for."""
+
+
+@dataclass(frozen=True)
 class TeacherSpec:
     """A teacher as the options name it."""
 
@@ -129,7 +136,7 @@ def read_teachers(cfg: Distillation) -> list[TeacherSpec]:
 # ---------- before a model is loaded
 
 
-def load_taught_task(cfg: Any, st: Strategy) -> Task:
+def load_taught_task(cfg: DistillationRun, st: Strategy) -> Task:
     """Load the task of the options, after checks of the teachers.
 
     ValueError for a teacher that cannot give what the loss needs, and for one with another tokenizer: its
@@ -151,7 +158,7 @@ def load_taught_task(cfg: Any, st: Strategy) -> Task:
     return task
 
 
-def _check(cfg: Any, st: Strategy, spec: TeacherSpec, tokenizer: Any) -> None:
+def _check(cfg: DistillationRun, st: Strategy, spec: TeacherSpec, tokenizer: Any) -> None:
     """Raise ValueError for a teacher that the options cannot have."""
     exact = cfg.loss in loss.DIVERGENCES and not cfg.top_k
     if spec.kind == "ema" and not cfg.ema:
@@ -182,7 +189,7 @@ def _check(cfg: Any, st: Strategy, spec: TeacherSpec, tokenizer: Any) -> None:
         meet(cfg, st, spec, tokenizer)
 
 
-def meet(cfg: Any, st: Strategy, spec: TeacherSpec, tokenizer: Any) -> ServedWords:
+def meet(cfg: DistillationRun, st: Strategy, spec: TeacherSpec, tokenizer: Any) -> ServedWords:
     """Meet a teacher on a server. ValueError for what it cannot give."""
     config = replace(engine.config_of(st.config), type=spec.kind, servers=(spec.place,), process=False)
     try:
@@ -207,7 +214,7 @@ def require_same_words(what: str, theirs: Any, ours: Any) -> None:
     )
 
 
-def teacher_modules(cfg: Any, st: Strategy) -> list[nn.Module]:
+def teacher_modules(cfg: DistillationRun, st: Strategy) -> list[nn.Module]:
     """Return the teachers that this process holds, without weights: for the forecast of memory."""
     places = [cfg.model if spec.kind == "ema" else spec.place for spec in read_teachers(cfg)]
     held = [spec.kind in ("folder", "ema") for spec in read_teachers(cfg)]

@@ -1,6 +1,7 @@
 """The parts of a script that trains a reward model: its rows, its heads, and their calibration."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,19 @@ from torch import Tensor
 from rft_fn import data, model, packing, tree
 from rft_fn.data import sources
 from rft_fn.model.reward_heads import named_heads
+from rft_fn.run import options
 from rft_fn.run.cli import without
 from rft_fn.run.opening import load_data, load_policy
 from rft_fn.types import Experience, Packed, Strategy, TokenOut
 
-__all__ = ["as_one_pack", "calibrate", "check_labelled", "load_labelled", "load_reward_model"]
+__all__ = [
+    "RewardModelRun",
+    "as_one_pack",
+    "calibrate",
+    "check_labelled",
+    "load_labelled",
+    "load_reward_model",
+]
 
 _READ = {
     "pairs": ("chosen", "rejected", "margin"),
@@ -25,11 +34,22 @@ _READ = {
 """Options of `options.Labelled` that a kind of rows reads, and some other does not."""
 
 
-def check_labelled(cfg: Any) -> None:
-    """Raise ValueError for options of `options.Labelled` and `options.Heads` that do not go together.
+@dataclass(frozen=True)
+class RewardModelRun(
+    options.Run,
+    options.Labelled,
+    options.Optimizer,
+    options.Examples,
+    options.Heads,
+    options.Policy,
+    options.Data,
+    options.Model,
+):
+    """A run that trains a reward model."""
 
-    `cfg` has both, and `strategy`.
-    """
+
+def check_labelled(cfg: RewardModelRun) -> None:
+    """Raise ValueError for options of the rows and of the heads that do not go together."""
     without(cfg, "router_aux", prefix="", instead="it is for models of log-probs")
     without(cfg, "lora_merge", prefix="", instead="a reward model is saved whole")
     if cfg.heads:
@@ -59,7 +79,7 @@ def check_labelled(cfg: Any) -> None:
 
 
 def load_labelled(
-    cfg: Any,
+    cfg: RewardModelRun,
     st: Strategy,
     tokenizer: Any,
     processing: data.Processing | None,
@@ -69,9 +89,8 @@ def load_labelled(
 ) -> tuple[data.Dataset, data.Dataset]:
     """Load (the rows to train on, the unseen ones to evaluate on), the same on every rank.
 
-    `cfg` has the options of `options.Labelled`, `options.Heads` and `options.Policy`, `items` is the kind of
-    rows that it names. With `shares` the labels of points and steps must be in [0, 1]. ValueError for rows
-    that cannot be used.
+    `items` is the kind of rows that the options name. With `shares` the labels of points and steps must be in
+    [0, 1]. ValueError for rows that cannot be used.
     """
     columns: dict[str, dict[str, Any]] = {
         "pairs": {"preferences": cfg.heads},
@@ -93,8 +112,8 @@ def load_labelled(
     )
 
 
-def load_reward_model(cfg: Any, st: Strategy) -> model.RewardModel:
-    """Load the model to train with its heads: new ones, or its own; `cfg` is of `options.Heads` and `Run`.
+def load_reward_model(cfg: RewardModelRun, st: Strategy) -> model.RewardModel:
+    """Load the model to train with its heads: new ones, or its own.
 
     ValueError for other heads than asked for.
     """

@@ -107,19 +107,19 @@ class Setup:
 
     def collector(self) -> collect.Collector:
         """Return the collector that the options ask for."""
-        cfg = options.of(options.Collect, self.cfg)
+        cfg, how = options.of(options.Rollouts, self.cfg), options.of(options.Collect, self.cfg)
         return collect.collector(
             self.source,
             prompts=cfg.prompts,
             group=cfg.group,
             ahead=cfg.ahead,
             partial_budget=cfg.partial,
-            rounds=cfg.rounds,
-            curriculum=cfg.curriculum,
-            floor=cfg.curriculum_floor,
-            prompt_shares=cfg.curriculum_by == "prompt",
+            rounds=how.rounds,
+            curriculum=how.curriculum,
+            floor=how.curriculum_floor,
+            prompt_shares=how.curriculum_by == "prompt",
             greedy=self.greedy,
-            mask_truncated=cfg.mask_truncated,
+            mask_truncated=how.mask_truncated,
         )
 
     def judge(self, rollout: Rollout, prompts: Sequence[Any], step: int) -> reward.Judged:
