@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from rft_fn import option_help
 
-__all__ = ["names", "owners", "parse", "qualify", "unknown"]
+__all__ = ["aliases", "names", "owners", "parse", "qualify", "unknown"]
 
 
 _RULE = re.compile(r"[╭╮╰╯─-]+")
@@ -29,12 +29,22 @@ def _parts(config: type) -> Iterator[tuple[str, list[str]]]:
         yield name, inner
 
 
+def aliases(config: type) -> dict[str, str]:
+    """Return the further names of options, {"clip_low": "loss.low"}, as a config and its bases give them.
+
+    One of a part that the config does not have is left out.
+    """
+    known = {f"{name}.{x}" for name, inner in _parts(config) for x in inner}
+    given = [vars(kind).get("__aliases__", {}) for kind in config.__mro__]
+    return {alias: name for found in given for alias, name in found.items() if name in known}
+
+
 WHOLE = frozenset({"loss"})  # parts without short names: other libraries have a beta of another meaning
 
 
 def names(config: type) -> set[str]:
     """Return the options of a config and of its parts, these with the part's name and without."""
-    found = {"help", "disable_engine_sleep"}
+    found = {"help", "disable_engine_sleep", *aliases(config)}
     for name, inner in _parts(config):
         short = () if name in WHOLE else inner
         found |= {name, *short, *(f"{name}.{x}" for x in inner)}
@@ -52,13 +62,22 @@ def owners(config: type) -> dict[str, list[str]]:
 
 
 def qualify(args: Sequence[str], config: type) -> list[str]:
-    """Write --NAME as --PART.NAME for an option that only one dataclass within `config` has."""
-    found_in = owners(config)
+    """Write --NAME as --PART.NAME for an option that only one dataclass within `config` has.
+
+    So is an alias of one. ValueError for an option that is given by both of its names.
+    """
+    found_in, also = owners(config), aliases(config)
+    given = {arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")}
+    for alias, name in also.items():
+        if alias in given and name in given:
+            raise ValueError(f"{name}: expected it once, got it as {alias} too")
 
     # --no- comes between the part and the name
     def whole(match: re.Match[str]) -> str:
         no = match[1] or ""
         name = match[2]
+        if name.replace("-", "_") in also and not no:
+            return f"--{also[name.replace('-', '_')]}"
         if name.replace("-", "_") == "disable_engine_sleep":
             no = "no-"
             name = "enable-engine-sleep"

@@ -14,6 +14,7 @@ from rft_fn import parsing
 from rft_fn.migrate import names
 from rft_fn.migrate.libraries import LIBRARIES
 from rft_fn.migrate.translation import main, read, table, translate
+from rft_fn.run.options import Limits
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs" / "coming_from").glob("*.md"))
@@ -192,19 +193,19 @@ CASES = {
     "trl": ("a.yaml", TRL, "grpo", {
         "model": "my/model", "lr": 2e-6, "prompts": 16, "group": 4, "steps": 100, "algorithm": "dr_grpo",
         "weight": "constant:512",
-        "reward": ("my.py:first", "my.py:second(a b)"), "clip_low": 0.2, "clip_high": 0.2, "max_new": 512,
+        "reward": ("my.py:first", "my.py:second(a b)"), "loss": Limits(low=0.2, high=0.2), "max_new": 512,
     }),
     "verl": ("a.sh", VERL, "grpo", {
         "data": ("${HOME}/train.parquet",), "prompts": 1024, "group": 5, "kl": 0.002, "algorithm": "grpo",
-        "lr": 1e-6, "data_epochs": 15.0, "dual": 3.0, "schedule": "constant",
+        "lr": 1e-6, "data_epochs": 15.0, "loss": Limits(low=0.2, high=0.2, dual=3.0), "schedule": "constant",
     }),
     "openrlhf": ("a.sh", OPENRLHF, "grpo", {
-        "model": "m", "clip_low": 0.2, "clip_high": 0.28, "kl": 1e-3, "kl_in_reward": 0.0, "group": 8,
+        "model": "m", "loss": Limits(low=0.2, high=0.28), "kl": 1e-3, "kl_in_reward": 0.0, "group": 8,
         "reward_clip": 5.0, "prompts": 1024, "lr": 1e-6, "schedule": "cosine",
     }),
     "lightrft": ("a.sh", LIGHTRFT, "ppo", {
-        "model": "m", "prompts": 64, "group": 2, "beta1": 0.9, "beta2": 0.95, "clip_low": 0.1,
-        "clip_high": 0.1, "kl": 0.01,
+        "model": "m", "prompts": 64, "group": 2, "beta1": 0.9, "beta2": 0.95,
+        "loss": Limits(low=0.1, high=0.1), "kl": 0.01,
     }),
     "trl sft": ("a.yaml", TRL_SFT, "sft", {
         "model": "my/model", "data": ("my/data:main@train",), "lr": 2e-4, "batch": 32, "epochs": 2.0,

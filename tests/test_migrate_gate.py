@@ -88,8 +88,8 @@ def test_an_old_release_of_verl_has_its_kl_in_the_reward(said):
         "a.sh", f"python3 -m verl.trainer.main_ppo {old} actor_rollout_ref.actor.clip_ratio=0.3"
     )
     script, cfg = options(printed)
-    assert (script, cfg.kl_in_reward, cfg.entropy, cfg.dual) == ("grpo", 0.02, 0.001, None)
-    assert (cfg.clip_low, cfg.clip_high) == (0.3, 0.3)
+    assert (script, cfg.kl_in_reward, cfg.entropy, cfg.loss.dual) == ("grpo", 0.02, 0.001, None)
+    assert (cfg.loss.low, cfg.loss.high) == (0.3, 0.3)
     assert "# version: of a release before 0.4, as " in printed
     # with a loss of its own there is none in the reward
     text = f"python3 -m verl.trainer.main_ppo {old} actor_rollout_ref.actor.use_kl_loss=True"
@@ -197,7 +197,7 @@ def test_easyr1_is_read(said):
     printed = said("a.sh", text)[1]
     script, cfg = options(printed)
     assert (script, cfg.model, cfg.prompts, cfg.group, cfg.kl) == ("grpo", "m", 128, 6, 0.03)
-    assert (cfg.lr, cfg.temperature, cfg.clip_high, cfg.max_new) == (3e-6, 0.7, 0.3, 2048)
+    assert (cfg.lr, cfg.temperature, cfg.loss.high, cfg.max_new) == (3e-6, 0.7, 0.3, 2048)
     assert (cfg.strategy.train_batch_size, cfg.template, cfg.data_epochs) == (192, "{problem}", 15)
     assert "may change" not in printed and "the values that EasyR1 has in it are taken" in printed
 

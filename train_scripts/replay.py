@@ -10,29 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.limits import Above1, AtLeast0, Count, Filled
+from rft_fn.limits import AtLeast0, Count, Filled
 from rft_fn.run.options import Limits, Options
-from rft_fn.run.options import limits as given_limits
 from rft_fn.types import LossFn
 
 
 @dataclass(frozen=True)
-class Config(Options):
+class Config(Options, aliases={"clip_low": "loss.low", "clip_high": "loss.high", "dual": "loss.dual"}):
     """The options of a replay."""
 
     fault: Filled  # the folder fault_STEP that the run left
     model: str = ""  # what the run started from; if empty, as in the run's config.json
     algorithm: str = ""  # another algorithm, with its own limits; if empty, as in config.json
-    clip_low: AtLeast0 | None = None  # short for loss.low; None: as in config.json
-    clip_high: AtLeast0 | None = None  # short for loss.high; None: as in config.json
-    dual: Above1 | None = None  # short for loss.dual; None: as in config.json
     loss: Limits = field(default_factory=Limits)
     kl: AtLeast0 | None = None  # coefficient of the KL in the loss; None: as in config.json
     critic: bool = False  # the weights are a critic's
@@ -50,9 +45,6 @@ def settings(cfg: Config) -> dict[str, Any]:
     return {"temperature": 1.0, "top_p": 1.0, "max_new": 1} | run | {"model": model, "algorithm": algorithm}
 
 
-_OTHERS = ("group", "advantage", "weight", "value_clip", "gamma", "gae_lambda", "gae_alpha")
-
-
 def objective(cfg: Config, run: Mapping[str, Any]) -> LossFn:
     """The loss that the run had, with what the command line gives in its place."""
     name = run["algorithm"]
@@ -61,16 +53,30 @@ def objective(cfg: Config, run: Mapping[str, Any]) -> LossFn:
 
     # another algorithm has its own limits, and none of the run's
     own = {} if cfg.algorithm else run
-    loss = Limits(**own["loss"]) if isinstance(own.get("loss"), Mapping) else None
-    old_low, old_high, old_dual = (own.get(option) for option in ("clip_low", "clip_high", "dual"))
-    limits = given_limits(loss, clip_low=old_low, clip_high=old_high, dual=old_dual)
-    limits |= given_limits(cfg.loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual=cfg.dual)
-    parts = SimpleNamespace(algorithm=name, loss=Limits(**limits), clip_low=None, clip_high=None, dual=None)
-    vars(parts).update({name: own.get(name) for name in _OTHERS})
-    if cfg.critic:
-        return rft.run.actor_critic(parts).value_loss
+    limits = {
+        "low": own.get("clip_low"),
+        "high": own.get("clip_high"),
+        "dual": own.get("dual"),
+    }  # of distill.py
+    if isinstance(own.get("loss"), Mapping):
+        limits = own["loss"]
+    limits = {**limits, **cfg.loss.given}
     with_critic = isinstance(rft.algorithm.TABLE[name], rft.algorithm.ActorCritic)
-    row = rft.run.actor_critic(parts) if with_critic else rft.run.objective(parts)
+    if with_critic or cfg.critic:
+        row = rft.algorithm.configured_actor_critic(
+            name, gamma=own.get("gamma"), lambda_=own.get("gae_lambda"), alpha=own.get("gae_alpha"),
+            value_clip=own.get("value_clip"), weight=own.get("weight"), limits=limits,
+        )  # fmt: skip
+    else:
+        row = rft.algorithm.configured(
+            name,
+            group=own.get("group"),
+            advantage=own.get("advantage"),
+            weight=own.get("weight"),
+            limits=limits,
+        )
+    if cfg.critic:
+        return row.value_loss
     of_run = 0.0 if with_critic else run.get("kl", 0.0)  # with a critic the KL is in the reward
     kl = of_run if cfg.kl is None else cfg.kl
     return partial(policy_loss, row.loss, kl, run.get("router_aux", 0.0), with_critic)

@@ -64,7 +64,7 @@ def arguments(wanted: Objective) -> list[str]:
     if row.weight != wanted.weight:
         found.append(f"--weight {wanted.weight}")
 
-    # the older options take no negative limit
+    # the short names, as one knows them, unless a limit is negative
     limits = {limit: x for limit, x in wanted.limits.items() if x is not None}
     negative = any((number(x) or 0) < 0 for x in limits.values())
     for limit, x in limits.items():

@@ -8,7 +8,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -38,7 +37,7 @@ def cli(main: Callable[[Any], None], config: type) -> None:
     their traceback; any other error is a bug and always keeps it. Warnings to the user are one line each.
     """
     with signals.unbroken(), signals.listen(), _plain_warnings():
-        options = guard(partial(config_file.parse, config), parsing.qualify(sys.argv[1:], config))
+        options = guard(lambda args: config_file.parse(config, parsing.qualify(args, config)), sys.argv[1:])
         guard(main, options)
 
 

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from rft_fn import border, option_help, parsing
 from rft_fn.foreign_json import parse_json
-from rft_fn.run.earlier_run import FACTS
+from rft_fn.run.earlier_run import FACTS, renamed
 
 __all__ = ["parse"]
 
@@ -76,13 +76,14 @@ def _arguments(config: type, path: str, flags: Sequence[str]) -> list[str]:
     values = _read(Path(path))
     saved = Path(path).is_dir() or bool(values.keys() & FACTS)
     if saved:
-        values = {key: x for key, x in values.items() if key not in FACTS}
+        values = renamed({key: x for key, x in values.items() if key not in FACTS})
 
+    also = parsing.aliases(config)
     found: dict[str, Any] = {}
     unknown = []
     parts = {name.partition(".")[0] for name in hints if "." in name}
     for key, x in _flat(values):
-        name = _whole(key, hints)
+        name = _whole(also.get(key.replace("-", "_"), key), hints)
         if key in parts:
             raise ValueError(f"{key}: expected options by their names, got {x!r}")
         if name is None:
@@ -92,7 +93,7 @@ def _arguments(config: type, path: str, flags: Sequence[str]) -> list[str]:
         else:
             found[name] = x
     if unknown:
-        short = {name.rpartition(".")[2] for name in hints}
+        short = {*(name.rpartition(".")[2] for name in hints), *also}
         raise ValueError(parsing.unknown(unknown, config, {*hints, *short}))
     if saved:
         found = _begun_anew(found, hints, flags)

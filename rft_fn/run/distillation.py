@@ -8,7 +8,7 @@ from torch import nn
 from rft_fn import data, engine, loss, model
 from rft_fn.data.templates import columns_in
 from rft_fn.engine.served_words import ServedWords, served_words
-from rft_fn.limits import AtLeast0, Decay, Finite, Positive, PositiveShare, Share, Whole
+from rft_fn.limits import Above1, AtLeast0, Decay, Finite, Positive, PositiveShare, Share, Whole
 from rft_fn.model.load import read_vocabulary
 from rft_fn.run import options
 from rft_fn.run.cli import without
@@ -58,6 +58,9 @@ class Distillation(
     skew: Decay = 0.1  # share of the left side in the mixture of skewed KLs
     gamma: Share = 1.0  # discount of to_go per token
     rl: AtLeast0 = 0.0  # coefficient of the algorithm's loss on rewards, beside the teacher
+    clip_low: AtLeast0 | None = None  # lower clip of the algorithm's loss; None: its default
+    clip_high: AtLeast0 | None = None  # upper clip of the algorithm's loss; None: its default
+    dual: Above1 | None = None  # dual clip of the algorithm's loss; None: its default
 
     on_policy: Share = 1.0  # share of the steps whose responses the student samples
     off_policy: Literal["teacher", "given"] = "teacher"  # whose responses the other steps learn
@@ -79,6 +82,12 @@ class Distillation(
             if self.teacher_column and "=" not in spec:
                 raise ValueError(f"teacher: expected NAME=TEACHER with teacher_column, got {spec!r}")
         self._check_ways()
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Return the limits of the algorithm's loss that are given; `loss` is what the teacher teaches."""
+        found = {"low": self.clip_low, "high": self.clip_high, "dual": self.dual}
+        return {name: x for name, x in found.items() if x is not None}
 
     def _check_ways(self) -> None:
         """Raise ValueError for ways of learning that exclude each other."""

@@ -18,6 +18,7 @@ __all__ = [
     "lacking",
     "last_model",
     "mark_saved",
+    "renamed",
     "settings",
 ]
 
@@ -25,6 +26,7 @@ __all__ = [
 FACTS = ("date", "digests", "made_by")
 """What config.json has beyond the options: the day of the first start, digests, and the script."""
 
+_LIMITS = {"clip_low": "low", "clip_high": "high", "dual": "dual"}
 _SAVED = ".saved"  # exists once a checkpoint has existed
 _ROWS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl", "distributions.jsonl", "tokens.jsonl")
 
@@ -46,7 +48,7 @@ def settings(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / "config.json"
     try:
-        return border.object_of("options", border.read_json(path.read_text()))
+        return renamed(border.object_of("options", border.read_json(path.read_text())))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"run: expected the folder of a run, got {folder}: it has no config.json") from None
     except (OSError, ValueError) as error:
@@ -54,6 +56,20 @@ def settings(folder: str | Path) -> dict[str, Any]:
             f"run folder {folder}: config.json is damaged ({error}); delete that file to continue with the "
             "options of this command, or put back a copy"
         ) from error
+
+
+def renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a config.json with the limits of a loss where they are now.
+
+    Before rft_fn 0.2 those of PPO's clip were further options, with these names. Where `loss` is a text, as
+    in distill.py, they still are.
+    """
+    if isinstance(options.get("loss"), str) or not options.keys() & _LIMITS.keys():
+        return options
+    short = {name: options[name] for name in _LIMITS if options.get(name) is not None}
+    limits = {_LIMITS[name]: x for name, x in short.items()}
+    rest = {name: x for name, x in options.items() if name not in _LIMITS}
+    return {**rest, "loss": {**(options.get("loss") or {}), **limits}}
 
 
 def first_day(folder: str | Path) -> date:

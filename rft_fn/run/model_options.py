@@ -25,11 +25,13 @@ class Options:
     over those of a script's own Config it is the script's. `first` names the options that --help shows before
     one asks for all of them: those that most runs set. `excludes` has pairs of options that do not go
     together, each with the reason as `limits.exclude` says it; a pair may name an option of another subject.
+    `aliases` are further names on a command line and in a file, {"clip_low": "loss.low"}.
     """
 
     __subject__ = ""
     __first__: ClassVar[tuple[str, ...]] = ()
     __excludes__: ClassVar[Exclusions] = {}
+    __aliases__: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(
         cls,
@@ -37,12 +39,14 @@ class Options:
         subject: str = "",
         first: tuple[str, ...] = (),
         excludes: Exclusions | None = None,
+        aliases: Mapping[str, str] | None = None,
         **more: Any,
     ) -> None:
         super().__init_subclass__(**more)
         cls.__subject__ = subject
         cls.__first__ = first
         cls.__excludes__ = excludes or {}
+        cls.__aliases__ = aliases or {}
 
     def __post_init__(self) -> None:
         limits.fields(self)

@@ -23,7 +23,7 @@ def objective(name: str, cfg: options.Updates, *, advantage: str | None = None) 
         group=cfg.group,
         advantage=advantage,
         weight=cfg.weight,
-        limits=options.limits(cfg.loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual=cfg.dual),
+        limits=cfg.limits,
     )
 
 
@@ -36,7 +36,7 @@ def actor_critic(cfg: options.ActorCriticRun) -> algorithm.ActorCritic:
         alpha=cfg.gae_alpha,
         value_clip=cfg.value_clip,
         weight=cfg.weight,
-        limits=options.limits(cfg.loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual=cfg.dual),
+        limits=cfg.limits,
     )
 
 

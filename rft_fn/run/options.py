@@ -19,7 +19,7 @@ groups options by `subject`.
 import re
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from rft_fn import loss
 from rft_fn.collect.batches import EXCLUDES
@@ -46,7 +46,7 @@ __all__ = [
     "ENGINE", "ActorCritic", "ActorCriticRun", "Collect", "Data", "Entropy", "Evaluation", "Examples",
     "Heads", "HeldOut", "Labelled", "Length", "Limits", "Model", "Optimizer", "Options", "Policy", "Prompts",
     "Ptx", "Recorded", "Reference", "Reinforcement", "ReinforcementRun", "Reward", "Rollouts", "Run",
-    "Sampling", "ScoredRun", "Script", "Shaping", "Updates", "limits", "of",
+    "Sampling", "ScoredRun", "Script", "Shaping", "Updates", "of",
 ]  # fmt: skip
 
 
@@ -171,6 +171,11 @@ class Limits(Options):
     lambda_neg: AtLeast0 | None = field(default=None, metadata=_help("lambda_neg"))
     beta: Positive | None = field(default=None, metadata=_help("beta"))
 
+    @property
+    def given(self) -> dict[str, float]:
+        """Return the limits that are not the algorithm's defaults."""
+        return {name: x for name, x in vars(self).items() if x is not None}
+
 
 @dataclass(frozen=True)
 class Length(Options, subject="Updates", first=("steps",)):
@@ -188,15 +193,18 @@ class Examples(Length, subject="Updates", first=("epochs", "batch")):
 
 
 @dataclass(frozen=True)
-class Updates(Rollouts, Length, subject="Updates", first=("minibatches",)):
+class Updates(
+    Rollouts,
+    Length,
+    subject="Updates",
+    first=("minibatches",),
+    aliases={"clip_low": "loss.low", "clip_high": "loss.high", "dual": "loss.dual"},
+):
     """How many updates a run makes of its rollouts, and how far one of them may go."""
 
     data_epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
     epochs: Count = 1  # passes over a rollout
     minibatches: Count = 1  # updates per pass, unless strategy.train_batch_size sets their size
-    clip_low: AtLeast0 | None = None  # lower clip, short for loss.low; None: the algorithm's default
-    clip_high: AtLeast0 | None = None  # upper clip, short for loss.high; None: the algorithm's default
-    dual: Above1 | None = None  # dual clip, short for loss.dual; None: the algorithm's default
     weight: Filled | None = None  # token_mean, seq_mean, seq_sum, constant:LENGTH; None: the algorithm's
     loss: Limits = field(default_factory=Limits)
     ema: Decay = 0.0  # decay of an exponential moving average of the weights, which is saved; 0: off
@@ -207,22 +215,10 @@ class Updates(Rollouts, Length, subject="Updates", first=("minibatches",)):
         if self.minibatches > most:
             raise ValueError(f"minibatches: expected at most {most}, got {self.minibatches}")
 
-
-def limits(
-    loss: Any, *, clip_low: float | None, clip_high: float | None, dual: float | None
-) -> dict[str, float]:
-    """Return the limits of a loss that options give, by their own names; ValueError for one given twice.
-
-    --clip-low is short for --loss.low, and so on. A script may call something else than limits its `loss`.
-    """
-    found = {name: x for name, x in vars(loss).items() if x is not None} if isinstance(loss, Limits) else {}
-    for option, x in (("clip_low", clip_low), ("clip_high", clip_high), ("dual", dual)):
-        name = option.removeprefix("clip_")
-        if x is not None and name in found:
-            raise ValueError(f"loss.{name}: expected None, as {option} is {x}, got {found[name]}")
-        if x is not None:
-            found[name] = x
-    return found
+    @property
+    def limits(self) -> dict[str, float]:
+        """Return the limits of the algorithm's loss that are given."""
+        return self.loss.given
 
 
 @dataclass(frozen=True)

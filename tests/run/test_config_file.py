@@ -35,6 +35,7 @@ def given(text, *args, script="grpo", name="run.yaml"):
     return parsed("--config", name, *args, script=script)
 
 
+TAUGHT = ["--teacher", "somewhere"]
 ALIKE = {
     "numbers, also as texts": (
         "lr: 1e-3\nsteps: '5'\nkl: 1\nseed: -1",
@@ -54,6 +55,7 @@ ALIKE = {
         "--strategy.max-norm 2 --max-skips 3",
     ),
     "a part without its name": ("sp_size: 2\nfsdp: true", "--strategy.sp-size 2 --strategy.fsdp"),
+    "an alias": ("clip_low: 0.1\nclip-high: 0.3\ndual: 3", "--loss.low .1 --loss.high .3 --loss.dual 3"),
     "nothing": ("# nothing", ""),
 }
 
@@ -63,6 +65,40 @@ def test_a_file_is_its_flags(case):
     text, line = ALIKE[case]
     flags = [word.replace("\0", " ") for word in line.replace("\\ ", "\0").split()]
     assert given(text) == parsed(*flags)
+
+
+def test_an_alias_is_the_option():
+    """On a command line, in a file and in the folder of a run that was begun when it was an option."""
+    wanted = parsed("--loss.low", "0.1", "--loss.dual=3")
+    assert parsed("--clip-low", "0.1", "--dual=3") == wanted and wanted.loss.given == {
+        "low": 0.1,
+        "dual": 3.0,
+    }
+    assert given("clip_low: 0.2", "--loss.low", "0.1", "--dual", "3") == wanted  # flags win
+    assert parsed("--clip-low", "0.1", *TAUGHT, script="distill").clip_low == 0.1  # its `loss` is a text
+    with pytest.raises(ValueError, match=r"^loss.low: expected it once, got it as clip_low too$"):
+        parsed("--clip-low", "0.1", "--loss.low", "0.2")
+    with pytest.raises(ValueError, match=r"^config run.yaml: loss.low: expected it once, got 0.1 and 0.2$"):
+        given("clip_low: 0.1\nloss: {low: 0.2}")
+
+
+def test_a_run_that_was_begun_with_an_alias_as_an_option_goes_on(monkeypatch):
+    """Its config.json has clip_low, clip_high and dual beside `loss`."""
+    cfg = parsed("--clip-low", "0.1", "--dual", "3", "--out", "r", "--steps", "2")
+    Path("r").mkdir()
+    rft.run.Run("r", cfg, total=2).write(0, {"loss": 1.0})
+    path = Path("r/config.json")
+    stored = json.loads(path.read_text())
+    assert "clip_low" not in stored
+    none = dict.fromkeys(stored["loss"])
+    old = {"clip_low": 0.1, "clip_high": None, "dual": 3.0, "loss": none}
+    path.write_text(json.dumps(stored | old))
+    rft.run.Run("r", cfg, total=2)
+    with pytest.raises(ValueError, match=r"other arguments: loss.low was 0.1 and is 0.2;"):
+        rft.run.Run("r", parsed("--clip-low", "0.2", "--dual", "3", "--out", "r", "--steps", "2"), total=2)
+    assert config_file.parse(CONFIGS["grpo"], ["--config", "r", "--out", "r"]).loss == cfg.loss
+    path.write_text(json.dumps({name: x for name, x in (stored | old).items() if name != "loss"}))  # of 0.1
+    rft.run.Run("r", cfg, total=2)
 
 
 def test_flags_win():

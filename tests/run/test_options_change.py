@@ -532,7 +532,7 @@ CHANGES = {
         (BOTH, BONUS | {"steps": 2}, {"entropy_target": 9.0}, bonus_grows),
     ],
     "entropy_delta": [(BOTH, TARGET, {"entropy_delta": 0.05}, bonus_grows_faster)],
-    "entropy_share": [(BOTH, {"weight": "token_mean", "clip_low": 9.0, "clip_high": 9.0},
+    "entropy_share": [(BOTH, {"weight": "token_mean", "loss": L(low=9.0, high=9.0)},
                        {"entropy_share": 0.5}, uncertain_alone)],
     "mismatch": [
         (RL, {}, {"mismatch": "tis"}, corrected(lambda r, whole: r.clamp(max=2))),
@@ -574,9 +574,9 @@ CHANGES = {
     ] + [("ppo", {"gae_lambda": None}, {"algorithm": "vapo"}, ascends),
          ("distill", {}, {"algorithm": "reinforce"}, ascends)],
     "advantage": [("grpo", {}, {"advantage": "dr_grpo"}, without_scale)],
-    "clip_low": [(RL, {}, {"clip_low": 0.01}, stops(down))],
-    "clip_high": [(RL, {}, {"clip_high": 0.01}, stops(up))],
-    "dual": [(RL, {}, {"dual": 1.05}, stops(down))],
+    "clip_low": [("distill", {}, {"clip_low": 0.01}, stops(down))],
+    "clip_high": [("distill", {}, {"clip_high": 0.01}, stops(up))],
+    "dual": [("distill", {}, {"dual": 1.05}, stops(down))],
     "router_aux": [((*RL, "dpo"), {}, {"router_aux": 0.1}, balances)],
     "gamma": [
         ("ppo", {}, {"gamma": 0.5}, discounts),

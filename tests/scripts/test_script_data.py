@@ -219,7 +219,7 @@ def test_a_dry_run_refuses_what_a_run_would(here):
     for options, line in (
         ({"data": ("a.jsonl",), "template": "{ask}", "reward": ("mine.py:size",)}, "no column 'ask'"),
         ({"data": ("a.jsonl",), "template": "{question}", "reward": ("mine.py:none",)}, "none"),
-        ({"algorithm": "rloo", "clip_low": 0.1}, "rloo has no limits"),
+        ({"algorithm": "rloo", "loss": rft.run.options.Limits(low=0.1)}, "rloo has no limits"),
     ):
         with pytest.raises(ValueError, match=line):
             grpo.main(grpo.Config(**options, dry_run=True))

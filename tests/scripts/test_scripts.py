@@ -333,10 +333,9 @@ def test_dynamic_sampling_and_the_overlong_penalty_do_something(tmp_path):
 OPTIONS = {
     "epochs": {"epochs": 2},
     "minibatches": {"minibatches": 3},
-    "clip_low": {"epochs": 2, "clip_low": 0.9},
-    "clip_high": {"epochs": 2, "clip_high": 9.0},
-    "dual": {"epochs": 3, "dual": 1.0001},
-    "loss.low": {"epochs": 2, "loss": rft.run.options.Limits(low=0.8)},
+    "loss.low": {"epochs": 2, "loss": rft.run.options.Limits(low=0.9)},
+    "loss.high": {"epochs": 2, "loss": rft.run.options.Limits(high=9.0)},
+    "loss.dual": {"epochs": 3, "loss": rft.run.options.Limits(dual=1.0001)},
     "weight": {"weight": "token_mean"},
     "constant weight": {"weight": "constant:512", "lr": 3e-3},
     "advantage": {"advantage": "grpo"},
@@ -365,7 +364,10 @@ OPTIONS = {
 
 
 UNFIT = [
-    ({"algorithm": "rloo", "clip_low": 0.1}, "loss.low: expected None, rloo has no limits, got 0.1"),
+    (
+        {"algorithm": "rloo", "loss": rft.run.options.Limits(low=0.1)},
+        "loss.low: expected None, rloo has no limits, got 0.1",
+    ),
     (
         {"algorithm": "sapo", "loss": rft.run.options.Limits(low=0.1)},
         "loss.low: expected None, sapo has tau_pos, tau_neg, got 0.1",
@@ -373,10 +375,6 @@ UNFIT = [
     (
         {"algorithm": "rloo", "loss": rft.run.options.Limits(cap=2.0)},
         "loss.cap: expected None, rloo has no limits, got 2.0",
-    ),
-    (
-        {"clip_low": 0.1, "loss": rft.run.options.Limits(low=0.2)},
-        "loss.low: expected None, as clip_low is 0.1, got 0.2",
     ),
     (
         {"weight": "constant"},
@@ -606,7 +604,7 @@ TYPED = [
     (["--lr", "abc"], "lr: expected a number, got 'abc'"),
     (["--lr"], "lr: expected a value, got none"),
     (["--steps=2.5"], "steps: expected an integer, or None, got '2.5'"),
-    (["--clip-low", "x"], "clip_low: expected a number, or None, got 'x'"),
+    (["--clip-low", "x"], "loss.low: expected a number, or None, got 'x'"),
     (["--schedule", "foo"], "schedule: expected one of linear, cosine, constant, got 'foo'"),
     (["--fsdp", "false"], "unrecognized options: false; --help lists the options"),
     (["--kll", "1"], "unrecognized options: --kll, 1; did you mean --kl?"),

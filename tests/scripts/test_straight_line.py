@@ -21,6 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 import rft_fn as rft
 from rft_fn import rng
 from rft_fn.collect import asynchronous
+from rft_fn.run.options import Limits
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64", "plain_runs")]
 
@@ -85,7 +86,7 @@ def same_weights(folder, want, tolerance=1e-6):
 GRPO = {
     "prompts": 3, "group": 4, "steps": 10, "epochs": 2, "lr": 2e-3, "schedule": "cosine", "lr_end": 0.2,
     "warmup": 3, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.1, "max_norm": 0.7, "kl": 0.3,
-    "kl_in_reward": 0.05, "clip_low": 0.15, "clip_high": 0.25, "dual": 1.4, "reward_clip": 0.15, "ema": 0.8,
+    "kl_in_reward": 0.05, "loss": Limits(low=0.15, high=0.25, dual=1.4), "reward_clip": 0.15, "ema": 0.8,
     "rounds": 2, "overlong": 4, "normalize_reward": True, "temperature": 0.9, "top_p": 0.9, "eval_every": 4,
     "eval_prompts": 3, "budget": 64, "seed": 7,
 }  # fmt: skip
@@ -183,6 +184,7 @@ def grpo_rollout(cfg, lm, ref, task, step, moments, stop):
 def grpo_update(rows, lm, ref, cfg, opt, lr, coef):
     """One update of the mean over rows of the mean over tokens of clipped loss + kl KL - coef entropy."""
     how = {"temperature": cfg.temperature, "top_p": cfg.top_p}
+    low, high, dual = cfg.loss.low, cfg.loss.high, cfg.loss.dual
     total, policy = 0.0, 0.0
     rows = [row for row in rows if row["kept"]]
     lists = {n: [] for n in ("gap", "entropy", "stopped", "kl_old", "kl_ref", "ratio")}
@@ -191,7 +193,7 @@ def grpo_update(rows, lm, ref, cfg, opt, lr, coef):
         with torch.no_grad():
             ref_logp, _ = line.scores(ref, row, **how)
         for t, old in enumerate(row["logp"]):
-            loss, stopped = line.clipped_loss(logp[t], old, row["adv"], cfg.clip_low, cfg.clip_high, cfg.dual)
+            loss, stopped = line.clipped_loss(logp[t], old, row["adv"], low, high, dual)
             new, anchor = float(logp[t].detach()), float(ref_logp[t])
             # the value of k3 with the gradient of k2
             k2, k3 = (logp[t] - anchor) ** 2 / 2, line.kl_estimate(new, anchor)
@@ -257,7 +259,7 @@ def test_grpo_learns_from_the_tokens_that_entropy_chooses(wide, tmp_path):
 PPO = {
     "prompts": 4, "group": 2, "steps": 8, "epochs": 2, "minibatches": 2, "lr": 2e-3, "critic_lr": 4e-3,
     "lr_end": 0.3, "warmup": 3, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.1, "max_norm": 0.8,
-    "freeze_actor_steps": 2, "gamma": 0.9, "clip_low": 0.1, "clip_high": 0.15, "dual": 1.5, "value_clip": 0.4,
+    "freeze_actor_steps": 2, "gamma": 0.9, "loss": Limits(low=0.1, high=0.15, dual=1.5), "value_clip": 0.4,
     "entropy": 0.02, "kl": 0.2, "kl_target": 0.3, "kl_horizon": 40.0, "reward_clip": 0.15, "overlong": 4,
     "normalize_reward": True, "ptx": 0.3, "ptx_data": "sort_digits:1", "ptx_batch": 3, "positive_nll": 0.4,
     "positive_at": 0.3, "ema": 0.8, "temperature": 0.9, "top_p": 0.9, "budget": 64, "eval_every": 3,
@@ -362,11 +364,11 @@ def examples_nll(cfg, lm, task, tokenizer, update):
 def actor_update(rows, lm, cfg, ptx, opt, lr):
     """One update of clipped loss, entropy, the likelihood of good responses and that of examples."""
     lists = {n: [] for n in ("loss", "policy", "good", "gap", "entropy", "stopped", "kl_old", "ratio")}
-    low, high = cfg.clip_low, cfg.clip_high
+    low, high, dual = cfg.loss.low, cfg.loss.high, cfg.loss.dual
     for row in rows:
         logp, entropy = line.scores(lm, row, temperature=cfg.temperature, top_p=cfg.top_p)
         for t, old in enumerate(row["logp"]):
-            loss, stopped = line.clipped_loss(logp[t], old, row["adv"][t], low, high, cfg.dual)
+            loss, stopped = line.clipped_loss(logp[t], old, row["adv"][t], low, high, dual)
             new = float(logp[t].detach())
             lists["policy"].append(float(loss.detach()))
             lists["loss"].append(loss - cfg.entropy * entropy[t])
