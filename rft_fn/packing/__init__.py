@@ -6,6 +6,7 @@ and every auxiliary field moves with its target. Everything here is a pure funct
 every rank computes the same plan and takes its part of it.
 """
 
+from rft_fn.packing.flat_rows import drop_flat
 from rft_fn.packing.ids import conversations, scored, supervised
 from rft_fn.packing.media import (
     counts,
@@ -31,6 +32,6 @@ from rft_fn.packing.shards import (
 from rft_fn.packing.units import common_size, count_filled, members_of, sizes_of, unit_of, units_of
 
 __all__ = [
-    "conversations", "minibatch_units", "minibatches", "pack", "real", "reset_position_ids", "scored",
-    "shard", "sides", "stack", "supervised", "take", "unit_of", "unpack",
+    "conversations", "drop_flat", "minibatch_units", "minibatches", "pack", "real", "reset_position_ids",
+    "scored", "shard", "sides", "stack", "supervised", "take", "unit_of", "unpack",
 ]  # fmt: skip
