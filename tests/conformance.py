@@ -121,6 +121,17 @@ def budgets(st, dtype):
     return train(st, tiny.llama(dtype=dtype), budgets=(24, 200, 33), dtype=dtype)[0]
 
 
+def flat(st, dtype):
+    """Rows with advantage 0 are dropped: half of them, then all but one, which is less than a rank each."""
+
+    def some(i, dtype):
+        exp = experience(i, dtype=dtype)
+        adv = exp.adv * (torch.arange(8)[:, None] < (4 if i < 2 else 0))
+        return packing.drop_flat(tree.replace(exp, adv=adv), lambda out, b: loss_fn(out, b)[0])
+
+    return train(st, tiny.llama(dtype=dtype), experiences=some, dtype=dtype)[0]
+
+
 def one_prompt(st, dtype):
     """Responses to the same prompts, whose tokens are computed once in each pack; norms are in float64."""
 
@@ -570,8 +581,8 @@ def gathers_media(st):
 CASES = {
     f.__name__: f
     for f in (
-        grpo, untied, budgets, one_prompt, checkpointing, snapshot, whole_logits, lora, ppo, pairs, reference,
-        average, skipped,
+        grpo, untied, budgets, flat, one_prompt, checkpointing, snapshot, whole_logits, lora, ppo, pairs,
+        reference, average, skipped,
         own, files, adapters, options, narrow, unfilled, trees, average_scores, images, deepstack, audio,
         rewards, rewards_of_images, rewards_of_sounds,
     )

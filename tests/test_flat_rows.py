@@ -1,6 +1,8 @@
 """Rows that add nothing to a gradient: which they are, and that the gradient without them is the same."""
 
+import conformance
 import pytest
+import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from rft_fn import algorithm, loss, packing, testing, tree
 from rft_fn.loss.evaluate import evaluate
 from rft_fn.packing.flat_rows import has_gradient
+from rft_fn.strategy import get_fake_strategy
 
 # their losses pull at tokens without an advantage: a KL to the sampler, regressions to the advantage
 PULL = {"cpgd", "dro", "a_star_po"}
@@ -56,6 +59,21 @@ def test_the_gradient_without_flat_rows_is_the_same(name, seed, budget):
 
 def clipped(out, b):
     return loss.ppo_clip(out.logp, b.old_logp, b.adv)
+
+
+def test_a_model_has_the_same_gradient_without_them():
+    """Those of every parameter, from fewer rows; so has a batch in which one row is left of all."""
+    exp = conformance.experience(0)
+    strategy = get_fake_strategy()
+    apply, state = strategy.init(tiny.llama(dtype=torch.float64), conformance.adamw())
+    for moves in (4, 0):
+        adv = exp.adv * (torch.arange(8)[:, None] < moves)
+        whole = tree.replace(exp, adv=adv)
+        some = packing.drop_flat(whole, clipped)
+        assert len(some.tokens) == max(moves, 1)
+        want, got = (strategy.grad(state, apply, clipped, strategy.shard(x, 40))[0] for x in (whole, some))
+        for name, x in want.items():
+            torch.testing.assert_close(got[name], x, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
