@@ -9,6 +9,7 @@ from test_house import load_script
 
 from rft_fn import parsing
 from rft_fn.migrate.translation import main
+from rft_fn.run.building import usual_optimizer
 from rft_fn.run.opening import warmup_updates
 
 ROLLOUTS = (
@@ -304,7 +305,7 @@ def test_a_warm_up_may_be_a_share_of_the_run(said):
                 parsing.parse(config, ["--warmup", wrong, *more])
     grpo = load_script("grpo")
     cfg = grpo.Config(steps=10, warmup=0.5, lr=1.0, epochs=2)
-    _, rate = grpo.optimizer(cfg)
+    _, rate = usual_optimizer(cfg)
     assert [rate(0), rate(9)] == [0.1, 1.0] and rate(10) <= 1.0
     assert options(said("a.yaml", f"{TRL}warmup_ratio: 0.1\n")[1])[1].warmup == 0.1
 
