@@ -280,10 +280,10 @@ def test_calls_are_written_out():
 
 # lines of a training script, None where it is not limited, and of its main
 PAGES = {
-    "grpo": (145, 55),
+    "grpo": (130, 57),
     "ppo": (185, 75),
-    "distill": (170, 60),
-    "dpo": (246, 60),
+    "distill": (150, 60),
+    "dpo": (200, 60),
     "sft": (None, 60),
     "train_rm": (None, 60),
     "multi_turn": (None, 60),

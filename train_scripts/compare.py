@@ -30,6 +30,10 @@ class Config(
     options.Prompts,
     options.Model,
     first=("rows", "reference", "prompts", "group", "drift", "lr", "rollouts", "budget", "out"),
+    excludes={
+        ("rollouts", "sampler"): "which draws its own",
+        ("rollouts", "reference"): "which draws its own",
+    },
 ):
     """The options of a comparison."""
 
@@ -124,7 +128,7 @@ def by_samples(cfg: Config, st, apply, state, sample) -> tuple[estimators.Refere
 
 
 def main(cfg: Config) -> None:
-    frozen = comparison.recorded(cfg) if cfg.rollouts else None
+    frozen = comparison.recorded(cfg.rollouts, cfg.rows, cfg.model, cfg) if cfg.rollouts else None
     if frozen:
         cfg = replace(cfg, prompts=len(frozen[1]), group=frozen[1].shape[1])
     rows = {name: row(name, cfg.group) for name in cfg.rows}

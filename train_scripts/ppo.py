@@ -140,8 +140,7 @@ def main(cfg: Config) -> None:
         )
 
         # learn: passes over the minibatches, in each the critic, then the actor
-        logs = []
-        learns = step >= cfg.freeze_actor_steps
+        logs, learns = [], step >= cfg.freeze_actor_steps
         with env.phase("train"):
             for i, part in enumerate(rft.run.minibatches(cfg, exp, step, name="minibatch")):
                 packs = st.shard(weighted(cfg, row, part), cfg.budget, halves=cfg.halves(step, i))

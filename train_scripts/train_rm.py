@@ -43,9 +43,6 @@ class Config(rft.run.RewardModelRun, first=("loss",)):
     out: Free[Filled] = "runs/rm"  # folder of the run; the model goes to its subfolder model
 
 
-# ------------------------------------------------------------------------------------ pairs
-
-
 def pairs_batch(items: Sequence[rft.data.Pair]) -> tuple[rft.Experience, Any]:
     """Pairs as rows 2i, chosen, and 2i + 1, rejected; w is the mean over pairs."""
     sides = [side for pair in items for side in (pair.chosen, pair.rejected)]
@@ -107,9 +104,6 @@ def pairs_calibration(heads: Sequence[rft.model.Head], out: rft.TokenOut, b: rft
     return found
 
 
-# ------------------------------------------------------------------------------------ ranked lists
-
-
 def lists_batch(items: Sequence[rft.data.Ranked]) -> tuple[rft.Experience, Any]:
     """The responses of each list one after the other; w is the mean over lists."""
     exp = rft.packing.scored([(x.ids, x.media) for item in items for x in item.responses])
@@ -137,9 +131,6 @@ def lists_calibration(heads: Sequence[rft.model.Head], out: rft.TokenOut, b: rft
     score, rank, unit = lists_rows(out, b)
     i, j = ((unit[:, None] == unit) & (rank[:, None] < rank)).nonzero(as_tuple=True)
     return list(rft.model.tempered(score[i, None], score[j, None], heads))
-
-
-# ------------------------------------------------------------------------------------ points and steps
 
 
 def points_batch(items: Sequence[rft.data.Point]) -> tuple[rft.Experience, Any]:
@@ -184,9 +175,6 @@ def labels_calibration(heads: Sequence[rft.model.Head], out: rft.TokenOut, b: rf
     return list(rft.model.standardized(out.score[b.mask], heads))
 
 
-# ------------------------------------------------------------------------------------ the table
-
-
 class Kind(NamedTuple):
     """All that differs between the forms of rows."""
 
@@ -224,9 +212,6 @@ def both_sides(x: Tensor, b: rft.Packed) -> tuple[Tensor, Tensor]:
     """The numbers of both rows of each pair: x [T, H] -> ([P, H], [P, H])."""
     sides = [rft.packing.sides(column, b) for column in x.unbind(-1)]
     return torch.stack([first for first, _ in sides], -1), torch.stack([second for _, second in sides], -1)
-
-
-# ------------------------------------------------------------------------------------ the run
 
 
 def check(cfg: Config) -> None:

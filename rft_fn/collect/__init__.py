@@ -2,6 +2,7 @@
 
 from rft_fn.collect.asynchronous import AsyncSampler, due, sample_ahead, version_of
 from rft_fn.collect.batches import Batch, Collector, Source, collector
+from rft_fn.collect.corrections import CORRECTIONS, correction
 from rft_fn.collect.engine_worker import EngineWorker, Weights
 from rft_fn.collect.episodes import Played
 from rft_fn.collect.inference_engine import (
@@ -13,10 +14,8 @@ from rft_fn.collect.inference_engine import (
 )
 from rft_fn.collect.judging import check_reward, gather_and_judge, gather_and_judge_rows
 from rft_fn.collect.mismatch import (
-    CORRECTIONS,
     MISMATCH,
     check_mismatch,
-    correction,
     explain_mismatch,
     gap_limit,
     logp_mismatch,

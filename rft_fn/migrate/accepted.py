@@ -8,9 +8,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType, NoneType
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from rft_fn import limits, migrate, parsing
+from rft_fn.run import options
 from rft_fn.tools import scripts
 
 __all__ = ["accepted"]
@@ -92,12 +93,11 @@ def _script(name: str) -> ModuleType:
     return scripts.module(scripts.find(name))
 
 
-def _check(module: ModuleType, cfg: Any) -> None:
+def _check(module: ModuleType, cfg: options.Script) -> None:
     """Raise ValueError for options that the script refuses when it starts, before data and models."""
     from dataclasses import replace
 
     from rft_fn import algorithm, check, engine
-    from rft_fn.run import options
     from rft_fn.run.cli import without
 
     own = getattr(module, "check", None)
@@ -111,7 +111,7 @@ def _check(module: ModuleType, cfg: Any) -> None:
     engine.check_config(engine.config_of(replace(cfg.strategy, engine_tp_size=1)))
     make = algorithm.configured_actor_critic if hasattr(cfg, "critic") else algorithm.configured
     names = [name for name in list(inspect.signature(make).parameters)[1:] if hasattr(cfg, name)]
-    make(cfg.algorithm, **{name: getattr(cfg, name) for name in names})
+    make(getattr(cfg, "algorithm", ""), **{name: getattr(cfg, name) for name in names})
 
 
 def _culprits(arguments: Sequence[str], error: str) -> list[str]:

@@ -62,8 +62,6 @@ class _Reader:
         self.loops: list[str] = []  # open loops: the variable that has more values than one; else empty
         self.status: bool | None = True  # of the last command; None is not known
 
-    # ---------- commands
-
     def run(self) -> None:
         """Read all commands."""
         while self.i < len(self.text):
@@ -231,8 +229,6 @@ class _Reader:
         self.variables[name] = value
         self.lines[name] = line
 
-    # ---------- conditions
-
     def branch(self, word: str, condition: Sequence[str]) -> None:
         """Enter, change or leave a branch."""
         if word == "fi":
@@ -276,8 +272,6 @@ class _Reader:
         if compare is None or not all(re.fullmatch(r"-?\d{1,18}", word) for word in (x[0], x[2])):
             return None
         return compare(int(x[0]), int(x[2]))
-
-    # ---------- words
 
     def word(self, *, split: bool = True) -> list[str]:
         """Return the next word, or the words that it expands to."""

@@ -37,9 +37,6 @@ class Taught(NamedTuple):
     metrics: dict[str, float]
 
 
-# ---------- the teachers of a run
-
-
 def load_teachers(env: Setup) -> "Teachers":
     """Load the teachers of a run; their models are on the host while they do not score, if models are."""
     members = [_Member(env, spec) for spec in read_teachers(env.cfg)]
@@ -106,8 +103,6 @@ class Teachers:
         self.engines: dict[int, Engine] = {}
         self.window = model.read_window(env.cfg.model)
 
-    # ---------- what they say
-
     def say(self, state: TrainState, batch: Batch) -> Taught:
         """Return what the teachers say of a batch, each of the rows that name it; the student is told."""
         cfg, responses = self.env.cfg, batch.rollout
@@ -165,8 +160,6 @@ class Teachers:
                 raise ValueError(f"teacher: expected one for {column} {name!r}, got some for {known}")
         return torch.tensor([self.numbers[name] for name in names])[batch.rollout.group]
 
-    # ---------- the prompts that they see
-
     def _with_hints(self, batch: Batch) -> tuple[Rollout, Tensor]:
         """Return (the responses after the teachers' prompts, whether each row has all that they ask for)."""
         every = torch.ones(len(batch.rollout.tokens), dtype=torch.bool)
@@ -194,8 +187,6 @@ class Teachers:
                 f"hint: expected at most {self.window - cfg.max_new} tokens before a response, got {len(ids)}"
             )
         return replace(prompt, ids=ids, text=text, media=None if encoded is None else encoded.media)
-
-    # ---------- steps whose responses are not the student's
 
     def on_policy(self, step: int) -> bool:
         """Return whether the student samples the responses of a step: a share of them, evenly spread."""

@@ -49,9 +49,6 @@ from rft_fn.types.media import MEDIA_COST
 __all__ = ["Backend", "all_true", "grad_with_noise", "noise_meter", "watched"]
 
 
-# ---------- whole rows, scored by a model
-
-
 def require_same_sampling(apply: Apply, drawn: Sampling | None) -> None:
     """Raise ValueError for a model that scores another distribution than a rollout was drawn from."""
     residence = residence_below(apply)
@@ -74,9 +71,6 @@ def _all_rows(batch: Experience | Rollout) -> Experience:
         old_logp = torch.nan_to_num(batch.logp, nan=-1.0)
         return experience(batch, adv=torch.zeros_like(w), w=w, old_logp=old_logp)
     return tree.replace(batch, w=w)
-
-
-# ---------- a strategy: what all of them do alike, around what differs
 
 
 P = ParamSpec("P")
@@ -138,8 +132,6 @@ class Backend(ABC):
         self.placing = Placing(config)
         if config.deterministic:
             session.settings.enter_context(host.deterministic_algorithms())
-
-    # ----- models
 
     @watched
     def bind(
@@ -224,8 +216,6 @@ class Backend(ABC):
     def make_room(self) -> None:
         """Move all trained models with their optimizers to the host, with offload_models."""
         self.placing.make_room()
-
-    # ----- batches
 
     @watched
     def gather(self, x: Any, /) -> Any:
@@ -319,8 +309,6 @@ class Backend(ABC):
     def _read(self, apply: Apply, params: Any) -> Any:
         """Return the parameters as the packs of one call read them."""
         return params
-
-    # ----- gradients and updates
 
     def grad(
         self,
@@ -457,8 +445,6 @@ class Backend(ABC):
         self.placing.move_opt(state, "device")
         return move_opt(state, self.device)
 
-    # ----- weights and checkpoints
-
     @abstractmethod
     def _whole(self, state: TrainState, p: Tensor) -> Tensor:
         """Return a trained parameter as a full tensor; all ranks call it."""
@@ -539,8 +525,6 @@ class Backend(ABC):
         """
         writer = self.session.writer
         return ckpt.rotate(folder, keep=keep, best=best, max_bytes=max_bytes, writer=writer)
-
-    # ----- the process
 
     def print(self, *args: Any, **options: Any) -> None:
         """Print on rank 0."""

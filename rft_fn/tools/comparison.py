@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from rft_fn.algorithm import get_algorithm
 from rft_fn.analysis import loss_slopes
 from rft_fn.model.load import read_vocabulary
-from rft_fn.run import plot
+from rft_fn.run import options, plot
 from rft_fn.run.earlier_run import last_model
 from rft_fn.run.files import jsonable, write_whole
 from rft_fn.run.rollout_files import read_rollout
@@ -22,22 +22,19 @@ __all__ = ["describe", "draw", "evidence", "recorded", "show", "write"]
 _POINTS = 400  # most tokens of a row in the picture
 
 
-def recorded(cfg: Any) -> tuple[Rollout, Tensor]:
-    """Return the responses of a run's step and their rewards [N, G], for the options of compare.py.
+def recorded(file: str, rows: Sequence[str], model: str, wanted: options.Sampling) -> tuple[Rollout, Tensor]:
+    """Return the responses of a run's step and their rewards [N, G], to compare rows on them.
 
-    ValueError if they were drawn otherwise than these say, or if these draw others.
+    ValueError if they were drawn otherwise than `wanted`, or if a row asks for others.
     """
-    if cfg.reference == "exact" or cfg.sampler:
-        other = "--sampler" if cfg.sampler else "--reference exact"
-        raise ValueError(f"rollouts: expected none with {other}, which draws its own, got {cfg.rollouts}")
-    for name in cfg.rows:
+    for name in rows:
         if ":" not in name and get_algorithm(name).greedy:
             raise ValueError(f"rollouts: expected none with {name}, which asks for greedy answers")
-    rollout, reward = read_rollout(cfg.rollouts, vocabulary=read_vocabulary(last_model(cfg.model)))
+    rollout, reward = read_rollout(file, vocabulary=read_vocabulary(last_model(model)))
     drawn = rollout.sampling or Sampling()
     for name in ("temperature", "top_p", "max_new"):
-        if (own := getattr(cfg, name)) != getattr(drawn, name):
-            raise ValueError(f"{name}: expected {getattr(drawn, name)}, as of {cfg.rollouts}, got {own}")
+        if (own := getattr(wanted, name)) != getattr(drawn, name):
+            raise ValueError(f"{name}: expected {getattr(drawn, name)}, as of {file}, got {own}")
     return rollout, reward
 
 

@@ -74,7 +74,7 @@ def test_the_buffer_of_a_run(tmp_path):
     compare = script("compare")
     for change, message in (
         ({"max_new": 5}, f"max_new: expected 6, as of {saved[0]}, got 5"),
-        ({"sampler": "tiny"}, "rollouts: expected none with --sampler, which draws its own"),
+        ({"sampler": "tiny"}, "rollouts: expected none with sampler tiny, which draws its own"),
         ({"rows": ("rloo", "remax")}, "rollouts: expected none with remax, which asks for greedy answers"),
         ({"rollouts": str(tmp_path / "run" / "config.json")}, "expected a file that --rollouts-every wrote"),
         ({"rollouts": "missing"}, "rollouts: expected a file that --rollouts-every wrote, got missing"),
