@@ -2,9 +2,9 @@
 
 from rft_fn.collect.asynchronous import AsyncSampler, due, sample_ahead, version_of
 from rft_fn.collect.batches import Batch, Collector, Source, collector
-from rft_fn.collect.corrections import CORRECTIONS, correction
 from rft_fn.collect.engine_worker import EngineWorker, Weights
 from rft_fn.collect.episodes import Played
+from rft_fn.collect.importance import CORRECTIONS, correction
 from rft_fn.collect.inference_engine import (
     inference_engine_status,
     setup_inference_engine,
