@@ -353,7 +353,7 @@ def readers_of(script):
         ours = ours and function.__module__.startswith("rft_fn.run")
         if name not in found and ours and name not in skipped:
             found[name] = inspect.getsource(function)
-            waiting += re.findall(r"\b(\w+)[(,]", found[name])
+            waiting += re.findall(r"\b(\w+)[(,.]", found[name])
     return source + "".join(found.values())
 
 
@@ -375,8 +375,11 @@ def readers_of(script):
     ],
 )
 def test_every_option_has_a_reader_and_a_line_of_help(name):
-    """The reader is the script, or what it calls of rft_fn.run; the help stands behind the option."""
+    """The reader is the script, its Config, or what it calls of rft_fn.run; the help is behind the option."""
     config, source = load_script(name).Config, readers_of(name)
+    public = [x.fget if isinstance(x, property) else x for _, x in inspect.getmembers(config)]
+    own = [x for x in public if inspect.isfunction(x) and not x.__name__.startswith("_")]
+    source += "".join(inspect.getsource(x).replace("self.", "cfg.") for x in own)
     records = [inspect.getsource(base) for base in config.__mro__ if dataclasses.is_dataclass(base)]
     for field in dataclasses.fields(config):
         reader = rf'\b(?:cfg|how)\.{field.name}\b|cfg, "{field.name}"'  # how: options.of(SUBJECT, cfg)

@@ -1,4 +1,4 @@
-"""What training on samples of another policy takes: corrections, choices by entropy, and the limited gap."""
+"""Training on samples of another policy: corrections, choices by entropy, and the limited gap."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,12 +79,12 @@ def trainer_logp(
     sampler's. The trainer scores it too for `update_kl`, and for tokens and a coefficient that go by the
     entropy; `entropy` is this coefficient at the start of the step.
     """
-    off, how = options.of(options.Rollouts, env.cfg), options.of(options.Entropy, env.cfg)
-    correction = Correction.of(off)
+    cfg, how = options.of(options.Rollouts, env.cfg), options.of(options.Entropy, env.cfg)
+    correction = Correction.of(cfg)
     by_entropy = how.entropy_share < 1 or how.entropy_target > 0
     own = TokenOut(logp=rollout.logp)
     with env.phase("score"):
-        if correction.changes or off.update_kl or by_entropy:
+        if correction.changes or cfg.update_kl or by_entropy:
             fields = ("logp", "entropy") if by_entropy else ("logp",)
             own = env.st.score(env.policy.apply, state.params, rollout, env.cfg.budget, fields=fields)
     metrics = collect.staleness(rollout, step)
@@ -106,7 +106,7 @@ def trainer_logp(
     if bonus or how.entropy_target:
         extra["entropy"] = torch.full((len(rollout.mask),), bonus)
     old_logp = own.logp if correction.changes else rollout.logp
-    return Corrected(old_logp, extra, metrics, later, before=own.logp if off.update_kl else None)
+    return Corrected(old_logp, extra, metrics, later, before=own.logp if cfg.update_kl else None)
 
 
 def high_entropy_tokens(entropy: Tensor, mask: Tensor, *, share: float) -> tuple[Tensor, dict[str, float]]:

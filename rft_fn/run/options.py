@@ -51,7 +51,7 @@ __all__ = [
 
 
 S = TypeVar("S", bound=Options)
-Correction = Literal["none", "tis", "mis", "icepop", "tis_seq", "mis_seq"]
+Mismatch = Literal["none", "tis", "mis", "icepop", "tis_seq", "mis_seq"]
 
 
 def of(kind: type[S], cfg: Options) -> S:
@@ -78,7 +78,7 @@ class Rollouts(Sampling, subject="Rollouts", first=("prompts", "group", "strateg
     partial: Whole = 0  # partial rollouts: new tokens per response and step; unfinished ones wait; 0: off
     max_gap: Free[Positive | None] = None  # most trainer-sampler mismatch, nats per token; None: by dtype
     gap_factor: Free[Above1] = 30.0  # or most mismatch as a multiple of the noise in the first step
-    mismatch: Correction | None = None  # importance correction; _seq: per sequence; None: tis if off-policy
+    mismatch: Mismatch | None = None  # importance correction; _seq: per sequence; None: tis if off-policy
     update_kl: Free[bool] = False  # measure the KL of a step's updates: log-probs before and after them
     rollouts_every: Free[Whole] = 0  # steps between files of all responses, rollouts/step_N; 0: none
     cap: Above1 = 2.0  # largest ratio trainer / sampler: tis truncates there, mis and icepop mask the token

@@ -260,7 +260,8 @@ def test_every_subject_of_help_has_a_word(capsys, monkeypatch):
 ON = {
     "freeze": ("visual",), "lora_rank": 4, "partial": 2, "ahead": 1, "rounds": 2, "curriculum": 3,
     "ptx_response": "{a}", "ptx_messages": ("m",), "keep_heads": True, "quantize": "int8", "messages": ("m",),
-    "hint": "{q}", "on_policy": 0.5, "rl": 0.1, "ref_every": 5,
+    "hint": "{q}", "on_policy": 0.5, "rl": 0.1, "ref_every": 5, "rollouts": "a", "sampler": "b",
+    "reference": "exact",
 }  # fmt: skip
 
 

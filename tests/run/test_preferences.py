@@ -72,16 +72,11 @@ def test_the_baseline_of_kto_is_the_mean_log_ratio_of_mismatched_rows_and_at_lea
         assert unit == cfg.unit
         return sign * place(exp) / 4 * exp.mask
 
-    def score(apply, params, exp, budget, *, unit):
-        assert (budget, unit) == (cfg.budget, cfg.unit)
-        return SimpleNamespace(logp=policy(exp))
+    def score(by, state, exp, *, unit):
+        assert unit == cfg.unit
+        return SimpleNamespace(logp=ref_logp(state, exp, unit=unit) if by == "reference" else policy(exp))
 
-    env = SimpleNamespace(
-        reference_logp=ref_logp,
-        st=SimpleNamespace(score=score),
-        apply=None,
-        phase=lambda name: torch.no_grad(),
-    )
+    env = SimpleNamespace(reference="reference", policy="policy", score=score)
     found = preferences.with_reference(cfg, env, SimpleNamespace(params=None), items, shift=7.0)
     sums = []
     for whole, reply in read(preferences.mismatched(cfg, items)):
@@ -97,7 +92,10 @@ def test_the_baseline_of_kto_is_the_mean_log_ratio_of_mismatched_rows_and_at_lea
 
 
 def test_other_losses_keep_their_baseline_or_have_none():
-    env = SimpleNamespace(reference_logp=lambda state, exp, *, unit: -1.0 * exp.mask)
+    def score(by, state, exp, *, unit):
+        return SimpleNamespace(logp=-1.0 * exp.mask)
+
+    env = SimpleNamespace(reference="reference", score=score)
     bco = preferences.with_reference(config("bco", unpaired=True), env, None, points(), shift=0.25)
     torch.testing.assert_close(bco.extra["baseline"], 0.25 * bco.mask.float())
     dpo = preferences.with_reference(config("dpo", unpaired=False), env, None, pairs(), shift=0.25)
