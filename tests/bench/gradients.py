@@ -2,7 +2,7 @@
 
     python tests/bench/gradients.py                                  # a table
     python tests/bench/gradients.py --threads 2                      # of two threads
-    python tests/bench/gradients.py --write                          # docs/results/gradients.json and the page
+    python tests/bench/gradients.py --write                          # its file and the page
     python tests/bench/gradients.py --allocator usual thresholds     # what glibc's thresholds cost, and save
 
 Random weights, packs of random tokens. Each turn is a process of its own: the gradient with

@@ -142,45 +142,6 @@ def test_a_run_of_several_sources_resumes_to_the_bit(monkeypatch):
     assert again == straight and len({row["reward/mean"] for row in again}) > 1
 
 
-@each(
-    ("name", "options", "message"),
-    [
-        ("sft", {"steps": 3, "epochs": 2.0}, "^steps, epochs: expected one of them, got 3 and 2.0$"),
-        (
-            "grpo",
-            {"steps": 3, "data_epochs": 2.0},
-            "^steps, data_epochs: expected one of them, got 3 and 2.0$",
-        ),
-        (
-            "ppo",
-            {"steps": 3, "data_epochs": 2.0},
-            "^steps, data_epochs: expected one of them, got 3 and 2.0$",
-        ),
-        (
-            "sft",
-            {"epochs": 2.0, "data": ("reverse",)},
-            "^epochs: expected rows that end, got 2.0 of reverse:1",
-        ),
-        (
-            "grpo",
-            {"data_epochs": 2.0, "data": ("reverse",)},
-            "^data_epochs: expected rows that end, got 2.0 of",
-        ),
-        ("grpo", {"data": ()}, "^data: expected at least one source, got none"),
-        ("grpo", {"data": ("a.jsonl=0",)}, "^data: expected a share above 0"),
-        (
-            "grpo",
-            {"data": ("a.jsonl=0.1", "b.jsonl=0.33333333")},
-            "^shares: expected the proportions of whole",
-        ),
-    ],
-)
-def test_data_that_cannot_be_meant_is_one_line(name, options, message, here):
-    with pytest.raises(ValueError, match=message) as error:
-        run(name, **{"data": ("a.jsonl",), **options}, out="r")
-    assert "\n" not in str(error.value) and not (here / "r").exists()
-
-
 @pytest.mark.parametrize("name", ["sft", "grpo", "ppo"])  # each in a folder of its own
 def test_a_run_goes_on_with_its_own_rows(name, here):
     options = {"data": ("a.jsonl",), "eval_data": ("b.jsonl",)} if name != "sft" else {"data": ("a.jsonl",)}
