@@ -28,12 +28,6 @@ def test_an_example_runs_as_it_stands(title, code, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_every_row_has_its_example():
-    titles = {title.lower().replace(" ", "-") for title, _ in EXAMPLES}
-    linked = {re.search(r"\(#(.+?)\)", line)[1] for line in TABLE}
-    assert linked == titles and len(TABLE) == 13
-
-
 @each("line", TABLE, ids=lambda line: re.search(r"\[(.+?)\]", line)[1])
 def test_what_a_row_names_is_there(line):
     for name in re.findall(r"`([^`]+)`", line):

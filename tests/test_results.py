@@ -204,32 +204,6 @@ def test_the_picture_of_the_readme_has_the_intervals_of_its_counts(tmp_path, mon
     front.draw(sums, tmp_path / "x.svg")
     assert (tmp_path / "x.svg").stat().st_size > 10_000
 
-    # of GSM8K: the rows whose equations end in the answer, and counts of several seeds together
-    rows = [
-        {"question": "a", "answer": "4 <<2+2=4>>4, <<4*3=12>>12\n#### 12"},
-        {"question": "b", "answer": "<<2+2=4>>4\n#### 5"},
-        {"question": "c", "answer": "no equation\n#### 5"},
-        {"question": "d", "answer": "<<500*2=1000>>, <<x+1=3>>\n#### 3"},
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = short.questions(tmp_path / "rows.jsonl")
-    assert [row["question"] for row in found] == ["a", "d"] and found[0]["solution"] == "2+2=4\n4*3=12"
-    found = {row["question"]: row["answer"] for row in short.calculations(tmp_path / "rows.jsonl")}
-    assert found == {"2+2=": "4", "4*3=": "12", "500*2=": "1000"}
-    said = [("500*2=", "1,000"), ("2+2=", "4"), ("500*2=", "x = 1000"), ("2+2=", "2")]
-    said = [{"prompt": question, "response": text} for question, text in said]
-    assert short.scored(said, {q: found[q] for q in ("2+2=", "4*3=", "500*2=")}) == [1, 0, 2]
-    right = {"after_sft_greedy": [0, 1], "after_sft_sampled": [1, 2]}
-    right |= {
-        f"after_grpo_{k}_{way}": n for k in (0, 1) for way, n in (("greedy", [1, 1]), ("sampled", [3, 4]))
-    }
-    run = {"eval/mean": {"0": 0.5, "9": 1.0}, "reward/mean": {"0": 0.1, "9": 0.7}}
-    record = {"task": "questions", "right": right, "samples": 4, "seeds": [0, 1], "runs": [run, run]}
-    made = short.rise(record)
-    assert made.held_out == {0: (2, 4), 10: (4, 4)} and made.stages["sampled"] == ((3, 8), (14, 16))
-    assert short.paired(record, 1, "sampled") == "50.0 % ± 0.0"
-    assert "| after GRPO, seed 1 | 100.0 % ± 0.0 | 87.5 % ± 24.5 |" in short.table(record)
-
     # what was measured, and what the page says of it
     measured = json.loads(short.FOUND.read_text())
     page = (ROOT / "docs" / "results" / "README.md").read_text()
