@@ -173,7 +173,5 @@ def test_what_has_no_pure_update():
         (rft.optim.lion(0.1), "lion"),
         (rft.optim.chain(rft.optim.sgd(1.0), rft.optim.ema(0.9)), "ema"),
     ):
-        with pytest.raises(
-            ValueError, match=f"tx: expected a chain of adamw, sgd, clip_by_global_norm, got {name}"
-        ):
+        with pytest.raises(ValueError, match=f"tx: expected a chain of adamw, sgd, .*, got {name}"):
             rft.optim.pure(tx)

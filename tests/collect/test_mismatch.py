@@ -138,9 +138,7 @@ def test_the_ratios_of_whole_responses_have_an_effective_share(seed, spread):
 
 def test_an_unknown_correction_is_refused():
     r, trainer = random_rollout(0)
-    with pytest.raises(
-        ValueError, match="mismatch: expected one of tis, mis, icepop, tis_seq, mis_seq, got 'is'"
-    ):
+    with pytest.raises(ValueError, match="mismatch: expected one of tis, .*, mis_seq, got 'is'"):
         collect.correction("is", trainer, r)
     with pytest.raises(ValueError, match=r"^floor: expected None, mis has none, got 0.5"):
         collect.correction("mis", trainer, r, floor=0.5)
@@ -412,9 +410,7 @@ def test_the_trainer_is_asked_for_rows_alone():
         logp = r.logp[torch.tensor(pack.rows)[pack.seq], pack.pos + 1]
         return rft.TokenOut(logp=logp + pack.mask * (pack.seq > 0))
 
-    with pytest.raises(
-        ValueError, match=r"Look at packs: .* 1 nats per token otherwise .* where it is 0 from"
-    ):
+    with pytest.raises(ValueError, match=r"Look at packs: .* 1 nats .* where it is 0 from"):
         collect.check_mismatch({"policy/logp_gap": 1.0}, 0.01, r, rft.Sampling(), apply, {}, packs)
 
 

@@ -259,9 +259,7 @@ def test_rows_with_calls_are_learned_in_every_family(family):
 def test_calls_that_a_template_leaves_out_are_refused():
     calls = [{"function": {"name": name, "arguments": {"a": 1}}} for name in ("f", "g")]
     turns = [user("a"), says("", tool_calls=calls)]
-    with pytest.raises(
-        ValueError, match=r"turn 2 has 2 tool_calls, and the chat template shows only the first"
-    ):
+    with pytest.raises(ValueError, match=r"turn 2 has 2 tool_calls, .* shows only the first"):
         learned(call_templates.tokenizer("gpt-oss"), turns)
     (text,), _ = learned(call_templates.tokenizer("DeepSeek V3.1"), turns)
     assert "f" in text and "g<|call_sep|>" in text

@@ -289,15 +289,11 @@ def test_replay_shows_what_is_not_finite(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "step 5, rank 0, row 5:" in out and "weights: all finite" in out
     assert "gradients: not finite in" in out and "<- not finite" in out
-    with pytest.raises(
-        ValueError, match=r"model: expected one, got none: there is no .*config.json that names it"
-    ):
+    with pytest.raises(ValueError, match=r"model: expected one, got none: there is no .*config.json"):
         replay.main(replay.Config(fault=fault))
     with pytest.raises(ValueError, match=r"expected weights of .*, got .*is it a critic's"):
         replay.main(replay.Config(fault=fault, model="tiny", critic=True, algorithm="ppo"))
-    with pytest.raises(
-        ValueError, match=r"fault: expected a folder fault_STEP with sequence.safetensors, got"
-    ):
+    with pytest.raises(ValueError, match=r"fault: expected a folder .* sequence.safetensors, got"):
         replay.main(replay.Config(fault=str(tmp_path), model="tiny"))
     with pytest.raises(ValueError, match=r"^algorithm: expected one of grpo, .*, ppo, vapo, got 'no'$"):
         replay.main(replay.Config(fault=fault, model="tiny", algorithm="no"))
@@ -308,9 +304,7 @@ def test_replay_shows_what_is_not_finite(tmp_path, capsys):
         whole = file.read_bytes()
         for cut in (whole[:20], b"{}"):
             file.write_bytes(cut)
-            with pytest.raises(
-                ValueError, match=r"^fault: the files of .*fault_00000005 are damaged: "
-            ) as error:
+            with pytest.raises(ValueError, match=r"^fault: .*fault_00000005 are damaged: ") as error:
                 replay.main(replay.Config(fault=fault, model="tiny"))
             assert "\n" not in str(error.value)
         file.write_bytes(whole)

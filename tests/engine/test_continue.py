@@ -301,9 +301,7 @@ def test_the_row_with_the_smaller_limit_fits(llama):
 
 
 def test_text_needs_a_tokenizer():
-    with pytest.raises(
-        engine.BadRequest, match=r"expected token ids, got text without a tokenizer in prompt 1$"
-    ):
+    with pytest.raises(engine.BadRequest, match=r"expected token ids, got text .* in prompt 1$"):
         requests.token_ids([[3], "1+2"])
 
 

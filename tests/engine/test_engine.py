@@ -98,9 +98,7 @@ def test_what_is_wrong_is_further_apart_than_rounding():
 def test_ids_without_text_are_announced():
     """A fault that was found: a model with more ids than its tokenizer learned them in silence."""
     lm = tiny.llama(vocab_size=2 * len(tiny.tokenizer()))
-    with pytest.warns(
-        UserWarning, match=r"engine: about .* of the sampled tokens are ids that the tokenizer"
-    ):
+    with pytest.warns(UserWarning, match=r"engine: about .* of the sampled tokens are ids that"):
         r = rollout(rft.Sampling(max_new=9), lm=lm)
     assert (r.tokens >= len(tiny.tokenizer())).any()
 

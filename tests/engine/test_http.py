@@ -368,9 +368,7 @@ def test_when_none_works_all_are_tried_again_for_some_rounds():
         raise Fault("down")
 
     servers = pool_of("a", "b", revive=revive, width=8)
-    with pytest.raises(
-        pool.ServersFailed, match=r"^engine test: expected one of 2 servers to answer, got none"
-    ):
+    with pytest.raises(pool.ServersFailed, match=r"^engine test: expected one of 2 servers .*, got none"):
         servers.run([run] * 50)
     while any(t.name.startswith("servers") for t in threading.enumerate()):
         time.sleep(0.01)
@@ -386,7 +384,7 @@ def test_a_request_that_no_server_answers_is_given_up():
         raise Fault("this one never")
 
     with pytest.raises(
-        pool.ServersFailed, match=r"^engine test: expected an answer within 5 attempts, got none; the last: "
+        pool.ServersFailed, match=r"^engine test: expected .* 5 attempts, got none; the last: "
     ):
         pool_of("a", "b").run([run])
     assert len(attempts) == pool.ATTEMPTS

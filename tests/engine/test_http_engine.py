@@ -103,9 +103,7 @@ def test_limits_of_rows_and_texts_and_no_prompts(kind):
         warm = [0.5, 0, 1.5, 1]
         got = eng.generate(PROMPTS, KEYS, sampling=SAMPLING, temperature=warm)
         same(got, hf().generate(PROMPTS, KEYS, sampling=SAMPLING, temperature=warm))
-        with pytest.raises(
-            engine.BadRequest, match=r"^sampling: expected None to score rows with their own temperatures"
-        ):
+        with pytest.raises(engine.BadRequest, match=r"^sampling: expected None to score .* temperatures"):
             eng.score(got, sampling=SAMPLING)
         assert eng.generate([], [], sampling=SAMPLING).tokens.shape == (0, 0)
         with pytest.raises(engine.BadRequest, match=r"^start: expected zeros for .*, got \[0, 3\]$"):

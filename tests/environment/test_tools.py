@@ -136,9 +136,7 @@ def test_a_template_whose_calls_are_bare_objects():
 
 @each("template", [None, chats.BARE, chats.MARKED, chats.GEMMA2])
 def test_without_calls_in_the_template_they_are_json_in_tags(template):
-    with pytest.warns(
-        UserWarning, match="chat template: no form of a call of tools was found in it, so calls"
-    ):
+    with pytest.warns(UserWarning, match="chat template: no form of a call of tools was found in it"):
         parse = call_parser(chats.tokenizer(template))
     text = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     assert parse is tagged_calls and parse(text) == [Call("add", {"a": 1})]

@@ -164,9 +164,7 @@ def test_names_come_from_labels(tmp_path):
     assert named.heads == (Head("helpful"), Head("safe"))
     two.config.id2label = {0: "toxic", 1: "fine"}
     assert [h.name for h in model.load_reward(copy.deepcopy(two)).heads] == ["toxic", "fine"]
-    with pytest.raises(
-        ValueError, match=r"heads: expected \['toxic', 'fine'\] .*, got \['a', 'b'\]; new=True"
-    ):
+    with pytest.raises(ValueError, match=r"heads: expected \['toxic', 'fine'\] .*got \['a', 'b'\]; "):
         model.load_reward(copy.deepcopy(two), heads=("a", "b"))
     again = model.save_reward(tmp_path / "two", named)
     assert reread(again).config.id2label == {0: "helpful", 1: "safe"}
@@ -206,9 +204,7 @@ def test_a_saved_model_is_the_same(pool, dtype, tmp_path):
 
 def test_what_transformers_cannot_hold_is_said(tmp_path):
     for pool in ("mean", "attention"):
-        with pytest.warns(
-            UserWarning, match=f"for model.load_reward alone: .* no class with pooling by {pool}"
-        ):
+        with pytest.warns(UserWarning, match=f"for model.load_reward alone: .* pooling by {pool}"):
             model.save_reward(tmp_path / pool, trained_like(pool))
         assert (tmp_path / pool / "reward_head.safetensors").is_file()
         with pytest.raises(ValueError, match="expected a language model, got a decoder with heads"):

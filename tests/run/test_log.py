@@ -66,9 +66,7 @@ def test_rows_and_their_cut(tmp_path, capsys):
 def test_another_configuration_is_refused(tmp_path):
     run = runs.Run(tmp_path / "r", Config(), total=4)
     write(run, [0])
-    with pytest.raises(
-        ValueError, match=r"holds a run with other arguments: lr was 0.1 and is 0.2; give --override"
-    ):
+    with pytest.raises(ValueError, match=r"other arguments: lr was 0.1 and is 0.2; give --override"):
         runs.Run(tmp_path / "r", Config(lr=0.2), total=4)
     with pytest.raises(ValueError, match="steps was 4 and is 9"):
         runs.Run(tmp_path / "r", Config(steps=9), total=9)
@@ -134,9 +132,7 @@ def test_rows_are_not_wiped_when_the_checkpoints_are_gone(tmp_path):
     before = (tmp_path / "r/metrics.jsonl").read_bytes()
     (run.checkpoints / "step_00000001").rmdir()
     again = runs.Run(tmp_path / "r", Nested(), total=4)
-    with pytest.raises(
-        ValueError, match=r"no checkpoint is left in .*checkpoints; put that folder back, give"
-    ):
+    with pytest.raises(ValueError, match=r"no checkpoint is left in .*checkpoints; put that folder"):
         again.resume(0)
     assert (tmp_path / "r/metrics.jsonl").read_bytes() == before
 
@@ -374,9 +370,7 @@ def test_a_run_without_a_step_has_claimed_nothing(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ValueError, match=r"run folder .*file/r cannot be written: .*; choose another with --out"
-    ):
+    with pytest.raises(ValueError, match=r"run folder .*file/r cannot be written: .* with --out"):
         runs.Run(tmp_path / "file" / "r", Config(), total=4)
 
 
@@ -683,9 +677,7 @@ def test_tensorboard_gets_every_step(tmp_path):
     write(run, range(3))
     events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("reward/mean")] == [0, 1, 2]
-    with pytest.raises(
-        ValueError, match="trackers: expected some of tensorboard, wandb, trackio, got 'mlflow'"
-    ):
+    with pytest.raises(ValueError, match="trackers: expected some of tensorboard, .*, got 'mlflow'"):
         runs.Run(tmp_path / "q", Config(), total=4, trackers=("mlflow",))
 
 
@@ -800,9 +792,7 @@ def test_a_foreign_text_in_an_error_or_a_warning_steers_no_terminal(capsys, monk
 
 def test_options_that_a_script_does_not_read_are_refused():
     runs.without(StrategyConfig(), "engine_batch", "seed")
-    with pytest.raises(
-        ValueError, match=r"^strategy.seed: expected 0, as this script does not read it, got 3; u"
-    ):
+    with pytest.raises(ValueError, match=r"^strategy.seed: expected 0, .* does not read it, got 3; u"):
         runs.without(StrategyConfig(seed=3), "engine_batch", "seed", instead="use --seed")
 
 

@@ -293,9 +293,7 @@ def test_no_pair_names_an_option_that_is_nowhere():
 
 
 def test_a_word_that_is_no_subject(capsys):
-    with pytest.raises(
-        ValueError, match=r"^help: expected all, or one of grpo, .*, got 'optimiser'; did you mean o"
-    ):
+    with pytest.raises(ValueError, match=r"^help: expected all, or one of grpo, .* 'optimiser'; did you"):
         parsing.parse(CONFIGS["grpo"], ["--help", "optimiser"], prog="grpo.py")
 
 

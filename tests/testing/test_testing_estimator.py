@@ -74,9 +74,7 @@ def test_values_of_the_next_token_are_read():
         testing.check_exact_values(advantage.gae, seed=seed)
         testing.check_exact_values(return_to_go, seed=seed)
     for check in (testing.check_exact_values, testing.check_deletion_invariance):
-        with pytest.raises(
-            AssertionError, match=r"adv of row \d, token \d+: expected 0 where every value is"
-        ):
+        with pytest.raises(AssertionError, match=r"adv of row \d, token \d+: expected 0 where every"):
             check(without_a_lag)
 
 
@@ -283,9 +281,7 @@ def test_biased_estimators_are_found(f, message):
 
 def test_the_factor_and_the_tolerance_of_the_gradient_check():
     testing.check_estimator_gradient(advantage.grpo, atol=1.0)
-    with pytest.raises(
-        AssertionError, match=r"over all 16 groups of 4 is not 0.75 times .*norm ratio 1.3333"
-    ):
+    with pytest.raises(AssertionError, match=r"all 16 groups of 4 is not 0.75 times .* ratio 1.3333"):
         testing.check_estimator_gradient(advantage.rloo, group=4, vocab=2, factor=0.75)
 
 
