@@ -223,7 +223,7 @@ def fill_place(place):
 
 
 @pytest.mark.slow
-@each("name", [name for name in CONFIGS if name not in REASONS])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in REASONS])
 def test_the_command_runs_dry(name, stocked, capsys, monkeypatch):
     """Options, data, rewards, the model and its memory, in this process; nothing is trained."""
     from dataclasses import replace

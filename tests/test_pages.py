@@ -15,7 +15,6 @@ import forks
 import page_setups
 import pages
 import pytest
-from each_case import each
 from test_house import load_script
 from test_public import named_in
 
@@ -42,7 +41,7 @@ LINES = [(page, words) for page, text in TEXTS.items() for words in pages.comman
 SCRIPT = re.compile(r"(?:.*/)?train_scripts/(\w+)\.py")
 
 
-@each("page", RUN)
+@pytest.mark.parametrize("page", RUN)
 def test_the_code_of_a_page_runs(page, tmp_path):
     code = page_setups.whole(page, [b.text for b in CODE[page] if not b.reason])
     env = forks.early(os.environ) | {"PYTHONPATH": ":".join(filter(None, sys.path))}
@@ -102,7 +101,7 @@ def test_what_the_page_on_scripts_names_is_there():
     assert not lost, lost
 
 
-@each("page", sorted({page for page, _ in LINES}))
+@pytest.mark.parametrize("page", sorted({page for page, _ in LINES}))
 def test_every_command_line_is_understood(page):
     """Options by the scripts' own parsers, targets by the Makefile, files and modules by being there."""
     for there, words in LINES:

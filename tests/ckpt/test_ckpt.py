@@ -14,7 +14,6 @@ import forks
 import pytest
 import tiny
 import torch
-from each_case import each
 
 import rft_fn as rft
 from rft_fn import ckpt, optim, packing, strategy, tree
@@ -106,7 +105,7 @@ def damage(path, kind):
 DAMAGES = ["flipped bit", "cut short", "no tensors", "bad json", "another number", "another format"]
 
 
-@each("kind", DAMAGES)
+@pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path, kind):
     st, _, state = start()
     for step in (1, 2):

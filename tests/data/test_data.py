@@ -353,7 +353,7 @@ def test_a_chat_template_that_fails_is_a_line():
 GOOD = {"question": "1+1=", "answer": "2", "tests": ["a"]}
 
 
-@each(
+@pytest.mark.parametrize(
     ("change", "options", "message"),
     [
         ({"question": None}, {}, "column 'question' is empty"),

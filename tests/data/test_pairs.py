@@ -6,7 +6,6 @@ import random
 import chats
 import pytest
 import tiny
-from each_case import each
 
 from rft_fn import data
 from rft_fn.data import pairs as pairs_lib
@@ -159,7 +158,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@each(("row", "options", "message"), BAD)
+@pytest.mark.parametrize(("row", "options", "message"), BAD)
 def test_a_row_that_cannot_be_used_is_named_by_its_place(row, options, message, tmp_path):
     good = EXPLICIT if options.get("messages") == THREE["messages"] else ROW
     good = IMPLICIT if options.get("messages") == TWO["messages"] else good
@@ -210,8 +209,8 @@ def test_a_template_that_renders_a_response_in_pieces_is_refused():
         of([row], chats.tokenizer(chats.QWEN3), **THREE)
 
 
-@each("name", tasks.TASKS)
-@each("level", [1, 3])
+@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("level", [1, 3])
 def test_the_pairs_of_a_task(name, level):
     """Chosen is right, rejected is not, and both are what seed and index alone say."""
     task = tasks.get_task(name)

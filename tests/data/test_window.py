@@ -75,7 +75,7 @@ def test_a_pair_with_an_image_has_two_responses_and_a_template(tmp_path, sees, c
     how = {"kind": data.PAIRS, "template": "{prompt}"}
     with pytest.raises(ValueError, match=f"rows.jsonl, line 1: the {column} response is empty"):
         media.load(write(tmp_path, row), sees, **how)
-    with pytest.raises(ValueError, match="line 1: the row has media, .*empty template has no place"):
+    with pytest.raises(ValueError, match=r"line 1: the row has media, .*empty template has no place"):
         media.load(write(tmp_path, row), sees, kind=data.PAIRS, template="")
 
 

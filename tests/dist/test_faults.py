@@ -14,7 +14,6 @@ import pytest
 import ranks
 import tiny
 import torch
-from each_case import each
 
 import rft_fn as rft
 from rft_fn import dist, packing, testing, tree
@@ -72,7 +71,7 @@ def test_a_lost_process_is_named_and_nobody_hangs(tmp_path, how, timeout):
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 
 
-@each(
+@pytest.mark.parametrize(
     "lost, error",
     [
         (True, RuntimeError(f"{GLOO}pair.cc:547] Connection closed by peer [127.0.0.1]:36712")),
@@ -320,7 +319,7 @@ REPLAYED = [
 ]  # fmt: skip
 
 
-@each(("name", "options", "given"), REPLAYED)
+@pytest.mark.parametrize(("name", "options", "given"), REPLAYED)
 def test_replay_has_the_objective_of_the_run(name, options, given, tmp_path):
     """With what the command line gives in its place; adv and w of the sequence are the run's own."""
     from test_house import load_script

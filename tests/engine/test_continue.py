@@ -102,7 +102,7 @@ def test_a_sample_cut_anywhere_and_continued_equals_the_uncut_one(llama, found):
     same(in_pieces(llama, prompts, keys, n, sampling, piece)[0], whole)
 
 
-@each("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_law_holds_however_rows_are_batched(kind):
     """Also where the model's cache allows no padding, several rows, or no cache at all."""
     with warnings.catch_warnings():

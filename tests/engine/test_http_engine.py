@@ -70,7 +70,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(pool.Pool.__init__, "__kwdefaults__", {"pause": 0.02})
 
 
-@each(
+@pytest.mark.parametrize(
     "options",
     [
         {},
@@ -119,7 +119,7 @@ def test_the_window_is_the_smallest_of_the_servers():
         made("generate", *fakes).generate([[3] * 8], [1], sampling=SAMPLING)
 
 
-@each(
+@pytest.mark.parametrize(
     ("kind", "fault"),
     [("generate", fault) for fault in FAULTS]
     + [
@@ -157,7 +157,7 @@ def test_weights_of_another_version_are_not_sampled_from(quick):
         assert other.samples > before
 
 
-@each("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_when_every_server_fails_the_engine_says_so_in_a_line_and_is_dead(fault, quick):
     with serving(fake(), fake()) as fakes:
         eng = made("generate", *fakes, timeout=1.0)
@@ -265,7 +265,7 @@ def test_a_load_that_is_refused_leaves_nothing_behind(tmp_path):
         assert not any(path == "/collective_rpc" and "rft_load" in str(body) for path, body in fakes[0].calls)
 
 
-@each(
+@pytest.mark.parametrize(
     ("problem", "line"),
     [
         ({"error": "KeyError: 'x'"}, "weights: KeyError: 'x'"),
@@ -358,7 +358,7 @@ IGNORED = {
 }
 
 
-@each("ignored", IGNORED)
+@pytest.mark.parametrize("ignored", IGNORED)
 def test_an_option_that_is_ignored_is_found_at_the_start(kind, ignored):
     """Ids are an option of /v1/completions; of SGLang the mask is tried, as its log-probs know no cut."""
     if {"return_token_ids": "completions", "mask": "sglang"}.get(ignored, kind) != kind:

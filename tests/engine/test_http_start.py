@@ -3,7 +3,6 @@
 import pytest
 import tiny
 import torch
-from each_case import each
 from fake_server import FakeServer, serving
 
 import rft_fn as rft
@@ -94,8 +93,8 @@ def frozen_but(name):
     return lm
 
 
-@each("build", [adapted, lambda: frozen_but("mlp"), lambda: frozen_but("layers.1")])
-@each("named", [True, False])
+@pytest.mark.parametrize("build", [adapted, lambda: frozen_but("mlp"), lambda: frozen_but("layers.1")])
+@pytest.mark.parametrize("named", [True, False])
 def test_what_is_frozen_reaches_the_servers_too(build, named, tmp_path):
     """A q that is trained and a k that is not are one tensor there."""
     st = rft.strategy.get_fake_strategy()

@@ -180,5 +180,5 @@ def test_a_gradient_in_place_of_the_logits_cannot_be_differentiated():
     kept = z * 1
     logp = logits_logprob(kept, torch.tensor([0, 6, 3, -100]), inplace_backward=True).logp.square().sum()
     (dz,) = torch.autograd.grad(logp, kept, create_graph=True)
-    with pytest.raises(RuntimeError, match="expected one .* inplace_backward=True, got two"):
+    with pytest.raises(RuntimeError, match=r"expected one .* inplace_backward=True, got two"):
         dz.sum().backward()

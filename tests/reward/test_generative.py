@@ -111,7 +111,7 @@ def test_a_tokenizer_without_a_template_gets_the_bare_question():
 
 
 def test_a_chat_template_that_drops_the_question_is_refused():
-    with pytest.raises(ValueError, match="chat template: expected .* question once, with 2 places"):
+    with pytest.raises(ValueError, match=r"chat template: expected .* question once, with 2 places"):
         reward.generative(
             judges.engine(length_of, TOKENIZER), chats.tokenizer("<|im_start|>"), form=forms.rating()
         )

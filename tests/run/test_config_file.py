@@ -60,7 +60,7 @@ ALIKE = {
 }
 
 
-@each("case", ALIKE)
+@pytest.mark.parametrize("case", ALIKE)
 def test_a_file_is_its_flags(case):
     text, line = ALIKE[case]
     flags = [word.replace("\0", " ") for word in line.replace("\\ ", "\0").split()]

@@ -677,7 +677,7 @@ def test_tensorboard_gets_every_step(tmp_path):
     write(run, range(3))
     events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("reward/mean")] == [0, 1, 2]
-    with pytest.raises(ValueError, match="trackers: expected some of tensorboard, .*, got 'mlflow'"):
+    with pytest.raises(ValueError, match=r"trackers: expected some of tensorboard, .*, got 'mlflow'"):
         runs.Run(tmp_path / "q", Config(), total=4, trackers=("mlflow",))
 
 

@@ -6,7 +6,6 @@ import headless
 import pytest
 import script_runs
 import torch
-from each_case import each
 from script_runs import rows
 from test_house import load_script as script
 
@@ -174,8 +173,8 @@ def test_a_frozen_tower_stays_to_the_bit_and_all_others_move(model, task, tmp_pa
     assert frozen and stayed == frozen
 
 
-@each("engine", ["openai", "sglang"])
-@each("name", ["grpo", "evaluate", "multi_turn"])
+@pytest.mark.parametrize("engine", ["openai", "sglang"])
+@pytest.mark.parametrize("name", ["grpo", "evaluate", "multi_turn"])
 def test_servers_that_take_tokens_alone_are_refused_before_anything_is_loaded(
     name, engine, tmp_path, monkeypatch
 ):

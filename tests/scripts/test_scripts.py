@@ -13,7 +13,6 @@ import warnings
 import chats
 import pytest
 import torch
-from each_case import each
 from safetensors.torch import load_file
 from script_runs import ROOT, rows, run, start
 from test_house import load_script as script
@@ -294,7 +293,7 @@ def test_low_rank_adapters_learn_and_are_exported_both_ways(tmp_path):
 FREE = [name for name, row in algorithm.TABLE.items() if isinstance(row, algorithm.Algorithm)]
 
 
-@each("name", FREE)
+@pytest.mark.parametrize("name", FREE)
 def test_every_row_without_a_critic_runs_and_moves_the_model(name, tmp_path):
     grpo = script("grpo")
     options = {"prompts": 4, "group": 4, "steps": 2, "eval_prompts": 4, "algorithm": name}
@@ -519,7 +518,7 @@ async def short_reward(completion_ids, trainer_state, prompts, **kwargs):
 """
 
 
-@each("script", ["grpo", "ppo", "evaluate"])
+@pytest.mark.parametrize("script", ["grpo", "ppo", "evaluate"])
 def test_a_reward_file_written_for_trl_runs_unchanged(script, tmp_path):
     """Messages, a factory, async, None, dicts, the state of the run and its metrics."""
     path, out = tmp_path / "brought.py", tmp_path / "r"
@@ -780,7 +779,7 @@ CHAT_MISTAKES = {
 }  # fmt: skip
 
 
-@each("case", CHAT_MISTAKES)
+@pytest.mark.parametrize("case", CHAT_MISTAKES)
 def test_mistakes_with_messages_are_one_line_before_a_model_is_loaded(case, chatty, tmp_path, monkeypatch):
     name, file, more, message = CHAT_MISTAKES[case]
     monkeypatch.setattr(rft.model, "load", None)

@@ -11,7 +11,6 @@ import pytest
 import ranks
 import script_runs
 import torch
-from each_case import each
 from PIL import Image
 from script_runs import comparable, rows
 from test_house import load_script
@@ -272,7 +271,7 @@ def check_same(whole, parts):
         assert (whole / "model" / name).read_bytes() == (parts / "model" / name).read_bytes(), name
 
 
-@each(
+@pytest.mark.parametrize(
     "options",
     [
         {},
@@ -354,7 +353,7 @@ def check_close(one, both):
     assert heads[0].scale == pytest.approx(heads[1].scale, rel=1e-2) != 1
 
 
-@each("kind", TWO)
+@pytest.mark.parametrize("kind", TWO)
 def test_two_processes_log_what_one_logs(two, alone, kind):
     """ZeRO that shards the optimizer or all, ranks that share a pack, and replicas."""
     check_close(alone(kind), two / kind)
