@@ -60,10 +60,7 @@ TABLES = {
         "memory": lambda: script("distillation").memory(read("distillation")),
         "smollm2": lambda: script("distillation").answers(read("smollm2/distillation")),
     },
-    "engines": {
-        "ahead": of_ahead,
-        "engines": lambda: script("engines_table").tables(read("engines")),
-    },
+    "engines": {"ahead": of_ahead, "engines": lambda: script("engines_table").tables(read("engines"))},
     "environments": {"kuhn": lambda: script("self_play").table(read("kuhn_poker"))},
     "estimators": {"rows": lambda: script("estimators").table(read("estimators"))},
     "performance": {

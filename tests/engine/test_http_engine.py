@@ -282,10 +282,7 @@ def test_a_server_that_did_not_take_all_is_not_used(problem, line, quick, tmp_pa
         bad.load_problem = problem
         eng.load(tiny.llama(5).named_parameters(), version=1)
         before = well.samples
-        same(
-            eng.generate(PROMPTS, KEYS, n=3, sampling=SAMPLING),
-            expected(5, n=3),
-        )
+        same(eng.generate(PROMPTS, KEYS, n=3, sampling=SAMPLING), expected(5, n=3))
         assert well.samples - before >= 3 * len(PROMPTS)  # the bad one has no more than requests of one token
         well.load_problem = problem
         with pytest.raises(pool.ServersFailed, match=line):
@@ -517,10 +514,7 @@ def test_media_are_refused_before_anything_is_asked(quick):
         with pytest.raises(engine.BadRequest, match=message):
             eng.generate([PROMPTS[1], seen], KEYS[:2], sampling=SAMPLING)
         assert one.samples == before
-        same(
-            eng.generate(PROMPTS, KEYS, n=2, sampling=SAMPLING),
-            expected(n=2),
-        )
+        same(eng.generate(PROMPTS, KEYS, n=2, sampling=SAMPLING), expected(n=2))
 
 
 def test_servers_announce_ids_without_text(kind):

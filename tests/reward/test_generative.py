@@ -315,10 +315,7 @@ def test_the_reward_of_an_answer_without_a_verdict_is_an_option():
             assert ask(["q", "q"], ["longlong", "a"]) == [0.8, value]
         assert logged["unparsable"] == 0.5 and logged["said"][1] == "I would rather not."
     ask, _ = judge(sometimes, unparsable="error")
-    with (
-        pytest.warns(UserWarning),
-        pytest.raises(ValueError, match="about completion 1; it said 'I would"),
-    ):
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="about completion 1; it said 'I would"):
         ask(["q", "q"], ["longlong", "a"])
 
 

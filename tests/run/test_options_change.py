@@ -11,18 +11,7 @@ import math
 import pytest
 import torch
 from each_case import each
-from one_step import (
-    AWAY,
-    NOW,
-    PARTS,
-    REFERENCE,
-    SAMPLED,
-    SCRIPTS,
-    TEACHER,
-    c,
-    logps,
-    steps_of,
-)
+from one_step import AWAY, NOW, PARTS, REFERENCE, SAMPLED, SCRIPTS, TEACHER, c, logps, steps_of
 
 import rft_fn as rft
 from rft_fn.run import options

@@ -269,9 +269,7 @@ def test_kill_9_and_the_same_command_again(tmp_path, folders, options):
     ids=["hint", "words", "mixed"],
 )
 @pytest.mark.parametrize(
-    "strategy",
-    [[], ["--strategy.zero-stage", 3], ["--strategy.sp-size", 2]],
-    ids=["fsdp2", "zero3", "sp"],
+    "strategy", [[], ["--strategy.zero-stage", 3], ["--strategy.sp-size", 2]], ids=["fsdp2", "zero3", "sp"]
 )
 def test_two_processes_log_what_one_logs(tmp_path, folders, options, strategy):
     teacher = [] if "--teacher" in options else ["--teacher", folders[0]]

@@ -259,12 +259,7 @@ def test_two_models_that_learn_are_on_the_device_only_in_their_phases(host, move
     assert all(same(want[name], got[name]) for name in want)
     assert phases == {
         "generate": [],  # all are on the host since the push
-        "score": [
-            ("initial", "device"),
-            ("initial", "host"),
-            ("actor", "device"),
-            ("critic", "device"),
-        ],
+        "score": [("initial", "device"), ("initial", "host"), ("actor", "device"), ("critic", "device")],
         "critic": [("critic opt", "device")],
         "grad": [],
         "update": [("actor opt", "device")],
