@@ -374,7 +374,7 @@ def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path):
         runs.Run(tmp_path / "file" / "r", Config(), total=4)
 
 
-@each("how", ["deleted", "moved", "emptied", "made again"])
+@pytest.mark.parametrize("how", ["deleted", "moved", "emptied", "made again"])
 def test_a_folder_that_is_gone_in_mid_run_ends_the_run(how, tmp_path):
     run = runs.Run(tmp_path / "r", Config(), total=4)
     run.resume(0)
@@ -646,7 +646,7 @@ def test_pictures_go_where_they_are_asked_for(tmp_path):
     assert all(0.01 < row["peak_gib"] < 1000 for row in timing)
 
 
-@each("lengths, width", [([1, 2, 2, 3, 9], 1), ([7], 1), ([1, 4000, 20], 100)])
+@pytest.mark.parametrize("lengths, width", [([1, 2, 2, 3, 9], 1), ([7], 1), ([1, 4000, 20], 100)])
 def test_the_bars_of_lengths_hold_as_many_whole_lengths_each(lengths, width, monkeypatch, tmp_path):
     figures = []
     monkeypatch.setattr(plot, "save", lambda figure, out: figures.append(figure))
@@ -856,7 +856,7 @@ class Parts:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
 
 
-@each(
+@pytest.mark.parametrize(
     ("args", "want"),
     [
         ("--fused_linear_logprob --chunk_size 4096", {"fused_linear_logprob": True, "chunk_size": 4096}),

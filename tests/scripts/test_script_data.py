@@ -4,7 +4,6 @@ import json
 from functools import partial
 
 import pytest
-from each_case import each
 from test_house import load_script
 
 import rft_fn as rft
@@ -159,7 +158,7 @@ def test_a_run_goes_on_with_its_own_rows(name, here):
 DRY = {"grpo": {}, "ppo": {"prompts": 8}, "sft": {}, "dpo": {}, "train_rm": {}, "multi_turn": {}}
 
 
-@each("name", DRY)
+@pytest.mark.parametrize("name", DRY)
 def test_a_dry_run_checks_all_and_leaves_nothing(name, here, capsys, whole_run):
     script = load_script(name)
     strategy = rft.strategy.StrategyConfig(zero_stage=3, sp_size=2)

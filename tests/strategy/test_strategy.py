@@ -209,8 +209,8 @@ class Weight(torch.nn.Module):
         return types.TokenOut(logp=torch.where(b.mask, self.w * (1 + b.pos), 0))
 
 
-@each("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@each("count", [1, 7, 700])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 7, 700])
 def test_gradients_of_packs_add_up_whatever_their_number_and_type(dtype, count):
     """In bfloat16 a sum of ones ends at 256; sums of float64 have all of its digits."""
     st = strategy.get_fake_strategy()
