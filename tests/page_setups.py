@@ -68,6 +68,14 @@ BEFORE = {
     ("kernels/README.md", 0): "import torch\n\n"
     "h, w, y = torch.randn(7, 8), torch.randn(11, 8), torch.randint(11, (7,))\n",
 }
+# what the code of a page has to leave behind
+AFTER = {
+    "docs/scripts.md": "from pathlib import Path\n\n"
+    "assert state.step == 1 and Path('runs/mine/metrics.jsonl').exists()\n",
+    "docs/reward_models.md": "import json\nfrom pathlib import Path\n\n"
+    "rows = [json.loads(line) for line in Path('judge.jsonl').read_text().splitlines()]\n"
+    "assert [row['verdict'] for row in rows] == ['score=1', 'score=0']\n",
+}
 # what a page names and a test cannot have: weights of the hub
 SWAPS = {"docs/actors.md": {"Qwen/Qwen2-VL-2B-Instruct": "tiny-vl"}}
 
@@ -77,7 +85,7 @@ def whole(page, blocks):
     parts = []
     for number, block in enumerate(blocks):
         parts += [BEFORE.get((page, number), ""), block]
-    text = "\n".join(parts)
+    text = "\n".join([*parts, AFTER.get(page, "")])
     for old, new in SWAPS.get(page, {}).items():
         text = text.replace(old, new)
     return text

@@ -115,9 +115,7 @@ def test_a_group_without_variance_gives_exactly_zero(name, value, dtype):
 
 @each_group
 def test_a_group_of_one_is_an_error_and_not_nan(name):
-    with pytest.raises(
-        ValueError, match=r"reward: expected \[N, G\] with G >= 2, got \[3, 1\].*group of one"
-    ):
+    with pytest.raises(ValueError, match=r"reward: expected .* G >= 2, got \[3, 1\].*group of one"):
         GROUP[name][0](torch.ones(3, 1))
 
 

@@ -358,7 +358,5 @@ def test_a_row_takes_another_weight_advantage_and_limits():
         critic.weight is weight.seq_mean and inspect.signature(critic.loss).parameters["dual"].default == 2.0
     )
     for name in ("mean", "constant", "constant:0", "constant:x", "token_mean:3"):
-        with pytest.raises(
-            ValueError, match=r"^weight: expected one of token_mean, seq_mean, seq_sum, constant:LENGTH"
-        ):
+        with pytest.raises(ValueError, match=r"^weight: expected one of token_mean, .*constant:LENGTH"):
             weight.get_weight(name)

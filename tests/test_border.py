@@ -33,18 +33,7 @@ from rft_fn.types import Sampling
 
 # ----------------------------------------------------------------------------------- the readers, by the code
 
-MODULES = {
-    "json",
-    "pickle",
-    "torch",
-    "tomllib",
-    "yaml",
-    "csv",
-    "ast",
-    "datasets",
-    "safetensors",
-    "np",
-}
+MODULES = {"json", "pickle", "torch", "tomllib", "yaml", "csv", "ast", "datasets", "safetensors", "np"}
 OF_MODULES = {"loads", "load", "raw_decode", "reader", "literal_eval", "load_dataset", "load_dataset_builder"}
 OF_MODULES |= {"safe_load", "SafeLoader", "frombuffer"}
 OURS = {"parse_json", "json_at", "read_json", "json_rows", "safe_open", "load_file"}

@@ -4,18 +4,7 @@ import pytest
 import torch
 from each_case import each
 
-from rft_fn import (
-    advantage,
-    algorithm,
-    check,
-    loss,
-    metric,
-    optim,
-    packing,
-    reward_shaping,
-    segment,
-    weight,
-)
+from rft_fn import advantage, algorithm, check, loss, metric, optim, packing, reward_shaping, segment, weight
 from rft_fn.logprob import log_probs_from_logits
 from rft_fn.types import Rollout, Sampling, experience
 

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from each_case import each
 from safetensors.torch import save_file
 
 from rft_fn import confined, model
@@ -53,7 +52,7 @@ ENDS = {
 }  # fmt: skip
 
 
-@each("name", ENDS)
+@pytest.mark.parametrize("name", ENDS)
 def test_a_child_that_misbehaves_is_one_line(name, monkeypatch):
     monkeypatch.setattr(confined, "_WAIT", 2)
     function, line = ENDS[name]
@@ -103,7 +102,7 @@ TEMPLATES = {
 }  # fmt: skip
 
 
-@each("name", TEMPLATES)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_a_chat_template_has_limits(name, tiny):
     (tiny / "chat_template.jinja").write_text(TEMPLATES[name])
     with pytest.raises(ValueError, match=r"^tokenizer: .*chat template") as error:
@@ -142,7 +141,7 @@ TOKENIZERS = {
 }  # fmt: skip
 
 
-@each("name", TOKENIZERS)
+@pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_tokenizer_is_loaded_or_refused_in_one_line(name, tiny):
     path = tiny / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | TOKENIZERS[name]))
@@ -152,7 +151,9 @@ def test_a_tokenizer_is_loaded_or_refused_in_one_line(name, tiny):
         assert str(error).startswith("tokenizer: ") and "\n" not in str(error), error
 
 
-@each("file", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"]
+)
 @pytest.mark.parametrize("what", ["pipe", "device"])
 def test_a_folder_with_a_pipe_is_refused(file, what, tiny):
     kept = (tiny / file).read_bytes() if (tiny / file).exists() else None
@@ -178,7 +179,7 @@ ADAPTERS = {
 }  # fmt: skip
 
 
-@each("name", ADAPTERS)
+@pytest.mark.parametrize("name", ADAPTERS)
 def test_expressions_of_an_adapter_have_limits(name, tmp_path):
     module = model.load("tiny")
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **ADAPTERS[name]}
@@ -240,7 +241,9 @@ BOMBS = {
 }  # fmt: skip
 
 
-@each("name, number", [(name, i) for name, texts in BOMBS.items() for i in range(len(texts))])
+@pytest.mark.parametrize(
+    "name, number", [(name, i) for name, texts in BOMBS.items() for i in range(len(texts))]
+)
 def test_a_bomb_in_a_script_is_read_or_refused(name, number, tmp_path):
     path = tmp_path / name
     path.write_text(BOMBS[name][number])

@@ -145,7 +145,7 @@ def test_the_library_is_told_by_the_content(name, place):
     }
 
 
-@each("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_gives_a_command_that_its_script_takes(name, place, capsys, monkeypatch):
     """And nothing that the script refuses, no option that is not known, and the notes that matter."""
     status, printed, _, cfg = translated(place, name, capsys, monkeypatch)
@@ -223,7 +223,7 @@ def fill_place(place):
 
 
 @pytest.mark.slow
-@each("name", [name for name in CONFIGS if name not in REASONS])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in REASONS])
 def test_the_command_runs_dry(name, stocked, capsys, monkeypatch):
     """Options, data, rewards, the model and its memory, in this process; nothing is trained."""
     from dataclasses import replace

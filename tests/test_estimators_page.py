@@ -6,7 +6,6 @@ import shlex
 
 import pages
 import pytest
-from each_case import each
 from test_house import load_script as script
 
 from rft_fn.run import config_file
@@ -50,7 +49,7 @@ def check_length(rows):
 CHECKS = {"batch": check_batch, "baseline": check_baseline, "length": check_length}
 
 
-@each("name", list(CHECKS))
+@pytest.mark.parametrize("name", list(CHECKS))
 def test_a_question_is_answered_by_its_command(name, tmp_path):
     compare = script("compare")
     *options, _ = words(name)
@@ -59,7 +58,7 @@ def test_a_question_is_answered_by_its_command(name, tmp_path):
     assert (tmp_path / "estimators.png").stat().st_size > 20_000
 
 
-@each("name", list(CHECKS))
+@pytest.mark.parametrize("name", list(CHECKS))
 def test_a_paragraph_has_the_numbers_of_its_file(name):
     found = json.loads((FOLDER / name / "estimators.json").read_text())
     rows, text = found["rows"], paragraph(name)

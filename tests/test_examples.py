@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from each_case import each
 from pages import as_module
 from torch.func import grad
 
@@ -58,7 +57,7 @@ def on_two(tmp_path_factory):
     return folder
 
 
-@each("path", SCRIPTS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
 def test_an_example_gives_the_same_numbers_on_one_process_and_on_two(path, tmp_path, on_two):
     one = run(path, tmp_path / "one")
     two = [json.loads(x) for x in (on_two / path.stem / "metrics.jsonl").read_text().splitlines()]
@@ -71,7 +70,7 @@ def test_an_example_gives_the_same_numbers_on_one_process_and_on_two(path, tmp_p
     assert any(row["reward/mean"] != one[0]["reward/mean"] for row in one)
 
 
-@each("path", SCRIPTS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
 def test_an_example_is_short_and_names_its_paper(path):
     text = path.read_text()
     assert len(text.splitlines()) < 60 and re.search(r"arXiv \d{4}\.\d{5}", text.split('"""')[1])

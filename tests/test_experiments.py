@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from each_case import each
 
 pytestmark = [pytest.mark.docs, pytest.mark.usefixtures("plain_runs")]
 
@@ -47,7 +46,7 @@ def ran(name, folder, *, steps=2, seeds=1):
     return json.loads((folder / "out" / f"{name}.json").read_text()), out.getvalue()
 
 
-@each("name", claims.EXPERIMENTS)
+@pytest.mark.parametrize("name", claims.EXPERIMENTS)
 def test_an_experiment_runs_to_its_end(name, folder):
     found, printed = ran(name, folder)
     e = claims.EXPERIMENTS[name]
@@ -99,7 +98,7 @@ def test_levels_of_a_rounded_matrix():
     assert found["b"] is x[0] or torch.equal(found["b"], x[0])
 
 
-@each("name", PAGES)
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_has_the_numbers_of_its_json(name):
     found = json.loads((FOLDER / f"{name}.json").read_text())
     page = (FOLDER / f"{name}.md").read_text()

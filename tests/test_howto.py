@@ -6,7 +6,6 @@ import sys
 
 import forks
 import pytest
-from each_case import each
 from pages import as_module
 from test_house import ROOT
 
@@ -66,7 +65,7 @@ def test_the_edits_of_a_copied_script_run(tmp_path):
     assert '"trust": ' in row  # the metric of the page's loss
 
 
-@each("page", sorted(HOWTO.glob("[!R]*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", sorted(HOWTO.glob("[!R]*.md")), ids=lambda page: page.stem)
 def test_a_page_says_when_it_is_needed_what_goes_wrong_and_where_to_read_on(page):
     text = page.read_text()
     assert "**When**:" in text and "More: " in text

@@ -15,7 +15,6 @@ import forks
 import page_setups
 import pages
 import pytest
-from each_case import each
 from test_house import load_script
 from test_public import named_in
 
@@ -32,7 +31,6 @@ REASONS = ("a GPU", "several processes", "vLLM", "a server", "weights of the hub
 ELSEWHERE = {
     "README.md": "test_readme.py",
     "CONTRIBUTING.md": "test_contributing.py",
-    "docs/scripts.md": "test_scripts_page.py",
     "docs/engines.md": "collect/test_generate.py",
 }
 TEXTS = {page: pages.read(page) for page in pages.PAGES}
@@ -43,7 +41,7 @@ LINES = [(page, words) for page, text in TEXTS.items() for words in pages.comman
 SCRIPT = re.compile(r"(?:.*/)?train_scripts/(\w+)\.py")
 
 
-@each("page", RUN)
+@pytest.mark.parametrize("page", RUN)
 def test_the_code_of_a_page_runs(page, tmp_path):
     code = page_setups.whole(page, [b.text for b in CODE[page] if not b.reason])
     env = forks.early(os.environ) | {"PYTHONPATH": ":".join(filter(None, sys.path))}
@@ -82,9 +80,28 @@ def test_a_page_that_another_test_runs_is_run_there(page, file):
 def test_every_setup_is_for_a_page_and_its_block():
     for page, number in page_setups.BEFORE:
         assert number < len(CODE[page]), (page, number)
+    assert set(page_setups.AFTER) <= set(RUN)
 
 
-@each("page", sorted({page for page, _ in LINES}))
+@pytest.mark.parametrize(("page", "count"), [("CONTRIBUTING.md", 13), ("docs/scripts.md", None)])
+def test_every_row_of_a_table_leads_to_a_section_with_code(page, count):
+    sections = [section.partition("\n") for section in TEXTS[page].split("\n## ")[1:]]
+    coded = {pages.slug(title) for title, _, text in sections if "```python" in text}
+    rows = [line for line in TEXTS[page].splitlines() if line.startswith("| [")]
+    assert {re.search(r"\(#(.+?)\)", line)[1] for line in rows} == coded and len(rows) == (count or len(rows))
+
+
+def test_what_the_page_on_scripts_names_is_there():
+    named = set(re.findall(r"`(?:rft\.)?(?!rft)(\w+)\.(\w+)`", TEXTS["docs/scripts.md"]))
+    lost = []
+    for room, attribute in sorted(x for x in named if x[0] not in ("out", "b", "torch")):
+        known = attribute in rft.Strategy._fields if room == "st" else hasattr(getattr(rft, room), attribute)
+        if not known:
+            lost.append(f"{room}.{attribute}")
+    assert not lost, lost
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in LINES}))
 def test_every_command_line_is_understood(page):
     """Options by the scripts' own parsers, targets by the Makefile, files and modules by being there."""
     for there, words in LINES:

@@ -6,7 +6,6 @@ import sys
 
 import conformance
 import pytest
-from each_case import each
 from pages import as_module
 from test_readme import BLOCKS, README, ROOT
 
@@ -104,7 +103,7 @@ def text_of(page):
     return " ".join((ROOT / page).read_text().split())
 
 
-@each("said", SAID)
+@pytest.mark.parametrize("said", SAID)
 def test_a_number_is_that_of_its_file(said):
     """As far as the page writes it out."""
     page, numbers = SAID[said]

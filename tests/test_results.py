@@ -1,69 +1,104 @@
 """docs/results: tables are what their scripts make of the files, and intervals are their definition."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 from pages import as_module
 
+import rft_fn as rft
 from bench import record
 
 pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "results"
-
-
 BENCH = ROOT / "tests" / "bench"
+
+
+def read(name):
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def script(name):
+    return as_module(BENCH / f"{name}.py")
 
 
 def curriculum():
     return as_module(FOLDER / "curriculum" / "table.py")
 
 
-def between(script):
-    """What a page has between two marks of a script."""
-    return script.PAGE.read_text().partition(script.BEGIN)[2].partition(script.END)[0].strip()
+def gpu():
+    page = script("gpu/page")
+    return page.section(page.read())
 
 
-def test_the_tables_of_benches_are_what_their_scripts_make_of_the_files():
-    engines, play = as_module(BENCH / "engines_table.py"), as_module(BENCH / "self_play.py")
-    assert between(engines) == engines.tables(json.loads((FOLDER / "engines.json").read_text()))
-    assert between(play) == play.table(json.loads((FOLDER / "kuhn_poker.json").read_text()))
-    gap = as_module(BENCH / "gap_by_type.py")
-    assert between(gap) == gap.table(json.loads(gap.OUT.read_text()))
-    taught = as_module(BENCH / "distillation.py")
-    found, page = json.loads(taught.OUT.read_text()), taught.PAGE.read_text()
-    tables = {"curves": taught.curves(found), "memory": taught.memory(found)}
-    tables["smollm2"] = taught.answers(json.loads(taught.SMOLLM2.read_text()))
-    for mark, made in tables.items():
-        assert f"<!-- {mark}:begin -->\n{made}\n<!-- {mark}:end -->" in page, mark
-    performance = (ROOT / "docs" / "performance.md").read_text()
-    gradients, step = as_module(BENCH / "gradients.py"), as_module(BENCH / "step" / "report.py")
-    assert gradients.table(json.loads(gradients.RESULTS.read_text())["turns"]) in performance
-    made = step.text(json.loads((FOLDER / "step" / "step.json").read_text()))
-    assert f"<!-- step:begin -->\n\n{made}\n\n<!-- step:end -->" in performance
+def growth(mark):
+    return script("growth/show").tables(read("growth/growth"))[mark]
 
 
-def test_the_section_on_gpus_is_what_its_script_makes_of_the_results():
-    page = as_module(BENCH / "gpu" / "page.py")
-    assert page.written(page.PAGE.read_text(), page.section(page.read())) == page.PAGE.read_text()
+def memory(mark):
+    return script("memory").TABLES[mark](read("memory")[mark])
 
 
-def test_the_tables_of_growth_are_what_its_script_makes_of_the_file():
-    show, comm = as_module(BENCH / "growth" / "show.py"), as_module(BENCH / "growth" / "comm.py")
-    found = json.loads((FOLDER / "growth" / "growth.json").read_text())
-    page = (ROOT / "docs" / "scaling.md").read_text()
-    for mark, made in show.tables(found).items():
-        assert f"<!-- {mark}:begin -->\n\n{made}\n\n<!-- {mark}:end -->" in page, mark
-    net = comm.Network(**found["comm"]["found"]["assumed"])
-    assert found["comm"]["found"]["tables"]["as assumed"] == comm.table(net)
+def of_ahead():
+    found = read("ahead")
+    return script("ahead").table(found["runs"], found["shipped"])
+
+
+# {page: {mark: what the table between its marks is made by}}
+TABLES = {
+    "algorithms": {
+        "rows": lambda: script("rows").table(read("rows")["rows"]),
+        "micro-batches": lambda: script("certificates").table(read("certificates")["entries"]),
+        "certificates": lambda: script("certificates").verdicts(read("certificates")["entries"]),
+        "rows-certified": lambda: script("certificates").of_rows(read("certificates")["rows"]),
+    },
+    "distillation": {
+        "curves": lambda: script("distillation").curves(read("distillation")),
+        "memory": lambda: script("distillation").memory(read("distillation")),
+        "smollm2": lambda: script("distillation").answers(read("smollm2/distillation")),
+    },
+    "engines": {"ahead": of_ahead, "engines": lambda: script("engines_table").tables(read("engines"))},
+    "environments": {"kuhn": lambda: script("self_play").table(read("kuhn_poker"))},
+    "estimators": {"rows": lambda: script("estimators").table(read("estimators"))},
+    "performance": {
+        "step": lambda: script("step/report").text(read("step/step")),
+        "gradients": lambda: script("gradients").table(read("gradients")["turns"]),
+        "gpu": gpu,
+    },
+    "reward_models": {"judge": lambda: script("judge").tables(read("judge"))},
+    "rewards": {"load": lambda: script("remote_rewards").tables(read("remote"))},
+    "scaling": {mark: partial(growth, mark) for mark in script("growth/show").tables(read("growth/growth"))}
+    | {mark: partial(memory, mark) for mark in ("scale", "knobs", "split")},
+    "trust": {"gap_by_type": lambda: script("gap_by_type").table(read("gap_by_type"))},
+}
+
+
+@pytest.mark.parametrize(("page", "mark"), [(page, mark) for page, marks in TABLES.items() for mark in marks])
+def test_a_table_is_what_its_script_makes_of_the_file(page, mark):
+    assert record.between(f"docs/{page}.md", mark) == TABLES[page][mark]()
+
+
+def test_every_row_learned_what_the_page_says():
+    found = read("rows")["rows"]
+    assert set(found) == set(rft.algorithm.TABLE)
+    for name, x in found.items():
+        assert x["last"] == pytest.approx(sum(x["reward"][-10:]) / 10, abs=1e-4), name
+        # the best of 16 is what this one learns, not their mean
+        least = 0.5 if name == "best_minus_second" else 0.9
+        assert x["last"] >= least and x["gap"] < 1e-5, name
+
+
+def test_bytes_of_growth_are_of_the_network_that_was_assumed():
+    comm, found = script("growth/comm"), read("growth/growth")["comm"]["found"]
+    assert found["tables"]["as assumed"] == comm.table(comm.Network(**found["assumed"]))
 
 
 def test_the_bytes_that_were_counted_are_what_the_model_of_growth_assumes():
     """Blocks are gathered twice a pack and the rest once, gradients scattered once, HSDP sums its half."""
-    found = json.loads((FOLDER / "growth" / "growth.json").read_text())
-    counted = found["comm"]["found"]["counted"]
+    counted = read("growth/growth")["comm"]["found"]["counted"]
     for name, x in counted.items():
         packs = x["packs"] * x["sp"]
         weights = 4 * (2 * x["parameters"] - x["embedding"] - 128)  # and the last norm
@@ -165,32 +200,6 @@ def test_the_picture_of_the_readme_has_the_intervals_of_its_counts(tmp_path, mon
         assert x.interval() == pytest.approx(curriculum().wilson(x.right, x.total))
     front.draw(sums, tmp_path / "x.svg")
     assert (tmp_path / "x.svg").stat().st_size > 10_000
-
-    # of GSM8K: the rows whose equations end in the answer, and counts of several seeds together
-    rows = [
-        {"question": "a", "answer": "4 <<2+2=4>>4, <<4*3=12>>12\n#### 12"},
-        {"question": "b", "answer": "<<2+2=4>>4\n#### 5"},
-        {"question": "c", "answer": "no equation\n#### 5"},
-        {"question": "d", "answer": "<<500*2=1000>>, <<x+1=3>>\n#### 3"},
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = short.questions(tmp_path / "rows.jsonl")
-    assert [row["question"] for row in found] == ["a", "d"] and found[0]["solution"] == "2+2=4\n4*3=12"
-    found = {row["question"]: row["answer"] for row in short.calculations(tmp_path / "rows.jsonl")}
-    assert found == {"2+2=": "4", "4*3=": "12", "500*2=": "1000"}
-    said = [("500*2=", "1,000"), ("2+2=", "4"), ("500*2=", "x = 1000"), ("2+2=", "2")]
-    said = [{"prompt": question, "response": text} for question, text in said]
-    assert short.scored(said, {q: found[q] for q in ("2+2=", "4*3=", "500*2=")}) == [1, 0, 2]
-    right = {"after_sft_greedy": [0, 1], "after_sft_sampled": [1, 2]}
-    right |= {
-        f"after_grpo_{k}_{way}": n for k in (0, 1) for way, n in (("greedy", [1, 1]), ("sampled", [3, 4]))
-    }
-    run = {"eval/mean": {"0": 0.5, "9": 1.0}, "reward/mean": {"0": 0.1, "9": 0.7}}
-    record = {"task": "questions", "right": right, "samples": 4, "seeds": [0, 1], "runs": [run, run]}
-    made = short.rise(record)
-    assert made.held_out == {0: (2, 4), 10: (4, 4)} and made.stages["sampled"] == ((3, 8), (14, 16))
-    assert short.paired(record, 1, "sampled") == "50.0 % ± 0.0"
-    assert "| after GRPO, seed 1 | 100.0 % ± 0.0 | 87.5 % ± 24.5 |" in short.table(record)
 
     # what was measured, and what the page says of it
     measured = json.loads(short.FOUND.read_text())

@@ -11,7 +11,6 @@ import sys
 import headless
 import pages
 import pytest
-from each_case import each
 
 import rft_fn as rft
 
@@ -48,7 +47,7 @@ def test_every_page_is_there_and_has_its_place(site):
         assert f'href="{file}"' in text or f'href="{folder}/' in text, page
 
 
-@each("room", ["", *ROOMS])
+@pytest.mark.parametrize("room", ["", *ROOMS])
 def test_the_reference_has_every_public_name_with_its_docstring(site, room):
     text = (site / "reference" / f"{room or 'rft'}.html").read_text()
     names = [x for x in rft.__all__ if x not in ROOMS]

@@ -93,7 +93,7 @@ def test_the_table_of_the_page_is_what_works():
             assert re.match("linear_logprob: expected reverse mode, got forward", errors[name][derivative])
 
 
-@each("entropy", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
 def test_forward_mode_of_logits_is_its_definition(entropy):
     """Against differences in float64, the first derivative and that of the gradient."""
     g = torch.Generator().manual_seed(0)
@@ -148,7 +148,7 @@ def test_a_pure_update_is_the_one_that_donates_and_changes_nothing(name):
     assert rft.optim.count(own) == rft.optim.count(state) == 3
 
 
-@each("name", list(TXS))
+@pytest.mark.parametrize("name", list(TXS))
 def test_gradients_go_through_an_update(name):
     """Of the loss after two steps, in the scale of the inner loss, against differences."""
     tx = rft.optim.pure(TXS[name])
@@ -173,7 +173,5 @@ def test_what_has_no_pure_update():
         (rft.optim.lion(0.1), "lion"),
         (rft.optim.chain(rft.optim.sgd(1.0), rft.optim.ema(0.9)), "ema"),
     ):
-        with pytest.raises(
-            ValueError, match=f"tx: expected a chain of adamw, sgd, clip_by_global_norm, got {name}"
-        ):
+        with pytest.raises(ValueError, match=f"tx: expected a chain of adamw, sgd, .*, got {name}"):
             rft.optim.pure(tx)

@@ -211,9 +211,7 @@ def test_rows_of_one_direction_are_measured_once_and_compared_on_the_same_prompt
 def test_errors():
     group = torch.arange(6)
     for parts in (1, 4):
-        with pytest.raises(
-            ValueError, match=f"parts: expected at least 2 that divide the 6 prompts evenly, got {parts}"
-        ):
+        with pytest.raises(ValueError, match=f"parts: expected at least 2 that divide the 6 .*, got {parts}"):
             estimators.split_prompts(group, parts)
 
 

@@ -8,7 +8,6 @@ import pytest
 import ranks
 import tiny
 import torch
-from each_case import each
 
 import rft_fn as rft
 from rft_fn import analysis
@@ -38,7 +37,7 @@ def definition(st, state, apply, packs):
     return torch.stack(grams)
 
 
-@each("one_forward", [None, False])
+@pytest.mark.parametrize("one_forward", [None, False])
 def test_products_are_those_of_st_grad(one_forward):
     st = get_strategy()
     state, apply, packs = trained(st)

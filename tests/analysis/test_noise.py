@@ -8,7 +8,6 @@ import pytest
 import ranks
 import ref
 import torch
-from each_case import each
 
 import rft_fn as rft
 from rft_fn import analysis, packing, tree
@@ -69,7 +68,7 @@ def test_the_estimators_are_unbiased_for_any_halves():
     assert analysis.Noise(signal=-1.0, noise=0.5, prompts=10).scale == float("inf")
 
 
-@each("budget", [30, 70, 120, 1000])
+@pytest.mark.parametrize("budget", [30, 70, 120, 1000])
 def test_halves_of_packs_are_halves_of_prompts(budget):
     """Their norms are those of the sums over prompts, the gradient that of the usual packs."""
     st, exp = get_strategy(), batch()

@@ -86,14 +86,10 @@ def test_a_layer_that_torch_func_cannot_trace_is_named():
     lm = tiny.llama(dtype=torch.float64)
     lm.model.layers[1].mlp = Reading(lm.model.layers[1].mlp)
     apply, state = st.init(lm, rft.optim.adamw(1e-3))
-    with pytest.warns(
-        UserWarning, match=r"got one where model\.layers\.1\.mlp \(Reading\) fails: .*; loop=True"
-    ):
+    with pytest.warns(UserWarning, match=r"model\.layers\.1\.mlp \(Reading\) fails: .*; loop=True"):
         got = measured(st, apply, state, exp)
     same(got, measured(st, apply, state, exp, loop=True), 0)
-    with pytest.raises(
-        ValueError, match=r"apply: expected a model that torch.func can trace, got one where model"
-    ):
+    with pytest.raises(ValueError, match=r"apply: expected a model that torch.func can trace, got"):
         measured(st, apply, state, exp, loop=False)
 
     def branches(out, b):

@@ -9,16 +9,14 @@ ahead.svg, and the table in docs/engines.md.
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
+from record import lines, made, put, trained
 from safetensors.torch import load_file, save_file
 
 from rft_fn.engine import EngineConfig, own_process
@@ -27,8 +25,6 @@ from rft_fn.types.engine import Delivered
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
-PAGE = ROOT / "docs" / "engines.md"
-BEGIN, END = "<!-- ahead:begin -->", "<!-- ahead:end -->"
 CASES = {
     "in the trainer's process": [],
     "in its own process": ["--engine-process"],
@@ -37,23 +33,14 @@ CASES = {
 }
 
 
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def run(case, folder, steps):
-    """Make a run, unless it is there already."""
-    command = [sys.executable, str(ROOT / "train_scripts" / "grpo.py"), *CASES[case], "--engine-threads", "1"]
-    command += ["--steps", str(steps), "--eval-every", str(steps), "--save-every", str(steps)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    if not (folder / "model").exists():
-        subprocess.run([*command, "--out", str(folder)], check=True, env=env, stdout=subprocess.DEVNULL)
-
-
-def summary(case, folder):
+def summary(case, folder, steps):
     """The seconds of each side, without the first and the last step, which evaluate and save."""
-    timing = read(folder / "timing.jsonl")[1:-1]
-    metrics = read(folder / "metrics.jsonl")
+    words = ["--steps", str(steps), "--eval-every", str(steps), "--save-every", str(steps)]
+    metrics = trained(
+        "grpo", folder, *CASES[case], "--engine-threads", "1", *words,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    timing = lines(folder / "timing.jsonl")[1:-1]
     wall = sum(r["seconds"] for r in timing)
     waits = sum(r["phase/generate"] for r in timing)
     works = sum(r["beside/engine"] for r in timing)
@@ -170,9 +157,7 @@ def main():
     parts = {case: [] for case in CASES}
     for i in range(args.times):
         for j, case in enumerate(CASES):
-            folder = args.runs / f"{j}_{i}"
-            run(case, folder, args.steps)
-            parts[case].append(summary(case, folder))
+            parts[case].append(summary(case, args.runs / f"{j}_{i}", args.steps))
 
     # every repetition samples and learns the same: only the seconds differ, of which the median run is shown
     found = {}
@@ -182,19 +167,12 @@ def main():
         found[case] = middle | {"walls": [x["wall"] for x in every]}
     shipped = ship()
 
-    about = {"date": str(date.today()), "machine": platform.processor() or platform.machine()}
-    about |= {
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "torch": torch.__version__,
-        "steps": args.steps,
-    }
+    about = made() | {"load": os.getloadavg()[0], "steps": args.steps}
     (RESULTS / "ahead.json").write_text(
         json.dumps(about | {"runs": found, "shipped": shipped}, indent=1) + "\n"
     )
     draw(found, RESULTS / "ahead.svg")
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n{table(found, shipped)}\n{END}{rest.partition(END)[2]}")
+    put("docs/engines.md", {"ahead": table(found, shipped)})
 
 
 if __name__ == "__main__":

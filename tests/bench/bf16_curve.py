@@ -12,8 +12,9 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
 from pathlib import Path
+
+from record import lines, made
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -42,7 +43,7 @@ def train(kind: str, seed: int, cfg: argparse.Namespace) -> dict[str, list[float
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     with open(cfg.runs / f"{kind}_{seed}.log", "w") as log:
         subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = lines(folder / "metrics.jsonl")
     return {name: [float(f"{row[name]:.5g}") for row in rows] for name in KEPT}
 
 
@@ -96,8 +97,8 @@ def main() -> None:
         gap = max(max(run["policy/logp_gap"]) for run in seeds)
         print(kind, "first", first, "last", [round(x, 3) for x in last], f"largest gap {gap:.2g}")
     if cfg.write:
-        made = {"date": str(date.today()), "options": OPTIONS, "steps": cfg.steps, "runs": runs}
-        (RESULTS / "bf16_curve.json").write_text(json.dumps(made, indent=1) + "\n")
+        found = made() | {"options": OPTIONS, "steps": cfg.steps, "runs": runs}
+        (RESULTS / "bf16_curve.json").write_text(json.dumps(found, indent=1) + "\n")
         draw(runs, RESULTS / "bf16_curve.svg")
 
 

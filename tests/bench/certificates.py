@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from record import put
 from torch import Tensor
 
 from rft_fn import algorithm, loss, testing
@@ -32,7 +33,6 @@ from rft_fn.types import Experience, LossFn, WeightFn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 RESULTS = ROOT / "docs" / "results" / "certificates.json"
-PAGE = ROOT / "docs" / "algorithms.md"
 WIDTH = 12  # tokens, a constant that sums over tokens are divided by
 
 
@@ -231,13 +231,6 @@ def of_rows(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def put(page: str, section: str, text: str) -> str:
-    """Put a table between the marks of a section."""
-    before, begin, rest = page.partition(f"<!-- {section}:begin -->")
-    _, end, after = rest.partition(f"<!-- {section}:end -->")
-    return f"{before}{begin}\n{text}\n{end}{after}"
-
-
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -258,11 +251,10 @@ def main() -> None:
         made = {name: certified(*given) for name, given in losses.items()}
         record["entries"] = made | kept if library == "trl" else kept | made
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
-    page = put(PAGE.read_text(), "micro-batches", table(record["entries"]))
-    page = put(page, "certificates", verdicts(record["entries"]))
-    page = put(page, "rows-certified", of_rows(record["rows"]))
-    PAGE.write_text(page)
-    print(table(record["entries"]), verdicts(record["entries"]), of_rows(record["rows"]), sep="\n\n")
+    tables = {"micro-batches": table(record["entries"]), "certificates": verdicts(record["entries"])}
+    tables["rows-certified"] = of_rows(record["rows"])
+    put("docs/algorithms.md", tables)
+    print(*tables.values(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.house import code_lines
+from bench.record import put
 
 from rft_fn import tree
 from rft_fn.algorithm.row import GRPO
@@ -23,7 +24,7 @@ from rft_fn.packing.packs import pack
 from rft_fn.types.batch import Rollout, TokenOut, experience
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, PICTURE = ROOT / "docs" / "core.md", ROOT / "docs" / "pictures" / "core.svg"
+PICTURE = ROOT / "docs" / "pictures" / "core.svg"
 LIMIT = 1600  # lines of code
 
 # in the order of reading
@@ -207,15 +208,6 @@ def drawing() -> str:
     )
 
 
-def written(page: str) -> str:
-    """Return the page with its tables made anew."""
-    for mark, made in (("files", files()), ("token", token())):
-        before, begin, rest = page.partition(f"<!-- {mark}:begin -->")
-        _, end, after = rest.partition(f"<!-- {mark}:end -->")
-        page = f"{before}{begin}\n{made}\n{end}{after}"
-    return page
-
-
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    put("docs/core.md", {"files": files(), "token": token()})
     PICTURE.write_text(drawing())

@@ -11,20 +11,17 @@ docs/results/smollm2/distillation.json, the picture beside it, and one more tabl
 
 import argparse
 import json
-import os
-import platform
 import shlex
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 
 import torch
+from record import made, put, trained
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "results" / "distillation.json"
 PICTURE = ROOT / "docs" / "pictures" / "distillation.png"
-PAGE = ROOT / "docs" / "distillation.md"
 SEEDS = (0, 1, 2)
 LEVELS = (0.7, 0.8, 0.9)
 WAYS = {
@@ -62,12 +59,9 @@ TOKENS = 1024
 
 def run(script, out, options):
     """The metrics of a run, and how many responses a step has."""
-    command = [sys.executable, str(ROOT / "train_scripts" / script), "--out", str(out), *options]
-    if not (out / "model").exists():
-        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    rows = trained(script, out, *options, cwd=ROOT, stdout=subprocess.DEVNULL)
     config = json.loads((out / "config.json").read_text())
     each = config["prompts"] * config["group"]
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     found = {"responses": each}
     for name in KEPT:
         found[name] = {str(x["step"]): round(x[name], 4) for x in rows if x.get(name) is not None}
@@ -206,13 +200,13 @@ def evaluated(model, out, temperature):
 def smollm2(runs):
     """The curves of the GRPO run and of the students, and their answers at the end."""
     ends = {"sft": runs / "sft", "grpo": runs / "grpo"}
-    found = {"runs": {"GRPO": run("grpo.py", runs / "grpo", [])}, "right": {}}
+    found = {"runs": {"GRPO": run("grpo", runs / "grpo", [])}, "right": {}}
     teacher = ["--teacher", str(runs / "grpo")]
     for name, (start, steps, more) in STUDENTS.items():
         ends[name] = runs / name.replace(",", "").replace(" ", "_")
         given = [*SUM, *STUDENT, "--steps", steps, *more]
         student = ["--model", str(runs / start / "model")]
-        found["runs"][name] = run("distill.py", ends[name], [*student, *teacher, *given]) | {"options": given}
+        found["runs"][name] = run("distill", ends[name], [*student, *teacher, *given]) | {"options": given}
     for name, folder in ends.items():
         found["right"][name] = {
             how: evaluated(folder / "model", folder / f"{how}.json", temperature)
@@ -259,16 +253,6 @@ def draw_smollm2(found):
     fig.savefig(SMOLLM2.with_suffix(".png"), dpi=110, metadata={"Software": None})
 
 
-def write(tables):
-    """Put tables into the page, each between its marks."""
-    page = PAGE.read_text()
-    for mark, made in tables.items():
-        begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
-        head, _, rest = page.partition(begin)
-        page = f"{head}{begin}\n{made}\n{end}{rest.partition(end)[2]}"
-    PAGE.write_text(page)
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "distillation")
@@ -276,34 +260,32 @@ def main():
     parser.add_argument("--head", nargs=3)
     parser.add_argument("--smollm2", type=Path)
     args = parser.parse_args()
-    about = {"date": str(date.today()), "machine": platform.machine(), "cores": os.cpu_count()}
-    about |= {"torch": torch.__version__}
     if args.head:
         print(head_peak(args.head[0], int(args.head[1]), int(args.head[2])))
         return
     if args.smollm2:
         if not args.draw:
-            SMOLLM2.write_text(json.dumps(about | smollm2(args.smollm2)) + "\n")
+            SMOLLM2.write_text(json.dumps(made() | smollm2(args.smollm2)) + "\n")
         found = json.loads(SMOLLM2.read_text())
         draw_smollm2(found)
-        write({"smollm2": answers(found)})
+        put("docs/distillation.md", {"smollm2": answers(found)})
         return
     if not args.draw:
-        found = about | {"distill": DISTILL, "grpo": GRPO, "runs": {}}
+        found = made() | {"distill": DISTILL, "grpo": GRPO, "runs": {}}
         for seed in SEEDS:
             teacher = args.runs / f"grpo_{seed}"
             options = ["--seed", str(seed)]
             for out, (way, more) in zip((teacher, args.runs / f"few_{seed}"), GRPO.items(), strict=True):
-                found["runs"][f"{way}, seed {seed}"] = run("grpo.py", out, [*more, *options])
+                found["runs"][f"{way}, seed {seed}"] = run("grpo", out, [*more, *options])
             for way, more in WAYS.items():
                 out = args.runs / f"{way.replace(' ', '_')}_{seed}"
                 given = [*DISTILL, *more, *options, "--teacher", str(teacher)]
-                found["runs"][f"{way}, seed {seed}"] = run("distill.py", out, given)
+                found["runs"][f"{way}, seed {seed}"] = run("distill", out, given)
         found["memory"] = measured_memory()
         OUT.write_text(json.dumps(found) + "\n")
     found = json.loads(OUT.read_text())
     draw(found)
-    write({"curves": curves(found), "memory": memory(found)})
+    put("docs/distillation.md", {"curves": curves(found), "memory": memory(found)})
 
 
 if __name__ == "__main__":

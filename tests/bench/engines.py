@@ -8,14 +8,13 @@ docs/results/engines.json, `--write` the tables of docs/engines.md from it.
 import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
+from record import made, processor
 
 import rft_fn as rft
 from rft_fn import collect, engine, model, sync
@@ -207,19 +206,10 @@ def measure(args):
                 eng.close()
         finally:
             server.kill()
-    about = {"date": str(date.today()), "machine": machine(), "cores": os.cpu_count()}
-    about |= {"load": os.getloadavg()[0]}
-    about |= {"torch": torch.__version__, "vllm": vllm.__version__, "model": MODEL, "threads": args.threads}
+    about = made() | {"machine": processor(), "load": os.getloadavg()[0]}
+    about |= {"vllm": vllm.__version__, "model": MODEL, "threads": args.threads}
     about |= {"prompts": args.prompts, "group": args.group, "max_new": args.max_new, "times": args.times}
     return about | found
-
-
-def machine():
-    """The name of the processor."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def main():

@@ -1,11 +1,8 @@
 """The tables of docs/engines.md, from docs/results/engines.json: `python tests/bench/engines.py --write`."""
 
 import statistics
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "engines.md"
-BEGIN, END = "<!-- engines:begin -->", "<!-- engines:end -->"
+from record import put
 
 
 def spread(seconds, scale=1.0):
@@ -105,5 +102,4 @@ def tables(found):
 
 def write(found):
     """Put the tables into their place in the page."""
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n{tables(found)}\n{END}{rest.partition(END)[2]}")
+    put("docs/engines.md", {"engines": tables(found)})

@@ -7,20 +7,16 @@ those of GSM8K, in a file that `--data` names.
 
 import argparse
 import json
-import platform
 import shlex
 import statistics
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 
-import torch
+from record import made, processor, put
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "estimators.md"
 OUT = ROOT / "docs" / "results" / "estimators.json"
-BEGIN, END = "<!-- rows:begin -->", "<!-- rows:end -->"
 COMMAND = (
     "python train_scripts/compare.py --model smollm2-135m --data gsm8k/train.jsonl "
     "--template '{question} Answer with a number only.' --system '' "
@@ -89,18 +85,15 @@ def main():
     found = [measured(seed, args.data, args.runs) for seed in range(args.buffers)]
     result = {
         "command": f"{COMMAND} --seed SEED",
-        "date": date.today().isoformat(),
-        "hardware": f"one thread of {platform.processor() or platform.machine()}",
-        "torch": torch.__version__,
+        **made(),
+        "hardware": f"one thread of {processor()}",
         "buffers": [f["buffer"] for f in found],
         "references": [f["reference"] for f in found],
         "rows": summed_up(found),
         "each": [f["rows"] for f in found],
     }
     OUT.write_text(json.dumps(result, indent=1) + "\n")
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(result)}\n{END}{rest.split(END)[1]}")
+    put("docs/estimators.md", {"rows": table(result)})
     print(table(result))
 
 

@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from record import lines
+
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PAGE = FOLDER / "README.md"
 RESULTS = FOLDER / "results.json"
@@ -66,7 +68,7 @@ def run(path: Path) -> None:
         subprocess.run([sys.executable, str(path), "--out", str(out)], env=env, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        rows = lines(out / "metrics.jsonl")
     record(path.stem, rows, seconds)
 
 

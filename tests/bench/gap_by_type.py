@@ -4,7 +4,7 @@ Both have the same weights, in float32, float16 and bfloat16: a model with rando
 scaled so that logits have a deviation of 1, 3 and 6, and SmolLM2-135M on questions. Then with faults in the
 sampler: positions that are one too many behind the prompt, other temperatures, a system prompt that only it
 reads.
-Writes docs/results/gap_by_type.json and prints the table of docs/trust.md.
+Writes docs/results/gap_by_type.json and the table of docs/trust.md.
 """
 
 import argparse
@@ -12,10 +12,10 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 
 import torch
+from record import made, put
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -26,8 +26,6 @@ from rft_fn.types import Rollout
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "results" / "gap_by_type.json"
-PAGE = ROOT / "docs" / "trust.md"
-BEGIN, END = "<!-- gap_by_type:begin -->", "<!-- gap_by_type:end -->"
 COLUMNS = ("logp", "gap", "limit", "positions + 1", "temperature 0.9", "temperature 0.7", "system prompt")
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTH, VOCAB = 256, 4096
@@ -170,14 +168,11 @@ def main() -> None:
             row["limit"] = gap_by_rounding([dtype])
             rows.append(row)
             print(json.dumps(row), flush=True)
-    result = {
-        "date": date.today().isoformat(),
-        "device": args.device,
-        "torch": torch.__version__,
-        "rows": rows,
-    }
+    result = made() | {"device": args.device, "rows": rows}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
+    if args.out == OUT:
+        put("docs/trust.md", {"gap_by_type": table(result)})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python tests/bench/gradients.py                                  # a table
     python tests/bench/gradients.py --threads 2                      # of two threads
-    python tests/bench/gradients.py --write                          # docs/results/gradients.json too
+    python tests/bench/gradients.py --write                          # its file and the page
     python tests/bench/gradients.py --allocator usual thresholds     # what glibc's thresholds cost, and save
 
 Random weights, packs of random tokens. Each turn is a process of its own: the gradient with
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).with_name("step")))
 import report
 from clock import allocator, peak_bytes
 from limit import Product, libraries, operands
+from record import put
 
 import rft_fn as rft
 from rft_fn.strategy import StrategyConfig, get_strategy
@@ -177,6 +178,8 @@ def main() -> None:
             if cfg.write:
                 RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     print(table(found["turns"]))
+    if cfg.write:
+        put("docs/performance.md", {"gradients": table(found["turns"])})
 
 
 if __name__ == "__main__":

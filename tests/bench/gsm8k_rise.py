@@ -26,6 +26,7 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
+from record import lines
 from rise import Rise, Share, Z, draw
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +55,7 @@ def equations(row: dict) -> list[tuple[str, str]]:
 def questions(file: Path) -> list[dict]:
     """Return the rows whose one or two equations end in the answer, with the equations as the solution."""
     found = []
-    for row in read_rows(file):
+    for row in lines(file):
         answer, sides = row["answer"].partition("####")[2].strip().replace(",", ""), equations(row)
         if 1 <= len(sides) <= 2 and sides[-1][1] == answer:
             solution = "\n".join("=".join(pair) for pair in sides)
@@ -64,7 +65,7 @@ def questions(file: Path) -> list[dict]:
 
 def calculations(file: Path) -> list[dict]:
     """Return each different calculation of numbers in the solutions, in an order that a seed decides."""
-    sides = dict(pair for row in read_rows(file) for pair in equations(row))
+    sides = dict(pair for row in lines(file) for pair in equations(row))
     plain = {left: right for left, right in sides.items() if re.fullmatch(r"[\d.+*/()-]+", left)}
     found = [
         {"question": f"{left}=", "solution": right, "answer": right}
@@ -110,10 +111,6 @@ def write_rows(path: Path, rows: Sequence[dict]) -> Path:
     return path
 
 
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 # ---------- stages
 
 
@@ -130,8 +127,8 @@ def evaluate(model: Path, data: Path, out: Path, *, group: int, seed: int, max_n
         options += ["--count", str(count), "--group", str(group), "--seed", str(seed)]
         options += ["--temperature", "1" if group > 1 else "0", "--out", str(out)]
         script("evaluate.py", "--model", str(model), "--data", str(data), *options)
-    answers = {row["question"]: row["answer"] for row in read_rows(data)}
-    return scored(read_rows(out.with_suffix(".jsonl")), answers)
+    answers = {row["question"]: row["answer"] for row in lines(data)}
+    return scored(lines(out.with_suffix(".jsonl")), answers)
 
 
 def scored(responses: Sequence[dict], answers: dict[str, str]) -> list[int]:
@@ -165,7 +162,7 @@ def prepare(cfg: argparse.Namespace) -> Path:
 
     out = cfg.runs / "tried_by_sft.json"
     right = evaluate(sft / "model", tried, out, group=SAMPLES, seed=11, max_new=task.max_new)
-    now_and_then = [row for row, n in zip(read_rows(tried), right, strict=True) if 0 < n < SAMPLES]
+    now_and_then = [row for row, n in zip(lines(tried), right, strict=True) if 0 < n < SAMPLES]
     write_rows(cfg.runs / "now_and_then.jsonl", now_and_then)
     return sft / "model"
 
@@ -175,7 +172,7 @@ def learn(cfg: argparse.Namespace, model: Path, seed: int) -> Path:
     task, run, test = TASKS[cfg.task], cfg.runs / f"grpo_{seed}", cfg.runs / "test.jsonl"
     if not (run / "model").exists():
         data = ["--data", str(cfg.runs / "now_and_then.jsonl"), "--eval-data", str(test)]
-        shared = ["--eval-prompts", str(len(read_rows(test))), *GRPO, *task.grpo, *cfg.precision]
+        shared = ["--eval-prompts", str(len(lines(test))), *GRPO, *task.grpo, *cfg.precision]
         shared += ["--max-new", str(task.max_new), "--steps", str(cfg.steps), "--seed", str(seed)]
         script("grpo.py", "--model", str(model), *data, *ROWS, *shared, "--out", str(run))
     return run
@@ -192,7 +189,7 @@ def record(cfg: argparse.Namespace, model: Path, runs: Sequence[Path]) -> dict:
     made: dict = {"date": str(date.today()), "machine": platform.machine(), "task": cfg.task}
     made |= {"sft": [*SFT, *task.sft], "grpo": [*GRPO, *task.grpo], "precision": cfg.precision}
     made |= {"seeds": cfg.seeds, "samples": SAMPLES}
-    made |= {"solved": solved, "kept": len(read_rows(cfg.runs / "now_and_then.jsonl"))}
+    made |= {"solved": solved, "kept": len(lines(cfg.runs / "now_and_then.jsonl"))}
     made["right"] = {}
     for name, folder in {"after_sft": model, **{f"after_grpo_{run.name[5:]}": run for run in runs}}.items():
         for way, group in (("greedy", 1), ("sampled", SAMPLES)):
@@ -201,7 +198,7 @@ def record(cfg: argparse.Namespace, model: Path, runs: Sequence[Path]) -> dict:
             made["right"][f"{name}_{way}"] = right
     made["runs"] = []
     for run in runs:
-        rows = read_rows(run / "metrics.jsonl")
+        rows = lines(run / "metrics.jsonl")
         kept = {
             name: {x["step"]: float(f"{x[name]:.5g}") for x in rows if x.get(name) is not None}
             for name in KEPT

@@ -1,4 +1,4 @@
-"""Prints the measures of the house: files and lines, what one opens to read a function, imports, and tics.
+"""Prints the measures of the house: files and lines, seconds of imports and of commands.
 
 python tests/bench/house.py [ROOT]     another checkout, to compare with
 python tests/bench/house.py --cases    also collects the tests, which takes a minute
@@ -14,123 +14,16 @@ import subprocess
 import sys
 import time
 import tokenize
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
-# floors that a reader knows after one file
-UNCOUNTED = {"check", "limits", "tree", "types", "rng", "precision"}
-TICS = [
-    "alone",
-    "those of",
-    "whose",
-    "behind",
-    "beside",
-    "of which",
-    "as it is",
-    "of its own",
-    "has to",
-    "found",
-]
-READ = {  # what a reader wants to understand: (where it begins now, and where it began before)
-    "ppo_clip": ("loss.policy:ppo_clip",),
-    "gae": ("advantage:gae", "advantage.tokens:gae"),
-    "pack": ("packing.packs:pack",),
-    "a row, dapo": ("algorithm:dapo", "algorithm:TABLE", "algorithm.table:TABLE"),
-    "Strategy.grad of FSDP2": (
-        "strategy.fsdp2:FSDP2Backend._grad",
-        "strategy.fsdp2:_FSDP2.grad",
-        "strategy.fsdp2:grad",
-    ),
-    "the sampler's step": ("engine.hf.sampler:Sampler._step",),
-    "push to vLLM": ("engine.vllm.engine:InProcess.load",),
-    "a judge": ("reward.judge:generative", "reward.generative_model:generative"),
-    "restore": ("ckpt.reading:restore", "ckpt:restore"),
-    "options": ("run.parsing:parse", "parsing:parse"),
-}
 
-
-class House:
-    """The modules of a checkout, with their trees."""
-
-    def __init__(self, root: Path):
-        self.root = root
-        self.files: dict[str, Path] = {}
-        for path in sorted((root / "rft_fn").rglob("*.py")):
-            name = ".".join(path.relative_to(root / "rft_fn").with_suffix("").parts)
-            self.files[name.removesuffix(".__init__").removesuffix("__init__")] = path
-
-    @cache  # noqa: B019
-    def tree(self, module: str) -> ast.Module:
-        """Parse a module."""
-        return ast.parse(self.files[module].read_text())
-
-    @cache  # noqa: B019
-    def names(self, module: str) -> dict[str, tuple[str, str]]:
-        """Return {name of a module: (module, name) that it stands for}, "" for a whole module."""
-        found: dict[str, tuple[str, str]] = {}
-        for node in ast.walk(self.tree(module)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rft_fn":
-                base = node.module.removeprefix("rft_fn").lstrip(".")
-                for a in node.names:
-                    whole = f"{base}.{a.name}".lstrip(".")
-                    found[a.asname or a.name] = (whole, "") if whole in self.files else (base, a.name)
-        for node in self.tree(module).body:
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            names = [t.id for t in targets if isinstance(t, ast.Name)]
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                names = [node.name]
-            found |= {name: (module, name) for name in names}
-        return found
-
-    def resolve(self, module: str, name: str) -> tuple[str, str] | None:
-        """Return where a name is defined, through re-exports."""
-        for _ in range(6):
-            at = self.names(module).get(name)
-            if at is None or at == (module, name):
-                return at
-            if not at[1]:
-                return at
-            module, name = at
-        return None
-
-    def definition(self, module: str, name: str) -> ast.AST | None:
-        """Return the statement that defines `name` or `Class.method`."""
-        first, _, method = name.partition(".")
-        for node in self.tree(module).body:
-            if getattr(node, "name", None) == first:
-                if method:
-                    return next((n for n in node.body if getattr(n, "name", None) == method), None)
-                return node
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            if any(isinstance(t, ast.Name) and t.id == first for t in targets):
-                return node
-        return None
-
-    def used(self, module: str, name: str) -> Iterator[tuple[str, str]]:
-        """Yield the definitions of this package that the body of `name` names; a class's are its methods'."""
-        node = self.definition(module, name)
-        owner = name.partition(".")[0]
-        for x in ast.walk(node) if node is not None else ():
-            at = None
-            if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name):
-                if x.value.id in ("self", "cls") and self.definition(module, f"{owner}.{x.attr}") is not None:
-                    at = module, f"{owner}.{x.attr}"
-                else:
-                    base = self.resolve(module, x.value.id)
-                    at = self.resolve(base[0], x.attr) if base is not None and not base[1] else None
-            elif isinstance(x, ast.Name):
-                at = self.resolve(module, x.id)
-            if at is not None and at[1] and at[0].split(".")[0] not in UNCOUNTED:
-                yield at
-
-    def opened(self, module: str, name: str, depth: int) -> set[str]:
-        """Return the modules that one opens to read `name` and what it calls, `depth` calls down."""
-        seen, level = {(module, name)}, {(module, name)}
-        for _ in range(depth):
-            level = {at for here in level for at in self.used(*here)} - seen
-            seen |= level
-        return {module for module, _ in seen}
+def modules(root: Path) -> dict[str, Path]:
+    """Return {module of a checkout, without the package's name: its file}."""
+    found = {}
+    for path in sorted((root / "rft_fn").rglob("*.py")):
+        name = ".".join(path.relative_to(root / "rft_fn").with_suffix("").parts)
+        found[name.removesuffix(".__init__").removesuffix("__init__")] = path
+    return found
 
 
 def code_lines(text: str) -> int:
@@ -164,14 +57,14 @@ def floors(root: Path) -> list[tuple[str, list[str]]]:
     return [("for people", people), *((TITLES[floor], found[floor]) for floor in sorted(found, reverse=True))]
 
 
-def drawing(house: House) -> str:
+def drawing(root: Path) -> str:
     """Draw the floors as SVG: a box a room, as wide as it has lines, in rows that fill the picture."""
     width, high, left, least = 1000, 54, 150, 76
     out, y = [], 8
-    for title, names in floors(house.root):
+    for title, names in floors(root):
         rooms = []
         for name in names:
-            paths = [p for m, p in house.files.items() if m.split(".")[0] == name]
+            paths = [p for m, p in modules(root).items() if m.split(".")[0] == name]
             rooms.append((name, len(paths), sum(p.read_text().count("\n") for p in paths)))
         half = -(-len(rooms) // 2) if len(rooms) > 10 else len(rooms)
         for row in (rooms[:half], rooms[half:]) if len(rooms) > half else (rooms,):
@@ -220,12 +113,11 @@ def main() -> None:
     options.add_argument("--cases", action="store_true", help="collect the tests too")
     options.add_argument("--draw", type=Path, help="write the floors as SVG, and end")
     given = options.parse_args()
-    house = House(given.root)
     if given.draw:
-        given.draw.write_text(drawing(house))
+        given.draw.write_text(drawing(given.root))
         return
 
-    texts = [path.read_text() for path in house.files.values()]
+    texts = [path.read_text() for path in modules(given.root).values()]
     sizes = [text.count("\n") for text in texts]
     small = sum(size < 80 for size in sizes)
     print(
@@ -239,17 +131,6 @@ def main() -> None:
         printed = subprocess.run(collect, cwd=given.root, capture_output=True, text=True).stdout
         print(f"cases of tests                               {sum('::' in x for x in printed.splitlines())}")
 
-    print("\nfiles that the names in a body lead to, one call down and two")
-    for title, places in READ.items():
-        for place in places:
-            module, _, name = place.partition(":")
-            if module in house.files and house.definition(module, name) is not None:
-                counts = [len(house.opened(module, name, depth)) for depth in (1, 2)]
-                print(f"  {title:<24} {counts[0]:>3} {counts[1]:>3}   {place}")
-                break
-        else:
-            print(f"  {title:<24} not found")
-
     print("\nseconds, the least of three")
     bare = seconds(given.root, "import torch")
     rooms = "import torch, rft_fn; [getattr(rft_fn, name) for name in rft_fn.__all__]"
@@ -261,11 +142,6 @@ def main() -> None:
             f"import runpy, sys; sys.argv = ['rft', *{words}]; runpy.run_module('rft_fn', None, '__main__')"
         )
         print(f"  rft {' '.join(words):<11} {seconds(given.root, code):.2f}")
-
-    scripts = [p.read_text() for p in (given.root / "train_scripts").glob("*.py")]
-    whole = "\n".join(texts + scripts)
-    counts = ", ".join(f"{tic} {len(re.findall(rf'{chr(92)}b{tic}{chr(92)}b', whole))}" for tic in TICS)
-    print(f"\ntics in rft_fn and train_scripts: {counts}")
 
 
 if __name__ == "__main__":

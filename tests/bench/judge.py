@@ -8,16 +8,13 @@ docs/reward_models.md; `--draw` only the tables. Seeds: 0 for training, 1 for wh
 
 import argparse
 import json
-import os
-import platform
 import random
 import sys
 import time
 import warnings
-from datetime import date
 from pathlib import Path
 
-import torch
+from record import made, put
 
 import rft_fn as rft
 from rft_fn.data import TASKS
@@ -26,7 +23,6 @@ from rft_fn.reward import forms
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "results" / "judge.json"
-PAGE = ROOT / "docs" / "reward_models.md"
 TASK = TASKS["sort_digits"]
 FORM = forms.terse()
 OPTIONS = {"steps": 200, "batch": 64, "lr": 3e-3, "warmup": 10, "lr_end": 0.1, "seed": 0}
@@ -232,17 +228,14 @@ def main():
     if not args.draw:
         sys.path.insert(0, str(ROOT / "train_scripts"))
         warnings.filterwarnings("ignore", message="judge: expected")
-        found = {"date": str(date.today()), "machine": platform.machine(), "cores": os.cpu_count()}
-        found |= {"torch": torch.__version__, "options": OPTIONS, "count": args.count, "judges": {}}
+        found = made() | {"options": OPTIONS, "count": args.count, "judges": {}}
         for i, (case, kinds) in enumerate(NEGATIVES.items()):
             found["judges"][case] = run(kinds, args.runs / f"{i}-{args.steps}", args.count)
             args.data.write_text(json.dumps(found, indent=1) + "\n")
     found = json.loads(args.data.read_text())
     print(tables(found))
     if args.data == DATA:
-        head, begin, rest = PAGE.read_text().partition("<!-- judge:begin -->")
-        tail = rest.partition("<!-- judge:end -->")[2]
-        PAGE.write_text(f"{head}{begin}\n{tables(found)}\n<!-- judge:end -->{tail}")
+        put("docs/reward_models.md", {"judge": tables(found)})
 
 
 if __name__ == "__main__":

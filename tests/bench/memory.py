@@ -7,22 +7,20 @@ Writes docs/results/memory.json and the tables in docs/scaling.md.
 
 import argparse
 import json
-import os
-import platform
 import sys
-from datetime import date
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.record import made, put
+
 from rft_fn import optim
 from rft_fn.strategy import StrategyConfig, estimate, get_strategy
 
-TESTS = Path(__file__).resolve().parents[1]
-ROOT = TESTS.parent
-
-RESULTS, DOCS = ROOT / "docs" / "results" / "memory.json", ROOT / "docs" / "scaling.md"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results" / "memory.json"
 GPU = 80e9  # bytes
 BUDGET = 16384  # tokens per pack
 SHAPES = {
@@ -70,10 +68,10 @@ def model(name, checkpointing=True):
     family, shape = SHAPES[name]
     config = getattr(transformers, f"{family}Config")(**shape, max_position_embeddings=32768)
     with torch.device("meta"):
-        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if checkpointing:
-        made.activation_checkpointing_enable({"use_reentrant": False})
-    return made
+        lm.activation_checkpointing_enable({"use_reentrant": False})
+    return lm
 
 
 def row(name, world, *, checkpointing=True, budget=BUDGET, engine=False, **options):
@@ -178,23 +176,14 @@ def split_table(rows):
 TABLES = {"scale": scale_table, "knobs": knob_table, "split": split_table}
 
 
-def section(text, name, new):
-    """`text` with the part between the marks of `name` replaced."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    head, rest = text.split(begin)
-    return f"{head}{begin}\n\n{new}\n\n{end}{rest.split(end)[1]}"
-
-
 def measured():
     """The contents of docs/results/memory.json."""
-    sys.path.insert(0, str(TESTS))
     import ranks
 
     found = ranks.run(4, "bench.memory:split", 4096)
     worst = {str(sp): {k: max(r[sp][k] for r in found) for k in found[0][sp]} for sp in found[0]}
-    made = {"date": str(date.today()), "torch": torch.__version__, "machine": platform.machine()}
     return {
-        "made": made | {"cores": os.cpu_count()},
+        "made": made(),
         "scale": {f"{name} on {world}": row(name, world) for name in SHAPES for world in (1, 8, 64)},
         "knobs": {text: row("7B", 8, **options) for text, options in KNOBS.items()},
         "split": worst,
@@ -210,11 +199,8 @@ def main():
     print(*tables.values(), sep="\n\n")
     if not write:
         return
-    text = DOCS.read_text()
-    for name, table in tables.items():
-        text = section(text, name, table)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    DOCS.write_text(text)
+    put("docs/scaling.md", tables)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,16 @@ not made again). Writes docs/results/mismatch.json and mismatch.svg.
 
 import argparse
 import json
-import os
-import platform
 import sys
-from datetime import date
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
+from record import lines, made
 
 import rft_fn as rft
+from rft_fn.run.plot import running_mean
 from rft_fn.strategy import StrategyConfig
 from rft_fn.types.engine import Delivered
 
@@ -72,7 +71,7 @@ def run(wrap, correction, folder, grpo):
         cfg = grpo.Config(**OPTIONS, **how)
         with mock.patch.object(rft.engine, "get_engine", lambda *args: wrap(build(*args))):
             grpo.main(cfg)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return lines(folder / "metrics.jsonl")
 
 
 def column(rows, name):
@@ -88,10 +87,6 @@ def summary(rows):
     return found
 
 
-def smooth(y, width=8):
-    return [sum(part) / len(part) for part in (y[max(i - width + 1, 0) : i + 1] for i in range(len(y)))]
-
-
 def draw(found, path):
     """Reward and mismatch of each engine, one line for each correction."""
     import matplotlib
@@ -103,11 +98,11 @@ def draw(found, path):
     figure, axes = plt.subplots(2, len(cases), figsize=(10, 6.4), sharex=True, layout="constrained")
     for j, case in enumerate(cases):
         above, below = axes[:, j]
-        above.plot(smooth(found["fresh"]["none"]["reward/mean"]), color="0.6", label="fresh weights")
+        above.plot(running_mean(found["fresh"]["none"]["reward/mean"], 8), color="0.6", label="fresh weights")
         for name, (color, dashes) in STYLES.items():
             style = {"color": color, "linestyle": dashes, "label": name}
-            above.plot(smooth(found[case][name]["reward/mean"]), **style)
-            kl = smooth(found[case][name]["policy/kl_sampler"])
+            above.plot(running_mean(found[case][name]["reward/mean"], 8), **style)
+            kl = running_mean(found[case][name]["policy/kl_sampler"], 8)
             below.plot(range(1, len(kl)), kl[1:], **style)  # at step 0 no engine is stale
         above.set(title=f"sampler's weights {case}", ylim=(0, 1), ylabel="reward, mean of 8 steps")
         below.set(xlabel="step", ylabel="KL(sampler, trainer) [nats/token]", yscale="log")
@@ -131,9 +126,8 @@ def main():
             wanted = ("none",)
         place = case.replace(" ", "_")
         found[case] = {name: summary(run(wrap, name, folder / place / name, grpo)) for name in wanted}
-    made = {"date": str(date.today()), "torch": torch.__version__, "machine": platform.machine()}
-    made |= {"cores": os.cpu_count(), "options": OPTIONS}
-    (RESULTS / "mismatch.json").write_text(json.dumps({"made": made, "runs": found}) + "\n")
+    about = made() | {"options": OPTIONS}
+    (RESULTS / "mismatch.json").write_text(json.dumps({"made": about, "runs": found}) + "\n")
     draw(found, RESULTS / "mismatch.svg")
     for case, runs in found.items():
         for name, x in runs.items():

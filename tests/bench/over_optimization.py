@@ -9,19 +9,17 @@ and proxy against the square root of the KL, as figure 1 of arXiv 2210.10760 doe
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
-from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+from record import lines, made
 
 import rft_fn as rft
+from rft_fn.run.plot import running_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -78,11 +76,6 @@ def single(options):
     return {name: [value] for name, value in options.items()}
 
 
-def rows_of(folder):
-    """The metrics of a run, step by step."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def reward_model(folder, pairs, seed, steps):
     """The record of the reward model that learned from some pairs: trained here, or before."""
     out = folder / f"rm-pairs{pairs}-seed{seed}"
@@ -94,7 +87,7 @@ def reward_model(folder, pairs, seed, steps):
     write_pairs(held_out, 2000 + seed, HELD_OUT)
     files = {"data": [train], "eval-data": [held_out]}
     seconds = call("train_rm", out, **files, **single(REWARD_MODEL | {"steps": steps, "seed": seed}))
-    last = rows_of(out)[-1]
+    last = lines(out / "metrics.jsonl")[-1]
     record = {"pairs": pairs, "seed": seed, "seconds": seconds}
     record |= {name: x for name, x in last.items() if name.startswith("eval/")}
     kept.write_text(json.dumps(record))
@@ -112,17 +105,12 @@ def policy(folder, cell, steps):
     options = POLICY | {"steps": steps, "seed": cell.seed, "kl": cell.kl or MEASURED}
     seconds = call("grpo", out, **rewards, **single(options))
     rows = []
-    for row in rows_of(out):
+    for row in lines(out / "metrics.jsonl"):
         kl = row["policy/kl_ref"] * row["rollout/length_mean"]  # of a response [nats]
         rows.append({"gold": row[f"reward/task:{TASK}"], "proxy": row["reward/mean"], "kl": kl})
     record = {**cell._asdict(), "seconds": seconds, "rows": rows}
     kept.write_text(json.dumps(record))
     return record
-
-
-def smooth(xs, width=5):
-    """The mean of each number and the `width` - 1 before it."""
-    return [sum(xs[max(i - width + 1, 0) : i + 1]) / min(i + 1, width) for i in range(len(xs))]
 
 
 def draw(found, path):
@@ -138,8 +126,8 @@ def draw(found, path):
             label = f"KL {cell['kl']:g}" if cell["seed"] == min(SEEDS) else None
             distance = [max(row["kl"], 0) ** 0.5 for row in cell["rows"]]
             for ax, name in zip(axes[:, column], ("gold", "proxy"), strict=True):
-                values = smooth([row[name] for row in cell["rows"]])
-                ax.plot(smooth(distance), values, color, lw=1, label=label)
+                values = running_mean([row[name] for row in cell["rows"]], 5)
+                ax.plot(running_mean(distance, 5), values, color, lw=1, label=label)
         for ax, title in zip(axes[:, column], ("true reward", "score of the reward model"), strict=True):
             ax.set_title(f"{title}, {pairs} pairs", fontsize=9, loc="left")
             ax.set_xlabel("sqrt(KL to the initial policy) [nats per response]", fontsize=8)
@@ -171,8 +159,7 @@ def main():
         record = policy(args.runs, cell, args.steps)
         print(cell.name, f"{record['seconds']:.0f} s", record["rows"][0], record["rows"][-1], flush=True)
 
-    about = {"date": str(date.today()), "machine": platform.machine(), "cores": os.cpu_count()}
-    about |= {"torch": torch.__version__, "reward_model": REWARD_MODEL, "policy": POLICY}
+    about = made() | {"reward_model": REWARD_MODEL, "policy": POLICY}
     about |= {"steps": args.steps, "model_steps": args.model_steps}
     done = [args.runs / f"{cell.name}.json" for cell in cells]
     models = sorted(args.runs.glob("rm-*seed[0-9].json"))

@@ -1,13 +1,24 @@
 """Keep a run as one file: `python tests/bench/record.py RUN docs/results/NAME/run.json`.
 
+Here is also what the scripts beside it share: where they measured, runs, and tables between marks of a page.
+
 The file has the options, the seconds of all steps, and the metrics that pages and symptoms read, to five
 digits: a list of one value a step, or {step: value} where some steps have none.
 """
 
 import argparse
 import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from datetime import date
 from pathlib import Path
 
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
 KEPT = (
     "reward/", "eval/", "policy/entropy", "policy/logp_gap", "policy/clip_frac", "rollout/length_mean",
     "rollout/truncated", "grad/norm", "lr", "loss",
@@ -43,6 +54,53 @@ def rows_of(file: Path) -> list[dict]:
         for step, value in values.items() if isinstance(values, dict) else enumerate(values):
             rows[int(step)][name] = value
     return rows
+
+
+def trained(script: str, out: Path, *words: str, **options) -> list[dict]:
+    """Return the metrics of a training script's run, which is made where it is not whole."""
+    if not (out / "model").exists():
+        command = [sys.executable, str(ROOT / "train_scripts" / f"{script}.py"), *words, "--out", str(out)]
+        subprocess.run(command, check=True, **options)
+    return lines(out / "metrics.jsonl")
+
+
+def made() -> dict:
+    """Return when and where something is measured."""
+    return {
+        "date": str(date.today()),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+
+
+def processor() -> str:
+    """Return the processor's name and family, where Linux tells them."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text() if file.exists() else ""
+    found = [re.search(rf"^{key}\s*: *(.*?) *$", text, re.M) for key in ("model name", "cpu family")]
+    name = found[0][1] if found[0] else platform.processor() or platform.machine()
+    return f"{name}, family {found[1][1]}" if found[1] else name
+
+
+def _marked(mark: str) -> str:
+    return rf"(<!-- {mark}:begin -->\n+)(.*?)(\n+<!-- {mark}:end -->)"
+
+
+def between(page: str, mark: str) -> str:
+    """Return what a page of the documentation has between two marks."""
+    (found,) = re.findall(_marked(mark), (ROOT / page).read_text(), re.S)
+    return found[1]
+
+
+def put(page: str, tables: dict[str, str]) -> None:
+    """Put each text between its marks in a page of the documentation."""
+    text = (ROOT / page).read_text()
+    for mark, table in tables.items():
+        text, count = re.subn(_marked(mark), lambda m, new=table: m[1] + new + m[3], text, flags=re.S)
+        if count != 1:
+            raise ValueError(f"{page}: expected the marks of {mark} once, got {count}")
+    (ROOT / page).write_text(text)
 
 
 if __name__ == "__main__":

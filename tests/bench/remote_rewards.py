@@ -26,11 +26,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx2
+from record import processor, put
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "remote.json"
-PAGE = ROOT / "docs" / "rewards.md"
-BEGIN, END = "<!-- load:begin -->", "<!-- load:end -->"
 ROWS = 64
 LENGTH = 1000  # characters of a prompt, and of a completion
 REWARD = "def same(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
@@ -245,23 +244,11 @@ def tables(found):
     return "\n".join(lines)
 
 
-def section(text, table):
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
-
-
 def machine():
-    info = Path("/proc/cpuinfo")
-    name = platform.processor() or platform.machine()
-    if info.exists():
-        name = next(
-            (x.partition(":")[2].strip() for x in info.read_text().splitlines() if "model name" in x), name
-        )
     busy = ""
     if hasattr(os, "getloadavg"):
         busy = f", shared with other work (load {os.getloadavg()[0]:.0f})"
-    return f"{os.cpu_count()} cores of {name}{busy}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} cores of {processor()}{busy}, Python {platform.python_version()}"
 
 
 def main():
@@ -283,7 +270,7 @@ def main():
         cases = {"with a second host": 2, "the only host": 1}
         found["killed"] = {name: killed(folder, hosts, args.calls) for name, hosts in cases.items()}
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    PAGE.write_text(section(PAGE.read_text(), tables(found)))
+    put("docs/rewards.md", {"load": tables(found)})
     print(tables(found))
 
 

@@ -6,34 +6,23 @@ not run again), and writes docs/results/rows.json, rows.png and the table in doc
 
 import argparse
 import json
-import os
-import platform
-import subprocess
-import sys
-from datetime import date
 from pathlib import Path
 
-import torch
+from record import made, put, trained
 
 from rft_fn import algorithm
+from rft_fn.run.plot import running_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
-BEGIN, END = "<!-- rows:begin -->", "<!-- rows:end -->"
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def run(name, folder):
     """The metrics of a row's run, which is made (or gone on with) where it is not whole."""
     script = "ppo" if isinstance(algorithm.TABLE[name], algorithm.ActorCritic) else "grpo"
     more = ["--gae-alpha", "2"] if name == "vapo" else []
-    command = [sys.executable, str(ROOT / "train_scripts" / f"{script}.py"), "--algorithm", name, *more]
-    if not (folder / "model").exists():
-        subprocess.run([*command, "--out", str(folder)], check=True)
-    return read(folder / "metrics.jsonl"), f"{script}.py {' '.join(['--algorithm', name, *more])}"
+    words = ["--algorithm", name, *more]
+    return trained(script, folder, *words), f"{script}.py {' '.join(words)}"
 
 
 def summary(name, folder):
@@ -65,10 +54,7 @@ def draw(found, path):
 
     figure, ax = plt.subplots(figsize=(10, 5), layout="constrained")
     for i, (name, x) in enumerate(found.items()):
-        y = [
-            sum(part) / len(part)
-            for part in (x["reward"][max(j - 4, 0) : j + 1] for j in range(len(x["reward"])))
-        ]
+        y = running_mean(x["reward"], 5)
         style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10]}
         ax.plot([j / (len(y) - 1) for j in range(len(y))], y, label=name, **style)
     ax.set(xlabel="share of the run (140 steps of grpo.py, 60 of ppo.py)", ylabel="reward, mean of 5 steps")
@@ -78,26 +64,14 @@ def draw(found, path):
     figure.savefig(path, dpi=110)
 
 
-def section(text, new):
-    head, rest = text.split(BEGIN)
-    return head + BEGIN + "\n\n" + new + "\n\n" + END + rest.split(END)[1]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, default=Path("runs/rows"), help="folder of the runs")
     folder = parser.parse_args().runs
     found = {name: summary(name, folder / name) for name in algorithm.TABLE}
-    made = {
-        "date": str(date.today()),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-    }
-    (RESULTS / "rows.json").write_text(json.dumps({"made": made, "rows": found}, indent=1) + "\n")
+    (RESULTS / "rows.json").write_text(json.dumps({"made": made(), "rows": found}, indent=1) + "\n")
     draw(found, RESULTS / "rows.png")
-    docs = ROOT / "docs" / "algorithms.md"
-    docs.write_text(section(docs.read_text(), table(found)))
+    put("docs/algorithms.md", {"rows": table(found)})
     print(table(found))
 
 

@@ -13,12 +13,12 @@ prints the largest operators, and `--write FILE` adds the figures to a file of r
 import argparse
 import datetime
 import json
-import platform
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from record import processor
 from torch import nn
 
 from rft_fn import model as models
@@ -78,15 +78,6 @@ class Products:
     def run(self):
         for layer, rows in self.calls:
             layer(self.inputs[layer.in_features, rows])
-
-
-def processor():
-    """The processor's name, where Linux tells it."""
-    file = Path("/proc/cpuinfo")
-    if not file.exists():
-        return platform.machine()
-    names = [x.split(":")[1].strip() for x in file.read_text().splitlines() if x.startswith("model name")]
-    return next(iter(names), platform.machine())
 
 
 def summary(values):

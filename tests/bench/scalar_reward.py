@@ -7,13 +7,12 @@ Writes docs/results/scalar_reward.json.
 
 import argparse
 import json
-import platform
 import statistics
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
+from record import made
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rft_fn as rft
@@ -54,8 +53,7 @@ def main():
         "tiny": measured(rft.model.load("tiny"), 1000, 64, tiny),
         "smollm2-135m, random weights": measured(smollm2(), 8, 256, 49152),
     }
-    about = {"date": str(date.today()), "machine": platform.processor() or platform.machine(), "threads": 1}
-    RESULTS.write_text(json.dumps(about | {"torch": torch.__version__, "models": found}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(made() | {"threads": 1, "models": found}, indent=1) + "\n")
     print(RESULTS.read_text())
 
 

@@ -7,15 +7,12 @@ docs/results/kuhn_poker.json and .svg; `--draw` only the picture, and the table 
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from unittest import mock
 
-import torch
+from record import made, put
 
 import rft_fn as rft
 from rft_fn import model, packing
@@ -26,8 +23,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 from kuhn import best_payoff, expected_payoff, exploitability, situations  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
-PAGE = ROOT / "docs" / "environments.md"
-BEGIN, END = "<!-- kuhn:begin -->", "<!-- kuhn:end -->"
 NAME = "tiny:kuhn_poker"
 CASES = {"KL 0.1": {"kl": 0.1}, "no KL": {"kl": 0.0}}
 OPTIONS = {"environment": "kuhn_poker", "model": NAME, "algorithm": "dr_grpo", "max_new": 2, "max_turns": 4}
@@ -161,8 +156,7 @@ def main():
     data = RESULTS / "kuhn_poker.json"
     if not args.draw:
         sys.path.insert(0, str(ROOT / "train_scripts"))
-        about = {"date": str(date.today()), "machine": platform.machine(), "cores": os.cpu_count()}
-        about |= {"torch": torch.__version__, "options": OPTIONS | {"steps": args.steps}}
+        about = made() | {"options": OPTIONS | {"steps": args.steps}}
         found = about | {"hands": OPTIONS["prompts"] * OPTIONS["group"], "runs": {}}
         for i, case in enumerate(CASES):
             began = time.perf_counter()
@@ -171,8 +165,7 @@ def main():
         data.write_text(json.dumps(found, indent=1) + "\n")
     found = json.loads(data.read_text())
     draw(found, RESULTS / "kuhn_poker.svg")
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n{table(found)}\n{END}{rest.partition(END)[2]}")
+    put("docs/environments.md", {"kuhn": table(found)})
 
 
 if __name__ == "__main__":

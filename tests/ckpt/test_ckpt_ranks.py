@@ -136,8 +136,8 @@ def test_the_same_number_goes_on_to_the_bit(trips, world, case):
     assert torch.equal(again["extra"]["moments"]["mean"], EXTRA["moments"]["mean"])
 
 
-@each("case", CASES)
-@each(("source", "world"), [(1, 4), (1, 2), (4, 2), (4, 1), (2, 1)])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("source", "world"), [(1, 4), (1, 2), (4, 2), (4, 1), (2, 1)])
 def test_another_number_goes_on(trips, source, world, case):
     """The state is restored to the bit; what differs is the order in which gradients are added."""
     straight, found = trips[source, case]["straight"], trips[world, case][source]

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import pytest
 import tiny
 import torch
-from each_case import each
 
 from rft_fn import ckpt, optim, reward_shaping, strategy, tree, types
 from rft_fn.ckpt import folder
@@ -68,7 +67,7 @@ EXTRAS = {
 }
 
 
-@each("what", EXTRAS)
+@pytest.mark.parametrize("what", EXTRAS)
 def test_an_extra_comes_back_as_it_was(tmp_path, what):
     st, _, state = start()
     st.save(tmp_path / "step_1", state, EXTRAS[what])

@@ -5,7 +5,6 @@ import time
 
 import pytest
 import torch
-from each_case import each
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -201,7 +200,7 @@ def test_sampling_and_learning_overlap():
     samples.close()
 
 
-@each("dies", [{1}, {2, 3}, {4}, {6, 7, 8}, {1, 5, 9}])
+@pytest.mark.parametrize("dies", [{1}, {2, 3}, {4}, {6, 7, 8}, {1, 5, 9}])
 def test_an_engine_that_dies_is_built_again_with_the_weights_it_had(dies, capsys):
     """In a rollout, in a load, and again while it is brought back: the rollouts are the same."""
     calls = []
@@ -227,7 +226,7 @@ def checking(loads):
     return check
 
 
-@each("dies", [{1}, {2, 3}, {4}, {6, 7, 8}, {3, 5, 9}])
+@pytest.mark.parametrize("dies", [{1}, {2, 3}, {4}, {6, 7, 8}, {3, 5, 9}])
 def test_an_engine_that_was_built_again_is_checked_before_its_rollouts_are_used(dies):
     """And it goes on with the weights that it should have, also where it dies within the check."""
     loads, calls = [], []

@@ -5,7 +5,6 @@ from fractions import Fraction
 import pytest
 import tiny
 import torch
-from each_case import each
 
 import rft_fn as rft
 from rft_fn import collect, data, engine, tree
@@ -68,7 +67,7 @@ WAYS = {
 }
 
 
-@each("way", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_batch_is_a_function_of_the_state_and_the_step(way):
     """A state is not changed, and a collector of another process goes on from it."""
     dataset = prompts_of(9, 7)
@@ -174,7 +173,7 @@ def test_the_state_alone_says_what_was_sampled_before():
     assert len(whole) == 2 and after["ahead"][0] in whole
 
 
-@each(
+@pytest.mark.parametrize(
     ("ways", "line"),
     [
         (

@@ -7,7 +7,6 @@ import pytest
 import ranks
 import tiny
 import torch
-from each_case import each
 
 import rft_fn as rft
 from rft_fn import collect, engine, rng
@@ -100,7 +99,7 @@ def test_no_prompts_are_no_rows(alone):
     assert alone[1]["start"] == "start[9]: expected an integer >= 0, got -1"
 
 
-@each("rank", range(4))
+@pytest.mark.parametrize("rank", range(4))
 def test_a_bad_prompt_has_its_number_of_the_global_batch(rank):
     """Two prompts for each of three ranks, and none for the last; only the engine can encode texts."""
     eng = engine.hf(tiny.llama(), tiny.tokenizer())

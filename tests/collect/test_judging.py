@@ -294,7 +294,7 @@ def hangs_and_catches_all(completions):
         return [0.0 for _ in completions]
 
 
-@each(
+@pytest.mark.parametrize(
     "fn", [hangs, hangs_on_a_lock, hangs_on_a_server, hangs_async, hangs_and_catches, hangs_and_catches_all]
 )
 def test_a_reward_that_hangs_is_interrupted_and_named(fn):

@@ -10,7 +10,6 @@ import pytest
 import ref
 import tiny
 import torch
-from each_case import each
 from families import AT, far
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,9 +137,7 @@ def test_the_ratios_of_whole_responses_have_an_effective_share(seed, spread):
 
 def test_an_unknown_correction_is_refused():
     r, trainer = random_rollout(0)
-    with pytest.raises(
-        ValueError, match="mismatch: expected one of tis, mis, icepop, tis_seq, mis_seq, got 'is'"
-    ):
+    with pytest.raises(ValueError, match=r"mismatch: expected one of tis, .*, mis_seq, got 'is'"):
         collect.correction("is", trainer, r)
     with pytest.raises(ValueError, match=r"^floor: expected None, mis has none, got 0.5"):
         collect.correction("mis", trainer, r, floor=0.5)
@@ -328,7 +325,7 @@ def test_the_first_gap_of_a_run_limits_the_later_ones():
 CUT = {"temperature": 0.6, "top_p": 0.7}
 
 
-@each(
+@pytest.mark.parametrize(
     ("sampler", "trainer", "told", "line"),
     [
         ({"temperature": 0.6}, {}, {"temperature": 0.6}, "temperature: the trainer scores without it"),
@@ -412,9 +409,7 @@ def test_the_trainer_is_asked_for_rows_alone():
         logp = r.logp[torch.tensor(pack.rows)[pack.seq], pack.pos + 1]
         return rft.TokenOut(logp=logp + pack.mask * (pack.seq > 0))
 
-    with pytest.raises(
-        ValueError, match=r"Look at packs: .* 1 nats per token otherwise .* where it is 0 from"
-    ):
+    with pytest.raises(ValueError, match=r"Look at packs: .* 1 nats .* where it is 0 from"):
         collect.check_mismatch({"policy/logp_gap": 1.0}, 0.01, r, rft.Sampling(), apply, {}, packs)
 
 

@@ -7,7 +7,6 @@ import pytest
 import ranks
 import tiny
 import torch
-from each_case import each
 from hypothesis import given, settings
 from hypothesis import strategies as hs
 from spoken import END, Spoken, words
@@ -283,7 +282,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@each("env, line", BAD, ids=range(len(BAD)))
+@pytest.mark.parametrize("env, line", BAD, ids=range(len(BAD)))
 def test_a_bad_environment_is_named_with_its_row_and_turn(env, line):
     closed = []
     with pytest.raises(ValueError) as found:
@@ -337,7 +336,7 @@ def test_steps_that_can_be_awaited_run_at_the_same_time():
     assert torch.equal(played.rollout.tokens, plain.rollout.tokens)
 
 
-@each("prompts, keys, n", [([], [], 1), (rows([1]), [1, 2], 1), (rows([1]), [1], 0)])
+@pytest.mark.parametrize("prompts, keys, n", [([], [], 1), (rows([1]), [1, 2], 1), (rows([1]), [1], 0)])
 def test_prompts_without_keys_are_refused(prompts, keys, n):
     with pytest.raises(ValueError, match="prompts: expected one or more, a key for each, n >= 1"):
         play(prompts, keys, n=n)

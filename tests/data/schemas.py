@@ -192,10 +192,7 @@ SCHEMAS = (
         "--template '{problem}'",
     ),
     Schema(
-        "TinyZero countdown",
-        {"nums": [2, 2], "target": 4},
-        "grpo",
-        "--template 'Make {target} of {nums!s}.'",
+        "TinyZero countdown", {"nums": [2, 2], "target": 4}, "grpo", "--template 'Make {target} of {nums!s}.'"
     ),
     Schema(
         "messages as JSON text in a table",

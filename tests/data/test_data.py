@@ -240,9 +240,7 @@ def test_the_share_of_unknown_text_is_announced_once():
 
 def test_long_prompts_of_a_file_are_left_out():
     rows = [*ROWS, {"question": "1" * 50, "answer": "1"}]
-    with pytest.warns(
-        UserWarning, match=r"1 of 11 prompts .* max_prompt, 10 tokens.*: rows, row 11 with 50 t"
-    ):
+    with pytest.warns(UserWarning, match=r"1 of 11 prompts .* max_prompt, 10 t.* row 11 with 50 t"):
         assert data.from_rows(rows, tiny.tokenizer(), max_prompt=10).size == 10
 
 
@@ -355,7 +353,7 @@ def test_a_chat_template_that_fails_is_a_line():
 GOOD = {"question": "1+1=", "answer": "2", "tests": ["a"]}
 
 
-@each(
+@pytest.mark.parametrize(
     ("change", "options", "message"),
     [
         ({"question": None}, {}, "column 'question' is empty"),
@@ -503,17 +501,13 @@ def test_rows_of_messages_that_cannot_be_used_are_counted_and_named():
 
 def test_a_refusal_of_the_chat_template_is_a_row_that_cannot_be_used():
     rows = [asked("1+1"), {"prompt": asked("1")["prompt"] * 2}]
-    with pytest.raises(
-        ValueError, match=r"^data: rows, row 2: chat template: .*turns alternate.* 1 of 2 rows"
-    ):
+    with pytest.raises(ValueError, match=r"^data: rows, row 2: .*turns alternate.* 1 of 2 rows"):
         chat_set(rows, chat=chats.GEMMA2)
 
 
 def test_conversations_above_the_limits():
     rows = [asked("1+1"), asked("1" * 600)]
-    with pytest.warns(
-        UserWarning, match=r"1 of 2 prompts .* max_prompt, 60 tokens.*: rows, row 2 with 6\d\d "
-    ):
+    with pytest.warns(UserWarning, match=r"1 of 2 prompts .* max_prompt, 60 t.* row 2 with 6\d\d "):
         assert chat_set(rows, max_prompt=60, system="").size == 1
     widest = max(map(len, chats.tokenizer(None).get_vocab()))
     rows = [asked("1+1"), asked("1" * (60 * widest + 1))]
@@ -522,9 +516,7 @@ def test_conversations_above_the_limits():
     learn = {"loss_on": "all", "max_tokens": 60, "system": ""}
     with pytest.raises(ValueError, match=r"row 2: the conversation has 73 tokens, above 60"):
         chat_set([asked("1+1", "2"), asked("1+1", "2" * 40)], **learn)
-    with pytest.raises(
-        ValueError, match=f"row 1: the conversation has {60 * widest + 1} characters, above 60"
-    ):
+    with pytest.raises(ValueError, match=f"row 1: .* has {60 * widest + 1} characters, above 60"):
         chat_set([asked("1" * (60 * widest + 1), "2")], **learn)
     with pytest.warns(UserWarning, match="1 of 2 prompts"):  # only what stands before the first answer
         rows = [asked("1+1", "2", "1" * 60, "3"), asked("1" * 60, "2")]

@@ -151,7 +151,7 @@ def test_all_broken_lines_are_counted_with_the_rows_that_lack_something(tmp_path
 HALF = "\\ud83d"  # of a surrogate pair, as JSON may hold it alone
 
 
-@each(
+@pytest.mark.parametrize(
     ("row", "place"),
     [
         ('{"question": "hi ' + HALF + ' there"}', "['question']"),
@@ -160,7 +160,7 @@ HALF = "\\ud83d"  # of a surrogate pair, as JSON may hold it alone
         ('{"question": "1", "' + HALF + '": 1}', ""),
     ],
 )
-@each("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_text_that_is_no_unicode_is_named_with_its_line(tmp_path, row, place, name):
     """Half of a surrogate pair is in no vocabulary, and no file can be written with it."""
     rows = ['{"question": "1\\ud83d\\ude00"}', row]

@@ -259,9 +259,7 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path):
     (data / "inside.png").symlink_to("b.png")
     (tmp_path / "linked").symlink_to(data)
     for name in ("file.png", "folder/a.png"):
-        with pytest.raises(
-            ValueError, match=f"{name} is a link to {other}/a.png, outside of the data's folder"
-        ):
+        with pytest.raises(ValueError, match=f"{name} is a link to {other}/a.png, outside of the data"):
             read(Medium("image", name, data))
     assert read(Medium("image", "inside.png", data)) == read(Medium("image", "b.png", tmp_path / "linked"))
 

@@ -39,9 +39,9 @@ def learned(tok, turns, loss_on="all", column="messages"):
 A, B = "<|im_start|>assistant\n", "<|im_end|>"
 
 
-@each("name", _LEARNED)
-@each("no", [0, False, 0.0])
-@each("template", ["CHATML", "MARKED", "LLAMA3"])
+@pytest.mark.parametrize("name", _LEARNED)
+@pytest.mark.parametrize("no", [0, False, 0.0])
+@pytest.mark.parametrize("template", ["CHATML", "MARKED", "LLAMA3"])
 def test_a_turn_that_the_row_leaves_out_is_not_learned(name, no, template):
     tok = chats.tokenizer(getattr(chats, template))
     turns = [user("a"), says("3", **{name: no}), user("c"), says("2", **{name: 1})]
@@ -105,7 +105,7 @@ def test_what_would_mean_something_else_is_refused(more, line):
 # ---------- thoughts
 
 
-@each("name", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_a_thought_has_three_names(name):
     turns = [user("1+1?"), says("2", **{name: "one and one"})]
     assert conversation({"m": turns}, ["m"]).turns[1] == says("2", reasoning_content="one and one")
@@ -237,7 +237,7 @@ def test_a_text_that_is_not_shown_is_refused():
         chat.prompt(data.Conversation([turn("system", "s"), user("a")], 0, None))
 
 
-@each("family", call_templates.FAMILIES)
+@pytest.mark.parametrize("family", call_templates.FAMILIES)
 def test_rows_with_calls_are_learned_in_every_family(family):
     """Arguments as objects or as text, results with ids, of another form, or without."""
     tok = call_templates.tokenizer(family)
@@ -259,9 +259,7 @@ def test_rows_with_calls_are_learned_in_every_family(family):
 def test_calls_that_a_template_leaves_out_are_refused():
     calls = [{"function": {"name": name, "arguments": {"a": 1}}} for name in ("f", "g")]
     turns = [user("a"), says("", tool_calls=calls)]
-    with pytest.raises(
-        ValueError, match=r"turn 2 has 2 tool_calls, and the chat template shows only the first"
-    ):
+    with pytest.raises(ValueError, match=r"turn 2 has 2 tool_calls, .* shows only the first"):
         learned(call_templates.tokenizer("gpt-oss"), turns)
     (text,), _ = learned(call_templates.tokenizer("DeepSeek V3.1"), turns)
     assert "f" in text and "g<|call_sep|>" in text

@@ -139,7 +139,7 @@ def test_a_column_holds_the_system_prompt_of_a_conversation():
     assert [chats.shown(tok, x) for x in found] == [kept] * 5
 
 
-@each(
+@pytest.mark.parametrize(
     ("row", "options", "columns"),
     [
         ({"system": "S"}, {}, ["system"]),
@@ -270,7 +270,7 @@ def test_a_system_prompt_that_a_template_refuses_is_put_before_the_first_questio
         assert data.render(chat.tokenizer, "a", system="S") == chat.prompt(talk(user("S\n\na")))
 
 
-@each(("name", "turns", "message"), [
+@pytest.mark.parametrize(("name", "turns", "message"), [
     ("GEMMA2", [user("a"), user("b")], "chat template: .* render user, user, got .*: turns alternate"),
     ("GEMMA2", [*FEW[:2], user("b")], "chat template: .* render user, user, got .*: turns alternate"),
     ("GEMMA2", [turn("system", "s")], "turn 1: expected the last turn of a prompt from user or"),
@@ -469,8 +469,8 @@ def test_one_question_in_many_forms_is_one_prompt_and_one_lesson(tmp_path):
     assert all(PLAIN in prompt for prompt, _ in found.values())
 
 
-@each("name", TEMPLATES)
-@each("system", [None, "S"])
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("system", [None, "S"])
 def test_text_is_learned_with_the_ids_of_a_conversation(name, system):
     """The same end of a turn, prompt and mask, of examples, pairs, lists and points alike."""
     tok = chats.tokenizer(getattr(chats, name))

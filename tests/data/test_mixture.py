@@ -170,10 +170,7 @@ def test_steps_of_epochs(counts, epochs, batch, want):
 def test_epochs_of_a_task_are_refused():
     task = data.from_task("addition", tiny.tokenizer(), template="{short}")
     ds = data.mix([task, part(3, 0)], [Fraction(1), Fraction(1)])
-    with pytest.raises(
-        ValueError,
-        match=r"^data_epochs: expected rows that end, got 2.0 of addition:1, whose rows never do; give steps",
-    ):
+    with pytest.raises(ValueError, match=r"^data_epochs: expected rows that end, got 2.0 of addition:1, "):
         data.decide_steps(ds, 4, steps=None, epochs=2.0, usual=9, option="data_epochs")
 
 

@@ -6,7 +6,6 @@ import random
 import chats
 import pytest
 import tiny
-from each_case import each
 
 from rft_fn import data
 from rft_fn.data import pairs as pairs_lib
@@ -159,7 +158,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@each(("row", "options", "message"), BAD)
+@pytest.mark.parametrize(("row", "options", "message"), BAD)
 def test_a_row_that_cannot_be_used_is_named_by_its_place(row, options, message, tmp_path):
     good = EXPLICIT if options.get("messages") == THREE["messages"] else ROW
     good = IMPLICIT if options.get("messages") == TWO["messages"] else good
@@ -169,9 +168,7 @@ def test_a_row_that_cannot_be_used_is_named_by_its_place(row, options, message, 
     tokenizer = chats.tokenizer(chats.CHATML) if "messages" in options else tiny.tokenizer()
     if "max_tokens" in options:
         path.write_text("\n" + json.dumps(row))
-    with pytest.raises(
-        ValueError, match=rf"^data: .*pairs.jsonl, line 2: .*{message}.*1 of \d rows cannot be used"
-    ):
+    with pytest.raises(ValueError, match=rf"^data: .*pairs.jsonl, line 2: .*{message}.*1 of \d rows"):
         data.load(str(path), tokenizer, kind=data.PAIRS, **options)
 
 
@@ -182,15 +179,11 @@ def test_a_pair_fits_exactly():
 
 def test_pairs_that_are_too_long_are_left_out_with_their_count():
     long = {**ROW, "rejected": "1" * 9}
-    with pytest.warns(
-        UserWarning, match=r"1 of 3 pairs are longer than max_length, 13 tokens.*row 2 with 19 tok"
-    ):
+    with pytest.warns(UserWarning, match=r"1 of 3 pairs are .* max_length, 13 t.*row 2 with 19 t"):
         assert [p.index for p in of([ROW, long, ROW], max_length=13)] == [0, 2]
     with pytest.warns(UserWarning, match="row 1 with 5000009 characters"):
         of([{**ROW, "chosen": "1" * 5_000_000}, ROW], max_length=13)
-    with pytest.raises(
-        ValueError, match="max_length: every pair of 'rows' is longer than 5 tokens; raise it"
-    ):
+    with pytest.raises(ValueError, match="max_length: every pair of 'rows' is longer than 5 tokens"):
         of([ROW], max_length=5)
 
 
@@ -216,8 +209,8 @@ def test_a_template_that_renders_a_response_in_pieces_is_refused():
         of([row], chats.tokenizer(chats.QWEN3), **THREE)
 
 
-@each("name", tasks.TASKS)
-@each("level", [1, 3])
+@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("level", [1, 3])
 def test_the_pairs_of_a_task(name, level):
     """Chosen is right, rejected is not, and both are what seed and index alone say."""
     task = tasks.get_task(name)

@@ -8,7 +8,6 @@ import wave
 import numpy as np
 import pytest
 import torch
-from each_case import each
 from PIL import Image
 from sees_and_hears import FAMILIES
 from test_probe import quiet
@@ -290,7 +289,7 @@ def bad_rows(folder):
     ]
 
 
-@each("number", range(9))
+@pytest.mark.parametrize("number", range(9))
 def test_a_bad_row_is_one_line_with_its_file_and_line(number, tmp_path, sees, hears):
     name, row, message = bad_rows(tmp_path)[number]
     processor = {"sees": sees, "hears": hears, "text": None}[name]
@@ -304,7 +303,7 @@ PAD = "<|image_pad|>"
 TALK = [{"role": "user", "content": "a="}, {"role": "assistant", "content": "1"}]
 
 
-@each(
+@pytest.mark.parametrize(
     ("kind", "row", "options"),
     [
         (data.PROMPTS, {"q": f"a={PAD}"}, {}),

@@ -147,8 +147,8 @@ def saved(form, folder, rows):
     return f"{folder}:main"
 
 
-@each("form", ["jsonl", "parquet", "hub"])
-@each("kind", [*OF_FILES, *(f"{kind} in turns" for kind in MESSAGES)])
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "hub"])
+@pytest.mark.parametrize("kind", [*OF_FILES, *(f"{kind} in turns" for kind in MESSAGES)])
 def test_the_rows_of_every_file_make_the_items_of_rows(kind, form, tmp_path):
     """Also where some rows lack a column, which a table fills with nothing."""
     kind, *turns = kind.split(maxsplit=1)

@@ -65,9 +65,7 @@ def test_a_text_is_name_part_split_and_share(text, name, part, split, share, her
 
 @pytest.mark.parametrize("share", ["0", "-1"])
 def test_a_share_is_above_0(share):
-    with pytest.raises(
-        ValueError, match=rf"^data: expected a share above 0, as a.jsonl=0.5, got a.jsonl={share}"
-    ):
+    with pytest.raises(ValueError, match=rf"^data: expected a share above 0.*, got a.jsonl={share}"):
         data.load(["b.jsonl", f"a.jsonl={share}"], tiny.tokenizer())
 
 
@@ -98,18 +96,14 @@ def test_a_row_of_a_pattern_is_named_by_its_own_file(here):
     with pytest.raises(ValueError, match=r"^data: b.jsonl, line 2: the row has no column 'question'"):
         data.load("*.jsonl", tiny.tokenizer())
     (here / "b.jsonl").write_text('{"question": "1"}\n\n{"question": \n')
-    with pytest.raises(
-        ValueError, match=r"^data: b.jsonl, line 3: .*broken JSON.* 1 of 5 rows cannot be used"
-    ):
+    with pytest.raises(ValueError, match=r"^data: b.jsonl, line 3: .*broken JSON.* 1 of 5 rows"):
         data.load("*.jsonl", tiny.tokenizer())
 
 
 def test_a_pattern_has_files_of_one_kind(here):
     jsonl(here / "a.jsonl")
     (here / "b.csv").write_text("question\n1\n")
-    with pytest.raises(
-        ValueError, match=r"could not read '\*': expected files of one kind, got .csv, .jsonl"
-    ):
+    with pytest.raises(ValueError, match=r"'\*': expected files of one kind, got .csv, .jsonl"):
         data.read_rows("*")
     with pytest.raises(ValueError, match=r"could not read 'x\*': no file has such a name"):
         data.read_rows("x*")
@@ -136,9 +130,7 @@ def test_a_packed_file_that_is_cut_is_one_line(here):
         file.write('{"question": "1"}\n' * 1000)
     whole = (here / "a.jsonl.gz").read_bytes()
     (here / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(
-        ValueError, match=r"^data: could not read 'a.jsonl.gz': Compressed file ended"
-    ) as error:
+    with pytest.raises(ValueError, match=r"^data: could not read 'a.jsonl.gz': Compressed") as error:
         data.read_rows("a.jsonl.gz")
     assert "\n" not in str(error.value)
 
@@ -438,9 +430,7 @@ def test_a_hub_name_is_asked_of_the_library(monkeypatch):
 def test_a_model_of_the_hub_may_have_no_owner(here):
     from rft_fn.model import model_names
 
-    with pytest.raises(
-        ValueError, match=r"^model: gpt2 is neither a folder nor in the hub's cache, and http"
-    ):
+    with pytest.raises(ValueError, match=r"^model: gpt2 is neither a folder nor in the hub's cache"):
         model_names.resolve("gpt2")
     (here / "my-model").mkdir()
     assert model_names.resolve("my-model") == "my-model"

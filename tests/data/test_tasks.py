@@ -29,16 +29,16 @@ def rows(name, level, count=200, seed=7):
     return [TASKS[name].generate(seed, index, level) for index in range(count)]
 
 
-@each("level", LEVELS)
-@each("name", NAMES)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_verifier_accepts_the_answer_of_every_row_with_any_whitespace_around_it(name, level):
     for row in rows(name, level):
         assert TASKS[name].verify(row["answer"], row) == 1.0
         assert TASKS[name].verify(f"\n  {row['answer']}\t", row) == 1.0
 
 
-@each("level", LEVELS)
-@each("name", NAMES)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_verifier_rejects_what_is_not_the_answer(name, level):
     for row in rows(name, level):
         answer = row["answer"]
@@ -100,8 +100,8 @@ def test_the_rows_of_a_seed_never_change():
 GOLDEN = ["2+3=", "reverse:wyh=", "sort:744=", "count:k,kifykk=", "make:2,15,1,13=", "red=", "pitch="]
 
 
-@each("level", (1, 2, 3))
-@each("name", NAMES)
+@pytest.mark.parametrize("level", (1, 2, 3))
+@pytest.mark.parametrize("name", NAMES)
 def test_chance_is_what_the_guesser_scores(name, level):
     task, draw, count = TASKS[name], random.Random(level), 2000
     problems = [task.generate(11, index, level) for index in range(count)]

@@ -6,7 +6,6 @@ import time
 
 import chats
 import pytest
-from each_case import each
 
 from rft_fn import data
 from rft_fn.data import rendering, template_probe
@@ -33,7 +32,7 @@ def looping(text, when="messages[0]['content'] == '3?'"):
     return tokenizer
 
 
-@each("name", LOOPS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_a_template_that_loops_on_a_later_row_is_one_line(name):
     """The place of the row is in it, and no other row is tried: each would take as long."""
     rows = [{"prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(5)] + [{"prompt": 3}] * 2

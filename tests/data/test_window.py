@@ -52,9 +52,7 @@ def test_a_row_fits_to_the_last_token(tmp_path, how, row, count, new):
     if new:
         size = rf"{count} \+ {new}"
     limit["window"] -= 1
-    with pytest.raises(
-        ValueError, match=f"rows.jsonl, line 1: the row has {size} tokens.* window of {count + new - 1}; "
-    ) as e:
+    with pytest.raises(ValueError, match=f"line 1: .* has {size} tokens.* of {count + new - 1}; ") as e:
         load(file, **how, **limit)
     assert "\n" not in str(e.value)
 
@@ -66,9 +64,7 @@ def test_a_pair_with_an_image_counts_its_tokens(tmp_path, sees):  # noqa: F811
     file = write(tmp_path, row)
     how = {"kind": data.PAIRS, "template": "{prompt}"}
     assert media.load(file, sees, **how, window=22).size == 1
-    with pytest.raises(
-        ValueError, match=r"line 1: the row has 22 tokens, those of media.* window of 21; shorten it"
-    ):
+    with pytest.raises(ValueError, match=r"line 1: .* has 22 tokens, those of media.* window of 21"):
         media.load(file, sees, **how, window=21)
 
 
@@ -79,9 +75,7 @@ def test_a_pair_with_an_image_has_two_responses_and_a_template(tmp_path, sees, c
     how = {"kind": data.PAIRS, "template": "{prompt}"}
     with pytest.raises(ValueError, match=f"rows.jsonl, line 1: the {column} response is empty"):
         media.load(write(tmp_path, row), sees, **how)
-    with pytest.raises(
-        ValueError, match="line 1: the row has media, for which the empty template has no place"
-    ):
+    with pytest.raises(ValueError, match=r"line 1: the row has media, .*empty template has no place"):
         media.load(write(tmp_path, row), sees, kind=data.PAIRS, template="")
 
 
@@ -92,9 +86,7 @@ def test_a_conversation_with_audio_counts_its_tokens(tmp_path, hears):  # noqa: 
     file = write(tmp_path, {"m": [{"role": "user", "content": parts}]})
     how = {"messages": ("m",), "max_new": 5}
     assert media.load(file, hears, **how, window=21).size == 1
-    with pytest.raises(
-        ValueError, match=r"the row has 16 \+ 5 tokens with max_new, those of media.*; lower max_new"
-    ):
+    with pytest.raises(ValueError, match=r"16 \+ 5 tokens with max_new, .*media.*; lower max_new"):
         media.load(file, hears, **how, window=20)
 
 
@@ -136,7 +128,5 @@ def test_scripts_refuse_a_row_above_the_window_before_a_model_is_loaded(
     if name == "multi_turn":
         reward = {}
     out = {"out": str(tmp_path / "out")}
-    with pytest.raises(
-        ValueError, match=f"rows.jsonl, line 2: the row has {size} tokens.*above the model's window of 128"
-    ):
+    with pytest.raises(ValueError, match=f"line 2: the row has {size} tokens.* window of 128"):
         script.main(script.Config(model="tiny", data=(file,), **options, **reward, **out))

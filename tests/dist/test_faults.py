@@ -14,7 +14,6 @@ import pytest
 import ranks
 import tiny
 import torch
-from each_case import each
 
 import rft_fn as rft
 from rft_fn import dist, packing, testing, tree
@@ -72,7 +71,7 @@ def test_a_lost_process_is_named_and_nobody_hangs(tmp_path, how, timeout):
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 
 
-@each(
+@pytest.mark.parametrize(
     "lost, error",
     [
         (True, RuntimeError(f"{GLOO}pair.cc:547] Connection closed by peer [127.0.0.1]:36712")),
@@ -289,15 +288,11 @@ def test_replay_shows_what_is_not_finite(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "step 5, rank 0, row 5:" in out and "weights: all finite" in out
     assert "gradients: not finite in" in out and "<- not finite" in out
-    with pytest.raises(
-        ValueError, match=r"model: expected one, got none: there is no .*config.json that names it"
-    ):
+    with pytest.raises(ValueError, match=r"model: expected one, got none: there is no .*config.json"):
         replay.main(replay.Config(fault=fault))
     with pytest.raises(ValueError, match=r"expected weights of .*, got .*is it a critic's"):
         replay.main(replay.Config(fault=fault, model="tiny", critic=True, algorithm="ppo"))
-    with pytest.raises(
-        ValueError, match=r"fault: expected a folder fault_STEP with sequence.safetensors, got"
-    ):
+    with pytest.raises(ValueError, match=r"fault: expected a folder .* sequence.safetensors, got"):
         replay.main(replay.Config(fault=str(tmp_path), model="tiny"))
     with pytest.raises(ValueError, match=r"^algorithm: expected one of grpo, .*, ppo, vapo, got 'no'$"):
         replay.main(replay.Config(fault=fault, model="tiny", algorithm="no"))
@@ -308,9 +303,7 @@ def test_replay_shows_what_is_not_finite(tmp_path, capsys):
         whole = file.read_bytes()
         for cut in (whole[:20], b"{}"):
             file.write_bytes(cut)
-            with pytest.raises(
-                ValueError, match=r"^fault: the files of .*fault_00000005 are damaged: "
-            ) as error:
+            with pytest.raises(ValueError, match=r"^fault: .*fault_00000005 are damaged: ") as error:
                 replay.main(replay.Config(fault=fault, model="tiny"))
             assert "\n" not in str(error.value)
         file.write_bytes(whole)
@@ -326,7 +319,7 @@ REPLAYED = [
 ]  # fmt: skip
 
 
-@each(("name", "options", "given"), REPLAYED)
+@pytest.mark.parametrize(("name", "options", "given"), REPLAYED)
 def test_replay_has_the_objective_of_the_run(name, options, given, tmp_path):
     """With what the command line gives in its place; adv and w of the sequence are the run's own."""
     from test_house import load_script

@@ -8,7 +8,6 @@ import pytest
 import tiny
 import torch
 import transformers
-from each_case import each
 from families import AT, FAR, far, small
 from family_checks import word
 from hypothesis import given
@@ -57,7 +56,7 @@ def batching_of(lm):
         return probe.find_cache_support(lm, 0)
 
 
-@each("kind", [*PADDED, *ROWS])
+@pytest.mark.parametrize("kind", [*PADDED, *ROWS])
 def test_the_fastest_way_that_is_right_is_found(kind):
     """With large weights, and with those that transformers starts from; in 16 bits too."""
     for dtype, std in ((torch.float32, 0.3), (torch.float32, 0), (torch.bfloat16, 0.3)):
@@ -74,7 +73,7 @@ def test_a_state_that_is_not_the_trainers_is_found(kind):
 FLOAT32 = {"Zamba": 3e-4}
 
 
-@each("kind", [*PADDED, *ROWS, "Zamba2", "NemotronH"])
+@pytest.mark.parametrize("kind", [*PADDED, *ROWS, "Zamba2", "NemotronH"])
 def test_samples_are_those_of_each_prompt_alone_and_of_the_trainer(kind):
     """Prompts of many lengths, two in a batch where they may."""
     lm = small(kind, torch.float32)
@@ -98,7 +97,7 @@ def test_samples_are_those_of_each_prompt_alone_and_of_the_trainer(kind):
             assert row[: r.length[2 * i + j]].tolist() == alone.tokens[j, : alone.length[j]].tolist()
 
 
-@each("kind", ["Llama", "Bloom", "Qwen3Next", "Lfm2", "DeepseekV3", "Gemma3Text"])
+@pytest.mark.parametrize("kind", ["Llama", "Bloom", "Qwen3Next", "Lfm2", "DeepseekV3", "Gemma3Text"])
 def test_buffers_give_what_transformers_own_layers_give(kind):
     """The same tokens and log-probs, bit for bit, while rows end at different times."""
     lm = small(kind, torch.float32)
@@ -140,7 +139,7 @@ def same(got, want, lm):
         torch.testing.assert_close(torch.tensor(x.logp), torch.tensor(y.logp), rtol=0, atol=bound)
 
 
-@each("kind", ["Llama", "Gemma3Text", "Qwen3Next", "Mamba", "RecurrentGemma"])
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3Text", "Qwen3Next", "Mamba", "RecurrentGemma"])
 def test_rows_are_the_same_however_seldom_the_host_looks(kind, monkeypatch):
     """Rows that end early, by tokens and by limits, join and leave at every seventh token only."""
     lm = small(kind, torch.float32)
@@ -168,7 +167,7 @@ DRAWS = {
 }
 
 
-@each(("kind", "name"), [("GPT2", "plain"), *(("Llama", name) for name in DRAWS)])
+@pytest.mark.parametrize(("kind", "name"), [("GPT2", "plain"), *(("Llama", name) for name in DRAWS)])
 def test_steps_of_fixed_shapes_give_the_same_rows(kind, name, monkeypatch):
     """Rows that end early, join and leave; in buffers that grow and are moved to the front."""
     lm = small(kind, torch.float32)
@@ -188,7 +187,7 @@ def test_steps_of_fixed_shapes_give_the_same_rows(kind, name, monkeypatch):
     assert {shape[1] for shape in ran} >= ({64, 128} if name == "plain" else {64})
 
 
-@each("kind", ["Bloom", "Gemma3Text", "Mamba"])
+@pytest.mark.parametrize("kind", ["Bloom", "Gemma3Text", "Mamba"])
 def test_steps_of_fixed_shapes_need_attention_of_ours(kind):
     """Biases by position, windows and states are left to the model."""
     assert not probe.find_cache_support(small(kind, torch.float32), 0, fixed=True).fixed
@@ -270,7 +269,7 @@ def test_a_failed_capture_gives_the_stream_back(monkeypatch):
     assert entered == current == ["the user's"]
 
 
-@each(
+@pytest.mark.parametrize(
     ("kind", "shares"),
     [
         ("Llama", True),
@@ -317,7 +316,7 @@ def test_a_long_row_does_not_run_alone(monkeypatch):
     assert steps < 0.8 * len(widths)
 
 
-@each("kind", ["Mamba", "Qwen3Next", "Gemma3Text", "xLSTM", "FalconH1"])
+@pytest.mark.parametrize("kind", ["Mamba", "Qwen3Next", "Gemma3Text", "xLSTM", "FalconH1"])
 def test_rows_of_states_and_windows_are_not_joined(kind):
     """Only layers of keys and values alone get room: one that holds a state beside them stays as it is."""
     way = batching_of(small(kind, torch.float32))
@@ -334,7 +333,7 @@ def test_rows_that_stay_keep_their_places(keep):
     assert all(k == place for place, k in enumerate(found) if k < len(keep))
 
 
-@each("kind", ["Llama", "Qwen3Next", "FalconH1", "MiniMax", "xLSTM", "Zamba"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Next", "FalconH1", "MiniMax", "xLSTM", "Zamba"])
 def test_every_tensor_of_a_state_with_rows_is_selected(kind):
     """Keys, values, convolutions, recurrent states, in whatever they are kept: rows [1, 1, 0] of two."""
     lm = small(kind, torch.float32)
@@ -381,7 +380,7 @@ def test_states_of_other_tensors_are_refused():
         cache_rows.compare([torch.zeros(1)], [torch.zeros(2), torch.zeros(2)])
 
 
-@each(
+@pytest.mark.parametrize(
     ("kind", "what"),
     [
         ("xLSTM", "xLSTMForCausalLM gets prompts of one length at a time"),
@@ -443,7 +442,7 @@ def drawn_from(lm, r):
 
 
 @torch.no_grad()
-@each(
+@pytest.mark.parametrize(
     "name",
     [
         n
@@ -469,7 +468,7 @@ def test_rows_that_cross_a_threshold_are_sampled_as_they_are_scored(name):
 
 
 @torch.no_grad()
-@each("name", ["Phi3 longrope", "Llama longrope", "Phimoe longrope"])
+@pytest.mark.parametrize("name", ["Phi3 longrope", "Llama longrope", "Phimoe longrope"])
 def test_rotary_factors_switch_where_transformers_switches_them(name):
     """Each token is drawn from transformers' forward of those before it; with a cache on both sides."""
     eng = engine.hf(far(name), tiny.tokenizer())

@@ -102,7 +102,7 @@ def test_a_sample_cut_anywhere_and_continued_equals_the_uncut_one(llama, found):
     same(in_pieces(llama, prompts, keys, n, sampling, piece)[0], whole)
 
 
-@each("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_law_holds_however_rows_are_batched(kind):
     """Also where the model's cache allows no padding, several rows, or no cache at all."""
     with warnings.catch_warnings():
@@ -301,9 +301,7 @@ def test_the_row_with_the_smaller_limit_fits(llama):
 
 
 def test_text_needs_a_tokenizer():
-    with pytest.raises(
-        engine.BadRequest, match=r"expected token ids, got text without a tokenizer in prompt 1$"
-    ):
+    with pytest.raises(engine.BadRequest, match=r"expected token ids, got text .* in prompt 1$"):
         requests.token_ids([[3], "1+2"])
 
 

@@ -1,6 +1,7 @@
 """Draws from a tree of sums: the definition, the distribution, and what rounding does to them."""
 
 import numpy as np
+import pytest
 import ref
 import torch
 from each_case import each
@@ -30,7 +31,7 @@ def test_a_draw_is_its_definition(vocab, seed):
     assert draw(p, u).tolist() == want
 
 
-@each("vocab", [1, 2, 3, 7, 64, 129])
+@pytest.mark.parametrize("vocab", [1, 2, 3, 7, 64, 129])
 def test_the_chances_of_the_choices_multiply_to_the_probability(vocab):
     p = np.random.default_rng(vocab).random(vocab)
     found = {}

@@ -27,7 +27,7 @@ def trainer_logp(r, sampling, lm=None):
     return packing.unpack(model.score(apply, params, packs), packs, exp.w)
 
 
-@each(
+@pytest.mark.parametrize(
     "options",
     [{}, {"temperature": 0.7}, {"temperature": 1.6}, {"top_p": 0.8}, {"top_k": 5, "temperature": 0.9}],
 )
@@ -45,7 +45,7 @@ def test_trainer_and_sampler_agree(options):
 TEMPERATURES = [0.5, 0, 1.6, 1, 1, 0.7, 0, 2.5, 0.3, 0.9, 1.1, 3]  # of 4 prompts, 3 rows each
 
 
-@each("options", [{}, {"top_p": 0.8}, {"top_k": 5, "temperature": 0.9}])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"top_k": 5, "temperature": 0.9}])
 def test_rows_with_temperatures_are_those_of_calls_with_one(options):
     """In sampler and trainer, whatever company they have; a greedy row is scored at 1."""
     sampling, lm = rft.Sampling(max_new=9, **options), tiny.llama()
@@ -98,15 +98,13 @@ def test_what_is_wrong_is_further_apart_than_rounding():
 def test_ids_without_text_are_announced():
     """A fault that was found: a model with more ids than its tokenizer learned them in silence."""
     lm = tiny.llama(vocab_size=2 * len(tiny.tokenizer()))
-    with pytest.warns(
-        UserWarning, match=r"engine: about .* of the sampled tokens are ids that the tokenizer"
-    ):
+    with pytest.warns(UserWarning, match=r"engine: about .* of the sampled tokens are ids that"):
         r = rollout(rft.Sampling(max_new=9), lm=lm)
     assert (r.tokens >= len(tiny.tokenizer())).any()
 
 
-@each("cut", [{}, {"top_k": 2}, {"top_p": 0.7}])
-@each("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 2}, {"top_p": 0.7}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_greedy_token_has_the_log_prob_of_temperature_one(cut, dtype):
     """The likeliest token of the cut distribution, with its own probability there, which is not 1."""
     r = rollout(rft.Sampling(max_new=9, temperature=0, **cut), n=1, lm=tiny.llama(dtype=dtype))
@@ -243,7 +241,7 @@ def test_gather_and_generate_shares_out_prompts():
     assert sampled == [responses(whole, i, 2) for i in range(4)]
 
 
-@each(
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (
@@ -327,7 +325,7 @@ def ended_by(tokenizer, tokens, texts):
     return None
 
 
-@each("texts", [("1",), ("12", "+"), ("2", "no such text")])
+@pytest.mark.parametrize("texts", [("1",), ("12", "+"), ("2", "no such text")])
 def test_a_text_ends_a_response_at_the_token_that_completes_it(texts):
     """The tokens up to that one are those of a response that is not stopped; all of them are trained."""
     tokenizer, ids = tiny.tokenizer(), frozenset([tiny.tokenizer().eos_token_id])

@@ -80,7 +80,7 @@ def test_a_call_is_a_post_of_json_with_the_key(monkeypatch):
     assert asked[1][0].startswith("GET /y HTTP/1.1")
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "status", "kind", "line"),
     [
         (b"<html>", "200 OK", Fault, r"^/x: expected JSON, got '<html>'$"),
@@ -153,7 +153,7 @@ def test_an_address_that_is_none(url):
 SECRET = "sk-4711/of-many-characters"
 
 
-@each("given", [f"{SECRET}\n", f" {SECRET}\r\n", f"\t{SECRET}"])
+@pytest.mark.parametrize("given", [f"{SECRET}\n", f" {SECRET}\r\n", f"\t{SECRET}"])
 def test_a_key_has_no_blanks_around_it(given, monkeypatch):
     monkeypatch.setenv("MINE", given)
     asked = []
@@ -162,7 +162,7 @@ def test_a_key_has_no_blanks_around_it(given, monkeypatch):
     assert f"Authorization: Bearer {SECRET}" in asked[0][0].split("\r\n")
 
 
-@each("given", [f"{SECRET}\nX-Other: 1", f"{SECRET}\0", f"{SECRET}\u00fc", f"a\r{SECRET}"])
+@pytest.mark.parametrize("given", [f"{SECRET}\nX-Other: 1", f"{SECRET}\0", f"{SECRET}\u00fc", f"a\r{SECRET}"])
 def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(given, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ | {"MINE": given})  # some can be in no process's own
     asked = []
@@ -172,7 +172,7 @@ def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(given, monk
     assert not asked
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "status"),
     [
         (f"no such key: {SECRET}", "401 No"),
@@ -257,7 +257,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@each("what", HOSTILE)
+@pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_server_is_a_fault_within_the_deadline(what, recwarn):
     serve, line = HOSTILE[what]
     client = Client()
@@ -368,9 +368,7 @@ def test_when_none_works_all_are_tried_again_for_some_rounds():
         raise Fault("down")
 
     servers = pool_of("a", "b", revive=revive, width=8)
-    with pytest.raises(
-        pool.ServersFailed, match=r"^engine test: expected one of 2 servers to answer, got none"
-    ):
+    with pytest.raises(pool.ServersFailed, match=r"^engine test: expected one of 2 servers .*, got none"):
         servers.run([run] * 50)
     while any(t.name.startswith("servers") for t in threading.enumerate()):
         time.sleep(0.01)
@@ -386,7 +384,7 @@ def test_a_request_that_no_server_answers_is_given_up():
         raise Fault("this one never")
 
     with pytest.raises(
-        pool.ServersFailed, match=r"^engine test: expected an answer within 5 attempts, got none; the last: "
+        pool.ServersFailed, match=r"^engine test: expected .* 5 attempts, got none; the last: "
     ):
         pool_of("a", "b").run([run])
     assert len(attempts) == pool.ATTEMPTS

@@ -70,7 +70,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(pool.Pool.__init__, "__kwdefaults__", {"pause": 0.02})
 
 
-@each(
+@pytest.mark.parametrize(
     "options",
     [
         {},
@@ -103,9 +103,7 @@ def test_limits_of_rows_and_texts_and_no_prompts(kind):
         warm = [0.5, 0, 1.5, 1]
         got = eng.generate(PROMPTS, KEYS, sampling=SAMPLING, temperature=warm)
         same(got, hf().generate(PROMPTS, KEYS, sampling=SAMPLING, temperature=warm))
-        with pytest.raises(
-            engine.BadRequest, match=r"^sampling: expected None to score rows with their own temperatures"
-        ):
+        with pytest.raises(engine.BadRequest, match=r"^sampling: expected None to score .* temperatures"):
             eng.score(got, sampling=SAMPLING)
         assert eng.generate([], [], sampling=SAMPLING).tokens.shape == (0, 0)
         with pytest.raises(engine.BadRequest, match=r"^start: expected zeros for .*, got \[0, 3\]$"):
@@ -121,7 +119,7 @@ def test_the_window_is_the_smallest_of_the_servers():
         made("generate", *fakes).generate([[3] * 8], [1], sampling=SAMPLING)
 
 
-@each(
+@pytest.mark.parametrize(
     ("kind", "fault"),
     [("generate", fault) for fault in FAULTS]
     + [
@@ -159,7 +157,7 @@ def test_weights_of_another_version_are_not_sampled_from(quick):
         assert other.samples > before
 
 
-@each("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_when_every_server_fails_the_engine_says_so_in_a_line_and_is_dead(fault, quick):
     with serving(fake(), fake()) as fakes:
         eng = made("generate", *fakes, timeout=1.0)
@@ -267,7 +265,7 @@ def test_a_load_that_is_refused_leaves_nothing_behind(tmp_path):
         assert not any(path == "/collective_rpc" and "rft_load" in str(body) for path, body in fakes[0].calls)
 
 
-@each(
+@pytest.mark.parametrize(
     ("problem", "line"),
     [
         ({"error": "KeyError: 'x'"}, "weights: KeyError: 'x'"),
@@ -284,10 +282,7 @@ def test_a_server_that_did_not_take_all_is_not_used(problem, line, quick, tmp_pa
         bad.load_problem = problem
         eng.load(tiny.llama(5).named_parameters(), version=1)
         before = well.samples
-        same(
-            eng.generate(PROMPTS, KEYS, n=3, sampling=SAMPLING),
-            expected(5, n=3),
-        )
+        same(eng.generate(PROMPTS, KEYS, n=3, sampling=SAMPLING), expected(5, n=3))
         assert well.samples - before >= 3 * len(PROMPTS)  # the bad one has no more than requests of one token
         well.load_problem = problem
         with pytest.raises(pool.ServersFailed, match=line):
@@ -360,7 +355,7 @@ IGNORED = {
 }
 
 
-@each("ignored", IGNORED)
+@pytest.mark.parametrize("ignored", IGNORED)
 def test_an_option_that_is_ignored_is_found_at_the_start(kind, ignored):
     """Ids are an option of /v1/completions; of SGLang the mask is tried, as its log-probs know no cut."""
     if {"return_token_ids": "completions", "mask": "sglang"}.get(ignored, kind) != kind:
@@ -519,10 +514,7 @@ def test_media_are_refused_before_anything_is_asked(quick):
         with pytest.raises(engine.BadRequest, match=message):
             eng.generate([PROMPTS[1], seen], KEYS[:2], sampling=SAMPLING)
         assert one.samples == before
-        same(
-            eng.generate(PROMPTS, KEYS, n=2, sampling=SAMPLING),
-            expected(n=2),
-        )
+        same(eng.generate(PROMPTS, KEYS, n=2, sampling=SAMPLING), expected(n=2))
 
 
 def test_servers_announce_ids_without_text(kind):

@@ -196,7 +196,7 @@ TOKENS = [3.7, 3.0, "3", True, None, [3], {"3": 3}, HUGE, -1, 128]
 LOGP = ["-1", True, None, [-1.0], HUGE, -HUGE, 0.5]
 
 
-@each("form", FORMS)
+@pytest.mark.parametrize("form", FORMS)
 def test_answers_that_are_no_sample_are_faults(form):
     dialect, known, make = FORMS[form]
     right = make([8, 1], [-0.5, -1.5])
@@ -217,7 +217,7 @@ def test_answers_that_are_no_sample_are_faults(form):
         assert len(str(found.value)) < 300, answer
 
 
-@each("form", FORMS)
+@pytest.mark.parametrize("form", FORMS)
 def test_scores_that_are_none_are_faults(form):
     dialect, known, _ = FORMS[form]
 
@@ -236,8 +236,8 @@ def test_scores_that_are_none_are_faults(form):
         scored(-2, 3)
 
 
-@each("dialect", [DIALECT, VLLM], ids=["sglang", "vllm"])
-@each("window", ["128", 1.5, True, -4, [128]])
+@pytest.mark.parametrize("dialect", [DIALECT, VLLM], ids=["sglang", "vllm"])
+@pytest.mark.parametrize("window", ["128", 1.5, True, -4, [128]])
 def test_a_window_that_is_none_is_a_fault(dialect, window):
     options = {"max_context_length": window, "weight_version": "7", "served_model_name": "tiny"}
     models = {"data": [{"id": "tiny", "max_model_len": window}]}
@@ -245,7 +245,7 @@ def test_a_window_that_is_none_is_a_fault(dialect, window):
         dialect.describe(url)
 
 
-@each("answer", [None, [], [3], {"results": [3]}, {"results": {"a": 1}}, {"data": 3}])
+@pytest.mark.parametrize("answer", [None, [], [3], {"results": [3]}, {"results": {"a": 1}}, {"data": 3}])
 def test_every_other_answer_of_nonsense_is_a_fault(answer):
     """Whatever is asked; a server that cannot load samples and scores."""
     with raw(answering(json.dumps(answer).encode())) as url:

@@ -6,7 +6,6 @@ from functools import cache
 import pytest
 import tiny
 import torch
-from each_case import each
 from sees_and_hears import FAMILIES
 
 import rft_fn as rft
@@ -54,7 +53,7 @@ def sampled(name):
     return lm, eng, prompts, eng.generate(prompts, KEYS, n=3, sampling=SAMPLING)
 
 
-@each("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_log_probs_are_the_trainers(name):
     """Left padding, media in some rows, n samples of one prefill; by the trainer's packs and by `score`."""
     lm, eng, _, rollout = sampled(name)
@@ -63,7 +62,7 @@ def test_log_probs_are_the_trainers(name):
     assert rollout.logp[rollout.mask].min() < -0.1  # there is something to agree about
 
 
-@each("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_in_float64(name):
     lm = FAMILIES[name].build(torch.float64)
     prompts = prompts_of(FAMILIES[name])
@@ -82,7 +81,7 @@ def test_in_float64(name):
     assert (want[rollout.mask] - got).abs().max() < 1e-10
 
 
-@each("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_samples_belong_to_their_keys(name):
     """Alone and with another batch size, the same tokens; and all samples read one copy of the media."""
     _, eng, prompts, rollout = sampled(name)
@@ -97,7 +96,7 @@ def test_samples_belong_to_their_keys(name):
         assert int(rollout.media.count(name)[6]) == len(x)
 
 
-@each("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_pieces_are_the_whole(name):
     """Cut after two tokens and continued: with the prompt's media, and as a prefix of the rollout."""
     lm, eng, prompts, rollout = sampled(name)
@@ -117,7 +116,7 @@ def test_pieces_are_the_whole(name):
         assert longer.media.of.tolist() == short.media.of.tolist()
 
 
-@each("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_way_to_batch_is_right(name):
     """Whatever the probe may choose: rows of one length, one row, and no cache at all; seen seldom too."""
     lm, _, prompts, rollout = sampled(name)
@@ -144,7 +143,7 @@ def test_every_way_to_batch_is_right(name):
             torch.testing.assert_close(torch.tensor(response.logp), want, rtol=0, atol=bound)
 
 
-@each("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_sampled_placeholder_ends_a_response(name):
     """It is the row's last token, and the trainer's log-probs are exact for it too."""
     lm, _, prompts, _ = sampled(name)
@@ -171,7 +170,7 @@ def test_a_sampled_placeholder_ends_a_response(name):
 # ---------------------------------------------------------------------------------- what is refused
 
 
-@each("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_media_that_do_not_fit_their_prompt_are_refused(name):
     """By the prompt's number, before anything ran; the engine lives on."""
     lm, eng, prompts, rollout = sampled(name)

@@ -158,7 +158,7 @@ def test_one_sample_shares_with_nobody(monkeypatch):
     assert read
 
 
-@each("kind", ["Bloom", "Gemma2", "GptOss"])
+@pytest.mark.parametrize("kind", ["Bloom", "Gemma2", "GptOss"])
 def test_who_asks_attention_for_more_does_not_share(kind):
     """Biases by position, a cap, sinks: none of them is in attention to a prompt."""
     assert not batching_of(small(kind, torch.float32)).shares

@@ -21,7 +21,7 @@ def written(tok, calls):
     return tool_calls._rendered(tok, calls)[0]
 
 
-@each("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("error")
 def test_a_call_is_read_as_it_was_written(family):
     tok = call_templates.tokenizer(family)
@@ -38,7 +38,7 @@ def test_a_call_is_read_as_it_was_written(family):
     assert parse("The answer is [1] {2} <b> (3).") == []
 
 
-@each("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_call_that_is_cut_off_anywhere_is_not_made(family):
     """Of a part of a text only calls that were meant are read, with all of their arguments."""
     tok = call_templates.tokenizer(family)
@@ -54,7 +54,7 @@ def test_a_call_that_is_cut_off_anywhere_is_not_made(family):
     assert parse(half)[-1:] and not parse(half)[-1].complete
 
 
-@each("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_marks_inside_of_a_text_are_text(family):
     """A call that speaks of calls and of thoughts is one call."""
     tok = call_templates.tokenizer(family)
@@ -69,7 +69,7 @@ def test_marks_inside_of_a_text_are_text(family):
         ]
 
 
-@each("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_thought_is_no_place_for_calls(family):
     tok = call_templates.tokenizer(family)
     parse = call_parser(tok)
@@ -108,7 +108,7 @@ def test_the_thoughts_and_calls_of_gpt_oss_have_channels():
     assert parse(thought) == []
 
 
-@each(
+@pytest.mark.parametrize(
     ("text", "found"),
     [
         ('{"name": "f"}', [Call("f", {})]),
@@ -147,8 +147,8 @@ def test_calls_in_tags(text, found):
     assert tagged_calls(text) == found
 
 
-@each("values", [(True, 7, 2.5, None), (["a", {"b": [1]}], {"c": "d"})])
-@each("family", ["Gemma 4", "FunctionGemma", "LFM 2.5", "OLMo 3"])
+@pytest.mark.parametrize("values", [(True, 7, 2.5, None), (["a", {"b": [1]}], {"c": "d"})])
+@pytest.mark.parametrize("family", ["Gemma 4", "FunctionGemma", "LFM 2.5", "OLMo 3"])
 def test_values_of_other_types_are_read(family, values):
     tok = call_templates.tokenizer(family)
     arguments = dict(zip("abcd", values, strict=False))

@@ -308,7 +308,7 @@ def test_a_policy_plays_both_seats_with_the_payoff_of_its_strategy():
 # ---------- all of them
 
 
-@each("name", ENVIRONMENTS)
+@pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_a_lesson_is_an_episode_as_play_would_sample_it(name):
     """The turns of a lesson, put together, are a conversation of `play` whose engine says the same."""
     env = get_environment(name)

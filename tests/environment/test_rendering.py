@@ -6,7 +6,6 @@ import call_templates
 import chats
 import pytest
 import tiny
-from each_case import each
 
 from rft_fn import environment
 from rft_fn.data import template_variables
@@ -22,8 +21,8 @@ def tokenizer(name, end="<|im_end|>"):
     return chats.tokenizer(getattr(chats, name), end=end)
 
 
-@each("name", TEMPLATES)
-@each("role", ["user", "tool"])
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("role", ["user", "tool"])
 def test_a_reply_is_what_the_template_writes_behind_the_response(name, role):
     """Prompt, response and reply together are the whole conversation as the template renders it."""
     end = "<|eot|>" if name == "LLAMA3" else "<|im_end|>"
@@ -102,7 +101,7 @@ LOOKS_BACK = "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% else %
 TWICE = "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"
 
 
-@each(
+@pytest.mark.parametrize(
     "template, role, line",
     [
         (
@@ -155,8 +154,8 @@ def test_what_follows_a_response_has_the_fixed_day_too():
 RESULT = {"role": "tool", "content": '4 "of" 5\n6', "name": "f"}
 
 
-@each("family", call_templates.FAMILIES)
-@each("given", [False, True])
+@pytest.mark.parametrize("family", call_templates.FAMILIES)
+@pytest.mark.parametrize("given", [False, True])
 def test_a_result_follows_a_call_in_every_family(family, given):
     """The call that was sampled and the reply are the conversation as the template renders it."""
     tok = call_templates.tokenizer(family)

@@ -134,11 +134,9 @@ def test_a_template_whose_calls_are_bare_objects():
     assert parse("the object {} is empty") == []
 
 
-@each("template", [None, chats.BARE, chats.MARKED, chats.GEMMA2])
+@pytest.mark.parametrize("template", [None, chats.BARE, chats.MARKED, chats.GEMMA2])
 def test_without_calls_in_the_template_they_are_json_in_tags(template):
-    with pytest.warns(
-        UserWarning, match="chat template: no form of a call of tools was found in it, so calls"
-    ):
+    with pytest.warns(UserWarning, match="chat template: no form of a call of tools was found in it"):
         parse = call_parser(chats.tokenizer(template))
     text = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     assert parse is tagged_calls and parse(text) == [Call("add", {"a": 1})]
@@ -163,8 +161,8 @@ def test_a_broken_call_is_an_error_for_the_model(text, line):
 NESTED = {"of lists": "[" * 1_200 + "]" * 1_200, "of objects": '{"a":' * 1_200 + "1" + "}" * 1_200}
 
 
-@each("kind", NESTED)
-@each("form", [*FORMS, "bare"])
+@pytest.mark.parametrize("kind", NESTED)
+@pytest.mark.parametrize("form", [*FORMS, "bare"])
 def test_brackets_without_end_are_an_error_for_the_model(form, kind):
     parse = _parser(FORMS.get(form, BARE_JSON))
     plain = f'<tool_call>[TOOLS] [{{"name": "f", "arguments": {NESTED[kind]}, "parameters": {NESTED[kind]}}}]'
@@ -330,7 +328,7 @@ def output(name, arguments=None, error="", timeout=0.2, max_output=100):
     return asyncio.run(run_tool(TOOLS, call, timeout=timeout, max_output=max_output))
 
 
-@each(
+@pytest.mark.parametrize(
     "name, arguments, text",
     [
         ("search", {"query": "a", "top": 5}, "a/5/web/None"),

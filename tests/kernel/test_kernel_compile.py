@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from each_case import each
 
 from rft_kernels import engines, linear_logprob, logits_logprob
 
@@ -33,8 +32,8 @@ def run(f):
     return out.detach(), torch.autograd.grad(out[ROWS].square().sum(), leaves, allow_unused=True)
 
 
-@each("dynamic", [False, True])
-@each("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_one_graph_with_the_values_of_eager_mode(call, dynamic):
     torch._dynamo.reset()
     got = run(torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager"))

@@ -233,9 +233,7 @@ def test_a_processor_without_bfloat16_multiplies_in_float32(monkeypatch):
     assert narrow.packing().elements == math.inf
     packed_attention.warn_once.cache_clear()
     lm = llama(dtype=torch.bfloat16)
-    with pytest.warns(
-        UserWarning, match=r"^bfloat16: this processor multiplies it in float32; float32 through"
-    ):
+    with pytest.warns(UserWarning, match=r"^bfloat16: this processor multiplies it in float32; "):
         set_fast(lm, True, narrow=True)
     assert any(type(m) is FastLinear for m in lm.modules())
 

@@ -65,9 +65,7 @@ def test_a_cpu_neither_needs_nor_imports_the_kernels():
 def test_a_kernel_on_a_cpu_is_refused_with_the_reason(engine):
     h, w, y = torch.zeros(5, 8), torch.zeros(7, 8), torch.zeros(5, dtype=torch.long)
     for call in (lambda: linear_logprob(h, w, y, engine=engine), lambda: logits_logprob(h, y, engine=engine)):
-        with pytest.raises(
-            ValueError, match=r"engine: expected 'auto' or 'streamed' on cpu \(kernels run on cuda"
-        ):
+        with pytest.raises(ValueError, match=r"engine: expected 'auto' or 'streamed' on cpu \(ker"):
             call()
 
 
@@ -182,7 +180,5 @@ def test_a_gradient_in_place_of_the_logits_cannot_be_differentiated():
     kept = z * 1
     logp = logits_logprob(kept, torch.tensor([0, 6, 3, -100]), inplace_backward=True).logp.square().sum()
     (dz,) = torch.autograd.grad(logp, kept, create_graph=True)
-    with pytest.raises(
-        RuntimeError, match="expected one differentiation with inplace_backward=True, got two"
-    ):
+    with pytest.raises(RuntimeError, match=r"expected one .* inplace_backward=True, got two"):
         dz.sum().backward()

@@ -266,7 +266,7 @@ ABSENT = [
 ]
 
 
-@each(("f", "line"), ABSENT)
+@pytest.mark.parametrize(("f", "line"), ABSENT)
 def test_a_loss_that_reads_an_absent_field_is_told_where_it_comes_from(f, line):
     """One line, whoever noticed that it is absent: torch, Python, or a loss of this library."""
     b = tree.replace(packing.pack(testing.case(0).exp, [3]), ref_logp=None)

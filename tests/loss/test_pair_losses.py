@@ -177,7 +177,7 @@ def good(exp):
     return {"good": (rows * exp.mask).double()}
 
 
-@each("name", TABLE)
+@pytest.mark.parametrize("name", TABLE)
 def test_no_cut_padding_or_order_changes_a_loss_of_preferences(name):
     """With its mean over pairs, or over responses."""
     row = TABLE[name]

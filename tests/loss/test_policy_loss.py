@@ -271,8 +271,8 @@ IMPOSSIBLE = LOSSES | {
 }
 
 
-@each("name", IMPOSSIBLE)
-@each("sign", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+@pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
 def test_a_token_that_both_policies_exclude_has_ratio_1_and_no_gradient(name, sign):
     """-inf - -inf is NaN; to its neighbours such a token is one whose log-prob did not change."""
     b = packing.pack(testing.case(0).exp, [3, 4])
@@ -323,8 +323,8 @@ BOUNDED = {  # what each loss is at a log-ratio d and an advantage of -1, where 
 }
 
 
-@each("name", BOUNDED)
-@each("sign", [1, -1])
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("sign", [1, -1])
 def test_log_ratios_count_up_to_20_and_no_further(name, sign):
     """The bound is of each token, before any mean, and nothing is bent before it is reached."""
     f, definition = BOUNDED[name]

@@ -67,7 +67,7 @@ SWEEPS = {
 }
 
 
-@each("name", SWEEPS)
+@pytest.mark.parametrize("name", SWEEPS)
 def test_every_loss_can_be_swept(name):
     logp, b = buffer(1)
     points = torch.tensor([0.05, 0.2, 0.6])

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import tiny
 import torch
-from each_case import each
 from sees_and_hears import FAMILIES
 from test_memory import allocated, loss_fn
 from test_probe import quiet
@@ -66,9 +65,9 @@ def larger(kind):
     return type(lm)(config)
 
 
-@each("frozen", [False, True])
-@each("size", ["tiny", "larger"])
-@each("kind", ["Qwen2VL", "Qwen2Audio"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("size", ["tiny", "larger"])
+@pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2Audio"])
 def test_towers_and_their_activations_are_counted(kind, size, frozen):
     """A pack full of images or sounds: 0.8 to 1.4 of what it allocates, and more than one of text."""
     made = {"tiny": lambda: FAMILIES[kind].build(torch.float32), "larger": lambda: larger(kind)}
@@ -92,7 +91,7 @@ def test_towers_and_their_activations_are_counted(kind, size, frozen):
 ODD = {"LlavaOnevision"}
 
 
-@each("kind", [kind for kind in FAMILIES if kind not in ODD])
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in ODD])
 def test_all_families_are_traced_without_values(kind):
     """The sizes of images and the places of tokens are read on the way."""
     lm = FAMILIES[kind].build(torch.float32)

@@ -42,19 +42,13 @@ def test_every_command_is_for_the_model_that_it_names(grpo):
 
 @pytest.fixture(scope="module")
 def bench():
-    """tests/bench/memory.py, the data that it made, and the page that it wrote them into."""
+    """tests/bench/memory.py, and the data that it made."""
     made = as_module(ROOT / "tests" / "bench" / "memory.py")
-    return made, json.loads(made.RESULTS.read_text()), made.DOCS.read_text()
-
-
-@pytest.mark.parametrize("name", ["scale", "knobs", "split"])
-def test_the_tables_in_the_docs_are_those_of_the_data(bench, name):
-    made, found, text = bench
-    assert made.section(text, name, made.TABLES[name](found[name])) == text
+    return made, json.loads(made.RESULTS.read_text())
 
 
 def test_the_data_agrees_with_the_estimate(bench):
-    made, found, _ = bench
+    made, found = bench
     assert set(found["knobs"]) == set(made.KNOBS) and len(found["scale"]) == 3 * len(made.SHAPES)
     for x, now in (
         (found["scale"]["0.5B on 64"], made.row("0.5B", 64)),
@@ -65,14 +59,14 @@ def test_the_data_agrees_with_the_estimate(bench):
 
 
 def test_the_measured_activations_fall_with_sequence_parallelism(bench):
-    _, found, _ = bench
+    _, found = bench
     for sp, x in found["split"].items():
         assert x["forward"] == pytest.approx(x["estimated"], rel=0.2)
         assert x["forward"] < 1.2 * found["split"]["1"]["forward"] / int(sp)
 
 
-def test_every_knob_of_memory_is_in_the_docs(bench):
-    _, _, text = bench
+def test_every_knob_of_memory_is_in_the_docs():
+    text = (ROOT / "docs" / "scaling.md").read_text()
     knobs = "fsdp shard_size sp_size zero_stage fsdp_cpu_offload adam_offload bf16 use_mp_opt chunk_size"
     knobs += " offload_models"
     for name in (*knobs.split(), "fused_linear_logprob", "packing_samples", "enable_engine_sleep"):

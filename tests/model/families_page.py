@@ -54,10 +54,7 @@ def table(results, titles):
     """The lines of a table of families x `titles`, with counts, reasons and where it was measured."""
     families = results["families"]
     reasons = []
-    lines = [
-        "| family | " + " | ".join(titles.values()) + " |",
-        "|---" * (len(titles) + 1) + "|",
-    ]
+    lines = ["| family | " + " | ".join(titles.values()) + " |", "|---" * (len(titles) + 1) + "|"]
     for kind in sorted(families, key=str.lower):
         cells = [_cell(families[kind].get(column), reasons) for column in titles]
         lines.append(f"| {kind} | " + " | ".join(cells) + " |")

@@ -6,7 +6,6 @@ import json
 import pytest
 import tiny
 import torch
-from each_case import each
 from safetensors.torch import save_file
 from sees_and_hears import FAMILIES, batch
 from test_probe import quiet
@@ -51,7 +50,7 @@ def scores(lm, **how):
     return packing.unpack(model.score(apply, params, packs), packs, exp.tokens)
 
 
-@each("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_config_with_towers_gives_the_whole_model(folders, kind):
     """Every parameter and buffer is that of the module which was saved, with memory first or without."""
     want = FAMILIES[kind].build(torch.float32)
@@ -112,7 +111,7 @@ def test_of_a_model_that_speaks_it_is_the_part_that_writes(tmp_path, meta):
     assert all(torch.equal(model.materialize(again).state_dict()[n], x) for n, x in lm.state_dict().items())
 
 
-@each("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_actors_are_a_module_and_its_modality(folders, kind):
     expected = ActorModality(MODALITY.get(kind, "vision_language"))
     made = {
@@ -219,7 +218,7 @@ def adapted(lm):
     }
 
 
-@each("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_adapters_are_in_the_text_model_unless_a_tower_is_asked_for(folders, kind):
     lm = model.load(folders / kind, meta=True)
     towers = [model.parts.path_of(t, lm) for t in model.parts.find(lm).towers]

@@ -276,9 +276,7 @@ def test_bad_input(tmp_path):
     critic = model.load_critic(tiny.llama())
     with pytest.raises(ValueError, match="media: expected none for language_only"):
         critic(tree.replace(pack, media=rft.Media.of_prompts([{"pixels": torch.zeros(1)}] * 2)))
-    with pytest.raises(
-        ValueError, match=r"weights: expected names of the parameters of Critic, got \['lm_head"
-    ):
+    with pytest.raises(ValueError, match=r"weights: expected names .* of Critic, got \['lm_head"):
         model.save_critic(tmp_path / "c", critic, [("lm_head.weight", torch.zeros(2))])
     with pytest.raises(ValueError, match=r"pos: expected \[T\]"):
         critic(tree.replace(pack, pos=pack.pos[:-1]))

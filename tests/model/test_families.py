@@ -13,18 +13,7 @@ from family_checks import BACKENDS, BOUNDS, CHECKS, COLUMNS
 
 pytestmark = pytest.mark.slow
 
-MOST = (
-    "Llama",
-    "Qwen2",
-    "Qwen3",
-    "Mistral",
-    "Gemma3Text",
-    "Phi3",
-    "GPT2",
-    "Qwen3Moe",
-    "GptOss",
-    "Qwen3Next",
-)
+MOST = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma3Text", "Phi3", "GPT2", "Qwen3Moe", "GptOss", "Qwen3Next")
 NOT = {("Qwen3Next", "sequence"): "expected 1 for Qwen3NextForCausalLM: it does not hand keyword arguments"}
 
 

@@ -10,7 +10,6 @@ import time
 import pytest
 import tiny
 import torch
-from each_case import each
 from ranks import free_port, run
 from safetensors.torch import load_file, save_file
 
@@ -59,8 +58,8 @@ def infinite(held):
     held["lm_head.weight"][0, 0] = float("-inf")
 
 
-@each("meta", [False, True])
-@each(
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize(
     ("tensors", "config", "message"),
     [
         (drop, {}, r"missing: model\.layers\.1\.mlp\.up_proj\.weight"),
@@ -87,8 +86,8 @@ def test_every_tensor_of_a_model_has_to_be_there(whole, tmp_path, tensors, confi
 MADE = "expected a config.json that a model can be made of, got"
 
 
-@each("load", [model.load, model.load_critic, model.load_reward], ids=lambda f: f.__name__)
-@each(
+@pytest.mark.parametrize("load", [model.load, model.load_critic, model.load_reward], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"num_attention_heads": 0}, "could not load .* modulo by zero"),

@@ -8,7 +8,6 @@ import warnings
 import pytest
 import tiny
 import torch
-from each_case import each
 from families import seeing
 from ranks import run
 from safetensors.torch import load_file, save_file
@@ -162,7 +161,7 @@ def test_auto_leaves_a_real_vision_tower_alone():
     assert len(names) == 7 and all("language_model" in n for n in names)
 
 
-@each(
+@pytest.mark.parametrize(
     ("targets", "exclude", "count", "within"),
     [
         ("q_proj", (), 2, "language_model"),
@@ -424,7 +423,7 @@ def edited(saved, tmp_path, **changes):
     return folder
 
 
-@each(
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"use_dora": True}, "expected plain LoRA adapters, got use_dora"),

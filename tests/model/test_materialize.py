@@ -9,7 +9,6 @@ import json
 import pytest
 import ranks
 import torch
-from each_case import each
 from families import BASE, DELTA, EXPERTS, MAMBA, USUAL
 from safetensors.torch import load_file, save_file
 from test_probe import quiet, rows
@@ -107,8 +106,8 @@ def names_in(folder):
     return {name for file in folder.glob("*.safetensors") for name in load_file(file)}
 
 
-@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@each("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
 def test_without_memory_first_a_model_is_what_transformers_loads(folders, tmp_path, kind, dtype):
     """Every parameter and buffer, and its type, is the same, also when it is saved.
 
@@ -166,8 +165,8 @@ def two(folders, tmp_path_factory):
     return out, ranks.run(2, "test_materialize:on_two", str(folders), list(KINDS), str(out))
 
 
-@each("backend", BACKENDS)
-@each("kind", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_score_and_train_what_one_does(folders, two, tmp_path, kind, backend):
     want = trained(get_fake_strategy(), model.load(folders / kind), tmp_path / "one")
     assert want["logp"].abs().max() > 1
@@ -179,8 +178,8 @@ def test_two_processes_score_and_train_what_one_does(folders, two, tmp_path, kin
             torch.testing.assert_close(got["after"][name], x, rtol=0, atol=2e-4, msg=f"{kind} {name}")
 
 
-@each("backend", BACKENDS)
-@each("kind", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_two_processes_save_is_what_they_loaded(folders, two, kind, backend):
     """Tensor for tensor under the names of the files, buffers too; so transformers loads it."""
     saved = two[0] / f"{kind}-{backend}"

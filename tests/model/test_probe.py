@@ -10,7 +10,6 @@ import pytest
 import ranks
 import torch
 import transformers
-from each_case import each
 from families import AT, FAMILIES, FAR, SINGLE, VOCAB, config, far, small
 from packaging import version
 from tiny import definition, mixed
@@ -113,7 +112,7 @@ def quiet(f, *args, **options):
         return f(*args, **options)
 
 
-@each("kind", [*PACK, *MIX])
+@pytest.mark.parametrize("kind", [*PACK, *MIX])
 def test_log_probs_and_gradients_are_those_of_each_row_alone(kind):
     """Packed where the model can be, else a unit one after the other and rows by themselves."""
     dtype = torch.float64
@@ -133,7 +132,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(kind):
     agree(apply, params, pairs, plain, atol=atol)
 
 
-@each("kind", MIX)
+@pytest.mark.parametrize("kind", MIX)
 def test_small_leaks_are_found_too(kind):
     """With the weights that transformers starts from, where Lfm2's is 0.0016 nats."""
     for dtype in (torch.float32,) if kind in SINGLE else (torch.float64, torch.float32):
@@ -160,8 +159,8 @@ def test_the_question_changes_the_rows_in_front_and_no_other():
     assert asked.single.tokens.tolist() == asked.pack.tokens[asked.pack.seq == 1].tolist()
 
 
-@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@each("kind", PACK)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", PACK)
 def test_rounding_is_not_a_leak(kind, dtype):
     for std in (0, 0.3):
         lm = small(kind, dtype, std=std)
@@ -275,7 +274,7 @@ def test_boundaries_of_states_are_used_where_they_work(monkeypatch):
     agree(apply, params, packs, plain, atol=1e-5)
 
 
-@each("kind", [*PACK, *MIX])
+@pytest.mark.parametrize("kind", [*PACK, *MIX])
 def test_the_head_is_fused_only_where_logits_are_its_output(kind):
     """By values, and on the meta device, where there are none, by whose tensor it is."""
     root = wrap_for_training(small(kind, torch.float32))
@@ -399,7 +398,7 @@ def require(name):
 
 
 @torch.no_grad()
-@each("name", FAR)
+@pytest.mark.parametrize("name", FAR)
 def test_rows_on_both_sides_of_a_threshold_are_those_of_each_alone(name):
     """Rows of 8 to 30 tokens, cut as a strategy cuts them: each token's log-prob is transformers' own."""
     require(name)

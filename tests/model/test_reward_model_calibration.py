@@ -76,9 +76,7 @@ def test_a_calibration_goes_into_the_model_by_names():
     rm = model.load_reward(tiny.llama(), new=True, heads=("a", "b"))
     fitted = model.standardized(drawn(), HEADS)
     assert rm.with_calibration(fitted).heads == fitted
-    with pytest.raises(
-        ValueError, match=r"heads: expected a calibration of \['a', 'b'\], got one of \['b', 'a'\]"
-    ):
+    with pytest.raises(ValueError, match=r"heads: expected .* \['a', 'b'\], got one of \['b', 'a'\]"):
         rm.with_calibration(fitted[::-1])
 
 
@@ -91,9 +89,7 @@ def test_bad_input():
     ):
         with pytest.raises(ValueError, match=said):
             Head("a", **options)
-    with pytest.raises(
-        ValueError, match=r"score: expected \[\.\.\., 2\] for heads \['a', 'b'\], got \[4, 3\]"
-    ):
+    with pytest.raises(ValueError, match=r"score: expected \[\.\.\., 2\] .* \['a', 'b'\], got \[4, 3\]"):
         model.calibrated(torch.zeros(4, 3), HEADS)
     with pytest.raises(ValueError, match="expected two rows or more to calibrate heads, got 1"):
         model.standardized(torch.zeros(1, 2), HEADS)

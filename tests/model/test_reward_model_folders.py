@@ -9,7 +9,6 @@ import pytest
 import ranks
 import tiny
 import torch
-from each_case import each
 from families import small
 
 import rft_fn as rft
@@ -91,9 +90,9 @@ def padded(folder, side):
         return reread(folder)(**batch).logits
 
 
-@each("side", ["left", "right"])
-@each("pad", [None, 0, 1])
-@each("more", [0, 9], ids=["as wide as the tokenizer", "wider"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pad", [None, 0, 1])
+@pytest.mark.parametrize("more", [0, 9], ids=["as wide as the tokenizer", "wider"])
 def test_tokenizer_and_config_of_a_written_class_pad_alike(more, pad, side, tmp_path):
     """Tokenizers without padding are given their end token, by this library too.
 
@@ -131,7 +130,7 @@ FAMILIES = (
 )  # fmt: skip
 
 
-@each("kind", FAMILIES)
+@pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.filterwarnings("ignore:packs", "ignore:attention")
 def test_folders_of_transformers_load_and_score_the_same_and_back(kind, tmp_path):
     """A folder of theirs in packs is each row alone in their class; ours is read by it with the same scores.
@@ -164,9 +163,7 @@ def test_names_come_from_labels(tmp_path):
     assert named.heads == (Head("helpful"), Head("safe"))
     two.config.id2label = {0: "toxic", 1: "fine"}
     assert [h.name for h in model.load_reward(copy.deepcopy(two)).heads] == ["toxic", "fine"]
-    with pytest.raises(
-        ValueError, match=r"heads: expected \['toxic', 'fine'\] .*, got \['a', 'b'\]; new=True"
-    ):
+    with pytest.raises(ValueError, match=r"heads: expected \['toxic', 'fine'\] .*got \['a', 'b'\]; "):
         model.load_reward(copy.deepcopy(two), heads=("a", "b"))
     again = model.save_reward(tmp_path / "two", named)
     assert reread(again).config.id2label == {0: "helpful", 1: "safe"}
@@ -189,8 +186,8 @@ def saved(folder, rm, *args):
         return model.save_reward(folder, rm, *args)
 
 
-@each("pool", ["last", "mean", "attention"])
-@each("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("pool", ["last", "mean", "attention"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_saved_model_is_the_same(pool, dtype, tmp_path):
     """Heads keep their float32 beside weights of 16 bits."""
     rm = trained_like(pool, dtype)
@@ -206,9 +203,7 @@ def test_a_saved_model_is_the_same(pool, dtype, tmp_path):
 
 def test_what_transformers_cannot_hold_is_said(tmp_path):
     for pool in ("mean", "attention"):
-        with pytest.warns(
-            UserWarning, match=f"for model.load_reward alone: .* no class with pooling by {pool}"
-        ):
+        with pytest.warns(UserWarning, match=f"for model.load_reward alone: .* pooling by {pool}"):
             model.save_reward(tmp_path / pool, trained_like(pool))
         assert (tmp_path / pool / "reward_head.safetensors").is_file()
         with pytest.raises(ValueError, match="expected a language model, got a decoder with heads"):

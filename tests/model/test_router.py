@@ -8,7 +8,6 @@ import pytest
 import ref
 import tiny
 import torch
-from each_case import each
 from families import DELTA, EXPERTS, USUAL
 from ranks import run
 from test_house import load_script as script
@@ -91,7 +90,7 @@ def defined(kind, lm):
     return [torch.where(EXP.mask, torch.from_numpy(x), 0) for x in out]
 
 
-@each("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_balance_is_that_of_each_row_alone(kind):
     """In packs, or one sequence after the other where a model mixes them."""
     lm, st = small(kind), get_fake_strategy()

@@ -111,9 +111,7 @@ def test_a_tokenizer_without_a_template_gets_the_bare_question():
 
 
 def test_a_chat_template_that_drops_the_question_is_refused():
-    with pytest.raises(
-        ValueError, match="chat template: expected it to render the question once, with 2 places"
-    ):
+    with pytest.raises(ValueError, match=r"chat template: expected .* question once, with 2 places"):
         reward.generative(
             judges.engine(length_of, TOKENIZER), chats.tokenizer("<|im_start|>"), form=forms.rating()
         )
@@ -317,10 +315,7 @@ def test_the_reward_of_an_answer_without_a_verdict_is_an_option():
             assert ask(["q", "q"], ["longlong", "a"]) == [0.8, value]
         assert logged["unparsable"] == 0.5 and logged["said"][1] == "I would rather not."
     ask, _ = judge(sometimes, unparsable="error")
-    with (
-        pytest.warns(UserWarning),
-        pytest.raises(ValueError, match="about completion 1; it said 'I would"),
-    ):
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="about completion 1; it said 'I would"):
         ask(["q", "q"], ["longlong", "a"])
 
 

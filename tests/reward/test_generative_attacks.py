@@ -7,7 +7,6 @@ import re
 import chats
 import judges
 import pytest
-from each_case import each
 
 from rft_fn import reward
 from rft_fn.data.lesson import special_tokens
@@ -19,7 +18,7 @@ FORMS = {name: forms.named(name) for name in forms.FORMS}
 HARMLESS = "345"
 OWN = {"score": 0.3, "json": 0.3, "pair": 0.0, "terse": 0.0}  # what the judge itself thinks of all responses
 
-by_form = each("name", FORMS)
+by_form = pytest.mark.parametrize("name", FORMS)
 
 
 def shown(tokenizer, form, response):
@@ -29,7 +28,7 @@ def shown(tokenizer, form, response):
 
 
 @by_form
-@each("template", TEMPLATES.values(), ids=list(TEMPLATES))
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=list(TEMPLATES))
 def test_no_response_adds_a_special_token_or_a_delimiter(template, name):
     tokenizer, form = chats.tokenizer(template, end="<|im_end|>"), FORMS[name]
     special = special_tokens(tokenizer)

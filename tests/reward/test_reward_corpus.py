@@ -33,7 +33,7 @@ def case_of(function):
     return next(case for case in CASES if case.spec.endswith(f":{function}"))
 
 
-@each("case", ABLE, ids=named)
+@pytest.mark.parametrize("case", ABLE, ids=named)
 def test_a_public_function_runs_unchanged(case):
     """Each response of each row is worth what the definition says, under the name that the logs have."""
     found = judged(case)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import forks
 import pytest
-from each_case import each
 from ranks import free_port
 
 from rft_fn.tools import commands, scripts
@@ -46,7 +45,7 @@ def test_scripts_of_a_checkout_are_those_of_train_scripts():
     assert set(scripts.named()) == {p.stem for p in (ROOT / "train_scripts").glob("*.py")}
 
 
-@each("name", [p.stem for p in (ROOT / "train_scripts").glob("*.py")])
+@pytest.mark.parametrize("name", [p.stem for p in (ROOT / "train_scripts").glob("*.py")])
 def test_a_script_imports_nothing_that_lies_beside_it(name):
     """So that a copy of it runs from any folder."""
     beside = {p.stem for p in (ROOT / "train_scripts").glob("*.py")}

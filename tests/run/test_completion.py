@@ -4,7 +4,6 @@ import shutil
 import subprocess
 
 import pytest
-from each_case import each
 
 from rft_fn import parsing
 from rft_fn.tools import commands, scripts
@@ -65,7 +64,7 @@ def test_commands_and_scripts_are_offered(offers):
     assert shells == set(scripts.SHELLS)
 
 
-@each("name", sorted(p.stem for p in scripts.folder().glob("*.py")))
+@pytest.mark.parametrize("name", sorted(p.stem for p in scripts.folder().glob("*.py")))
 def test_every_option_of_a_script_is_offered(name, offers):
     """Also those of its parts, by both of their names, and beside others that stand there."""
     config = scripts.config(scripts.find(name))

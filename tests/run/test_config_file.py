@@ -8,7 +8,6 @@ from pathlib import Path
 
 import forks
 import pytest
-from each_case import each
 from test_house import load_script
 
 import rft_fn as rft
@@ -60,7 +59,7 @@ ALIKE = {
 }
 
 
-@each("case", ALIKE)
+@pytest.mark.parametrize("case", ALIKE)
 def test_a_file_is_its_flags(case):
     text, line = ALIKE[case]
     flags = [word.replace("\0", " ") for word in line.replace("\\ ", "\0").split()]
@@ -161,7 +160,7 @@ WRONG = {
 }
 
 
-@each("case", WRONG)
+@pytest.mark.parametrize("case", WRONG)
 def test_a_mistake_in_a_file_is_one_line(case):
     text, line = WRONG[case]
     with pytest.raises(ValueError) as error:
@@ -199,7 +198,7 @@ def saved(script, folder, **changes):
     return cfg
 
 
-@each("name", ["dpo", "grpo", "multi_turn", "ppo", "sft", "train_rm"])
+@pytest.mark.parametrize("name", ["dpo", "grpo", "multi_turn", "ppo", "sft", "train_rm"])
 def test_a_run_gives_its_options_to_another(name):
     """All but where it is, whether it was overridden, and the steps that follow from passes over the data."""
     strategy = rft.strategy.StrategyConfig(bf16=True, engine_servers=("http://a:1",))
@@ -225,7 +224,7 @@ def test_the_folder_of_another_run_is_not_taken_by_accident():
         parsed("--config", "a", "--out", "b", script="sft")
 
 
-@each("name", SCRIPTS)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_help_names_it_and_no_config_has_it(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):

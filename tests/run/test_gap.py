@@ -160,7 +160,7 @@ def saying(dtype):
     )
 
 
-@each(
+@pytest.mark.parametrize(
     ("options", "trainer", "sampler", "limit"),
     [
         ({}, WIDE, WIDE, 0.01),

@@ -66,9 +66,7 @@ def test_rows_and_their_cut(tmp_path, capsys):
 def test_another_configuration_is_refused(tmp_path):
     run = runs.Run(tmp_path / "r", Config(), total=4)
     write(run, [0])
-    with pytest.raises(
-        ValueError, match=r"holds a run with other arguments: lr was 0.1 and is 0.2; give --override"
-    ):
+    with pytest.raises(ValueError, match=r"other arguments: lr was 0.1 and is 0.2; give --override"):
         runs.Run(tmp_path / "r", Config(lr=0.2), total=4)
     with pytest.raises(ValueError, match="steps was 4 and is 9"):
         runs.Run(tmp_path / "r", Config(steps=9), total=9)
@@ -134,9 +132,7 @@ def test_rows_are_not_wiped_when_the_checkpoints_are_gone(tmp_path):
     before = (tmp_path / "r/metrics.jsonl").read_bytes()
     (run.checkpoints / "step_00000001").rmdir()
     again = runs.Run(tmp_path / "r", Nested(), total=4)
-    with pytest.raises(
-        ValueError, match=r"no checkpoint is left in .*checkpoints; put that folder back, give"
-    ):
+    with pytest.raises(ValueError, match=r"no checkpoint is left in .*checkpoints; put that folder"):
         again.resume(0)
     assert (tmp_path / "r/metrics.jsonl").read_bytes() == before
 
@@ -374,13 +370,11 @@ def test_a_run_without_a_step_has_claimed_nothing(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ValueError, match=r"run folder .*file/r cannot be written: .*; choose another with --out"
-    ):
+    with pytest.raises(ValueError, match=r"run folder .*file/r cannot be written: .* with --out"):
         runs.Run(tmp_path / "file" / "r", Config(), total=4)
 
 
-@each("how", ["deleted", "moved", "emptied", "made again"])
+@pytest.mark.parametrize("how", ["deleted", "moved", "emptied", "made again"])
 def test_a_folder_that_is_gone_in_mid_run_ends_the_run(how, tmp_path):
     run = runs.Run(tmp_path / "r", Config(), total=4)
     run.resume(0)
@@ -652,7 +646,7 @@ def test_pictures_go_where_they_are_asked_for(tmp_path):
     assert all(0.01 < row["peak_gib"] < 1000 for row in timing)
 
 
-@each("lengths, width", [([1, 2, 2, 3, 9], 1), ([7], 1), ([1, 4000, 20], 100)])
+@pytest.mark.parametrize("lengths, width", [([1, 2, 2, 3, 9], 1), ([7], 1), ([1, 4000, 20], 100)])
 def test_the_bars_of_lengths_hold_as_many_whole_lengths_each(lengths, width, monkeypatch, tmp_path):
     figures = []
     monkeypatch.setattr(plot, "save", lambda figure, out: figures.append(figure))
@@ -683,9 +677,7 @@ def test_tensorboard_gets_every_step(tmp_path):
     write(run, range(3))
     events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("reward/mean")] == [0, 1, 2]
-    with pytest.raises(
-        ValueError, match="trackers: expected some of tensorboard, wandb, trackio, got 'mlflow'"
-    ):
+    with pytest.raises(ValueError, match=r"trackers: expected some of tensorboard, .*, got 'mlflow'"):
         runs.Run(tmp_path / "q", Config(), total=4, trackers=("mlflow",))
 
 
@@ -800,9 +792,7 @@ def test_a_foreign_text_in_an_error_or_a_warning_steers_no_terminal(capsys, monk
 
 def test_options_that_a_script_does_not_read_are_refused():
     runs.without(StrategyConfig(), "engine_batch", "seed")
-    with pytest.raises(
-        ValueError, match=r"^strategy.seed: expected 0, as this script does not read it, got 3; u"
-    ):
+    with pytest.raises(ValueError, match=r"^strategy.seed: expected 0, .* does not read it, got 3; u"):
         runs.without(StrategyConfig(seed=3), "engine_batch", "seed", instead="use --seed")
 
 
@@ -866,7 +856,7 @@ class Parts:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
 
 
-@each(
+@pytest.mark.parametrize(
     ("args", "want"),
     [
         ("--fused_linear_logprob --chunk_size 4096", {"fused_linear_logprob": True, "chunk_size": 4096}),

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from each_case import each
 from safetensors.torch import load_file, save_file
 
 from rft_fn import model, opened, reward, types
@@ -106,7 +105,7 @@ ANNOUNCED = {
 }  # fmt: skip
 
 
-@each("name", ANNOUNCED)
+@pytest.mark.parametrize("name", ANNOUNCED)
 def test_a_changed_file_is_one_line(name, place, tiny, capsys):
     filled(place, tiny)
     begin(0)
@@ -120,7 +119,7 @@ def test_a_changed_file_is_one_line(name, place, tiny, capsys):
     assert said(capsys) == []
 
 
-@each("how", ["weights", "config"])
+@pytest.mark.parametrize("how", ["weights", "config"])
 def test_another_model_of_the_same_name_is_refused(how, place, tiny, capsys):
     filled(place, tiny)
     begin(0)

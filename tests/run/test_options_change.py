@@ -10,19 +10,7 @@ import math
 
 import pytest
 import torch
-from each_case import each
-from one_step import (
-    AWAY,
-    NOW,
-    PARTS,
-    REFERENCE,
-    SAMPLED,
-    SCRIPTS,
-    TEACHER,
-    c,
-    logps,
-    steps_of,
-)
+from one_step import AWAY, NOW, PARTS, REFERENCE, SAMPLED, SCRIPTS, TEACHER, c, logps, steps_of
 
 import rft_fn as rft
 from rft_fn.run import options
@@ -697,7 +685,9 @@ CASES = [
 ]
 
 
-@each("option, script, before, after, claim", CASES, ids=lambda x: f"{x[1]} {x[2]} -> {x[3]}")
+@pytest.mark.parametrize(
+    "option, script, before, after, claim", CASES, ids=[f"{x[1]} {x[2]} -> {x[3]}" for x in CASES]
+)
 def test_an_option_changes_the_gradient_as_it_states(option, script, before, after, claim):
     compare(script, before if script != "ppo" else without_rows(before), after, claim)
 
@@ -707,7 +697,7 @@ def without_rows(before):
     return {name: x for name, x in before.items() if x != "reinforce"}
 
 
-@each("loss, limit", LIMITS, ids=str)
+@pytest.mark.parametrize("loss, limit", LIMITS, ids=[str(x) for x in LIMITS])
 def test_a_limit_changes_the_gradient_as_it_states(loss, limit):
     row, before, after, claim = LIMITS[loss, limit]
     base = {"algorithm": row, "weight": "token_mean"}

@@ -14,7 +14,6 @@ import judges
 import pytest
 import tiny
 import torch
-from each_case import each
 
 import rft_fn as rft
 from rft_fn.reward.signature import reads_state
@@ -172,7 +171,7 @@ def strict():
         yield served
 
 
-@each(("body", "status", "line"), BAD)
+@pytest.mark.parametrize(("body", "status", "line"), BAD)
 def test_bad_requests_are_refused_in_one_line(strict, body, status, line):
     found = strict.post(body, headers={"Authorization": "Bearer t0ken"})
     assert found.status_code == status and line in found.json()["error"] and "\n" not in found.json()["error"]
@@ -208,7 +207,7 @@ def test_a_body_without_a_length_is_cut_at_the_limit(strict):
     assert len(sent) < 1000
 
 
-@each("given", ["", "Bearer other", "Bearer t0ke", "Bearer t0ken1", "t0ken", "Bearer ü"])
+@pytest.mark.parametrize("given", ["", "Bearer other", "Bearer t0ke", "Bearer t0ken1", "t0ken", "Bearer ü"])
 def test_the_token_is_asked_of_every_request_for_rewards(strict, given):
     body = {"prompts": ["p"], "completions": ["1"], "columns": {"answer": ["1"]}}
     assert strict.post(body, headers={"Authorization": given.encode()}).status_code == 401
@@ -300,7 +299,7 @@ def test_a_server_whose_connections_all_wait_for_rewards_refuses_one_more(monkey
             assert b"".join(iter(lambda: client.recv(1000), b"")).endswith(b'{"rewards":[3.0]}')  # noqa: B023
 
 
-@each(
+@pytest.mark.parametrize(
     "begun",
     [
         b"",

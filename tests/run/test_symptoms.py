@@ -197,7 +197,7 @@ def test_recorded_runs_that_learned_have_no_symptom_at_any_step(name):
     assert all(names(rows[:n]) == [] for n in range(1, len(rows) + 1))
 
 
-@each("name", [rule.name for rule in RULES])
+@pytest.mark.parametrize("name", [rule.name for rule in RULES])
 def test_a_run_shows_each_symptom_once_notes_it_in_every_row_and_reports_it(name, tmp_path, capsys):
     """The terminal, metrics.jsonl and the page, against the rules themselves at every step."""
     found = CASES[name][0] + history(25)

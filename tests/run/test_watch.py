@@ -63,7 +63,7 @@ def test_a_number_that_is_not_recorded_is_said(tmp_path):
     )
 
 
-@each("width", [60, 80, 200])
+@pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_frame_fits_its_terminal_and_shows_the_newest_step(width, tmp_path):
     """The last block of a line is the largest value, which only the last step has."""
     folder = write_run(tmp_path / "r")

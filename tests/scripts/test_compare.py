@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from each_case import each
 from script_runs import run
 from test_house import load_script as script
 
@@ -93,7 +92,7 @@ def test_an_exact_reference_has_no_noise(tmp_path):
     assert rows["rloo"]["direction"] == pytest.approx(1, abs=0.3)
 
 
-@each(
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"parts": 3}, "parts: expected a divisor of the 4 prompts, got 3"),

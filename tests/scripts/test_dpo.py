@@ -9,8 +9,6 @@ from importlib.util import find_spec
 import chats
 import pytest
 import torch
-from each_case import each
-from mistakes import check_one_line
 from script_runs import comparable, rows, run, start
 from test_house import load_script
 
@@ -304,35 +302,3 @@ def test_pairs_of_messages_in_a_file_and_others_held_out(tmp_path):
         messages=("prompt", "chosen", "rejected"),
     )
     assert found[-1]["eval/accuracy"] == 1 and found[-1]["eval/margin"] > 0.1
-
-
-REFUSED = [
-    (["--loss", "cdpo"], "label_smoothing: expected above 0 with --loss cdpo, and 0 with others, got 0.0"),
-    (["--label-smoothing", "0.1"], "label_smoothing: expected above 0 with --loss cdpo, and 0 with others"),
-    (["--label-smoothing", "0.5"], "label_smoothing: expected a number in [0, 0.5), got 0.5"),
-    (["--beta", "0"], "beta: expected a number in (0, inf), or None, got 0.0"),
-    (["--micro-train-batch-size", "1"], "micro_train_batch_size: expected 0 or at least 2, a pair shares"),
-    (["--train-batch-size", "8"], "strategy.train_batch_size: expected 0, as this script"),
-    (["--max-norm", "0"], "max_norm: expected a number in (0, inf), got 0.0"),
-    (["--engine-batch", "7"], "strategy.engine_batch: expected "),
-    (["--template", "", "--system", "x"], "system: expected none with an empty template"),
-    (["--messages", "a", "b", "c", "--chosen", "{x}"], "chosen: expected '{chosen}', as this script"),
-    (["--messages", "chosen"], "messages: expected the columns of prompt, chosen and rejected"),
-    (["--budget", "20"], "data: sort_digits, pair 0: the pair has 24 tokens, above 20: a pack holds both"),
-    (["--loss", "robust"], "label_smoothing: expected above 0 with --loss robust, and 0 with others"),
-    (["--unpaired"], "loss: expected kto or bco with --unpaired, which compares nothing, got dpo"),
-    (["--margin", "2"], "margin: expected 1.0, as this script"),
-    (["--loss", "bco", "--desirable-weight", "2"], "desirable_weight: expected 1.0, as this script"),
-    (["--loss", "kto", "--nll", "1"], "nll: expected 0 with kto, a loss of single responses, got 1.0"),
-    (["--loss", "simpo", "--ld-alpha", "0.5"], "ld_alpha: expected 1 with simpo, not of sums of pairs"),
-    (["--loss", "kto", "--batch", "1"], "batch: expected at least 2 with kto"),
-    (["--label", "good"], "label: expected 'label', as this script"),
-    (["--loss", "kto", "--unpaired", "--label", "good"], "'good'"),
-    (["--loss", "nothing"], "loss: expected one of dpo, cdpo, robust, rpo, dpo_norm, ipo, hinge, exo, sppo"),
-    (["--data", "nowhere.jsonl"], "could not read 'nowhere.jsonl': no such file"),
-]  # fmt: skip
-
-
-@each(("args", "message"), REFUSED)
-def test_a_mistake_is_one_line_before_a_model_is_loaded(args, message, tmp_path, monkeypatch, capsys):
-    check_one_line(dpo, args, message, tmp_path / "r", monkeypatch, capsys)

@@ -6,7 +6,6 @@ import headless
 import pytest
 import script_runs
 import torch
-from each_case import each
 from script_runs import rows
 from test_house import load_script as script
 
@@ -174,8 +173,8 @@ def test_a_frozen_tower_stays_to_the_bit_and_all_others_move(model, task, tmp_pa
     assert frozen and stayed == frozen
 
 
-@each("engine", ["openai", "sglang"])
-@each("name", ["grpo", "evaluate", "multi_turn"])
+@pytest.mark.parametrize("engine", ["openai", "sglang"])
+@pytest.mark.parametrize("name", ["grpo", "evaluate", "multi_turn"])
 def test_servers_that_take_tokens_alone_are_refused_before_anything_is_loaded(
     name, engine, tmp_path, monkeypatch
 ):
@@ -187,9 +186,7 @@ def test_servers_that_take_tokens_alone_are_refused_before_anything_is_loaded(
     cfg = {"model": "tiny-vl", "strategy": strategy}
     if name != "evaluate":
         cfg |= {"out": str(tmp_path / "r"), **GRPO}
-    with pytest.raises(
-        ValueError, match=f"prompts with media .tiny-vl reads them.*got {engine}, whose servers"
-    ):
+    with pytest.raises(ValueError, match=f"prompts with media .tiny-vl .*got {engine}, whose servers"):
         module.main(module.Config(data=("count_squares",), **cfg))
     assert not (tmp_path / "r").exists()
 
@@ -199,9 +196,7 @@ def test_a_prompt_that_leaves_no_room_for_its_response_stops_before_a_model_is_l
     grpo = script("grpo")
     monkeypatch.setattr(rft.model, "load", lambda *_, **__: pytest.fail("the model is loaded"))
     cfg = {"model": "tiny-vl", "out": str(tmp_path / "r"), **GRPO}
-    with pytest.raises(
-        ValueError, match=r"2\d \+ 240 tokens with max_new, .*above the model's window of 256"
-    ):
+    with pytest.raises(ValueError, match=r"2\d \+ 240 tokens with max_new, .* window of 256"):
         grpo.main(grpo.Config(data=("count_squares",), max_new=240, template="1234{short}", **cfg))
 
 

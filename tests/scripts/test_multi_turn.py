@@ -8,7 +8,6 @@ from operator import itemgetter
 import headless
 import pytest
 import script_runs
-from each_case import each
 from script_runs import rows
 from test_symptoms import check_written
 
@@ -104,21 +103,6 @@ def test_two_processes_play_and_learn_as_one(tmp_path):
     for name in ("response", "conversation", "reward"):
         said = [[row[name] for row in rows(tmp_path / x, "trajectories.jsonl")] for x in ("one", "two")]
         assert said[0] == said[1]
-
-
-@each(
-    "options, line",
-    [
-        (["--environment", "chess"], "environment: expected one of guess_number"),
-        (["--gamma", "0.9"], "gamma: expected 1 without --credit turn"),
-        (["--algorithm", "remax"], "algorithm: expected one without a greedy baseline"),
-        (["--eval-share", "0.5"], "eval_share: expected 0.1"),
-        (["--steps", "2", "--data-epochs", "1"], "steps, data_epochs: expected one of them"),
-    ],
-)
-def test_a_mistake_is_one_line_before_anything_is_made(tmp_path, options, line):
-    error = run(tmp_path / "r", *options, code=2)
-    assert line in error and not (tmp_path / "r").exists() and "Traceback" not in error
 
 
 BAD = """

@@ -4,7 +4,6 @@ import json
 from functools import partial
 
 import pytest
-from each_case import each
 from test_house import load_script
 
 import rft_fn as rft
@@ -86,9 +85,7 @@ def test_more_epochs_continue_a_run(capsys):
 def test_where_the_schedule_has_an_end_epochs_are_part_of_the_run(change):
     options = {"data": ("a.jsonl",), "lr_end": 0.5, "out": "r"}
     run("sft", **options, epochs=1.0)
-    with pytest.raises(
-        ValueError, match=r"holds a run with other arguments: epochs was 1.0 and is .*; steps was 2"
-    ):
+    with pytest.raises(ValueError, match=r"other arguments: epochs was 1.0 and is .*; steps was 2"):
         run("sft", **options, **change)
 
 
@@ -97,9 +94,7 @@ def test_a_file_that_has_grown_is_another_run_of_epochs(here):
     options = {"data": ("a.jsonl",), "lr_end": 0.5, "out": "r", "epochs": 1.0}
     run("sft", **options)
     write(here / "a.jsonl", 12)
-    with pytest.raises(
-        ValueError, match=r"holds a run with other arguments: steps was 2 and is 3; give --override"
-    ):
+    with pytest.raises(ValueError, match=r"other arguments: steps was 2 and is 3; give --override"):
         run("sft", **options)
 
 
@@ -142,45 +137,6 @@ def test_a_run_of_several_sources_resumes_to_the_bit(monkeypatch):
     assert again == straight and len({row["reward/mean"] for row in again}) > 1
 
 
-@each(
-    ("name", "options", "message"),
-    [
-        ("sft", {"steps": 3, "epochs": 2.0}, "^steps, epochs: expected one of them, got 3 and 2.0$"),
-        (
-            "grpo",
-            {"steps": 3, "data_epochs": 2.0},
-            "^steps, data_epochs: expected one of them, got 3 and 2.0$",
-        ),
-        (
-            "ppo",
-            {"steps": 3, "data_epochs": 2.0},
-            "^steps, data_epochs: expected one of them, got 3 and 2.0$",
-        ),
-        (
-            "sft",
-            {"epochs": 2.0, "data": ("reverse",)},
-            "^epochs: expected rows that end, got 2.0 of reverse:1",
-        ),
-        (
-            "grpo",
-            {"data_epochs": 2.0, "data": ("reverse",)},
-            "^data_epochs: expected rows that end, got 2.0 of",
-        ),
-        ("grpo", {"data": ()}, "^data: expected at least one source, got none"),
-        ("grpo", {"data": ("a.jsonl=0",)}, "^data: expected a share above 0"),
-        (
-            "grpo",
-            {"data": ("a.jsonl=0.1", "b.jsonl=0.33333333")},
-            "^shares: expected the proportions of whole",
-        ),
-    ],
-)
-def test_data_that_cannot_be_meant_is_one_line(name, options, message, here):
-    with pytest.raises(ValueError, match=message) as error:
-        run(name, **{"data": ("a.jsonl",), **options}, out="r")
-    assert "\n" not in str(error.value) and not (here / "r").exists()
-
-
 @pytest.mark.parametrize("name", ["sft", "grpo", "ppo"])  # each in a folder of its own
 def test_a_run_goes_on_with_its_own_rows(name, here):
     options = {"data": ("a.jsonl",), "eval_data": ("b.jsonl",)} if name != "sft" else {"data": ("a.jsonl",)}
@@ -202,7 +158,7 @@ def test_a_run_goes_on_with_its_own_rows(name, here):
 DRY = {"grpo": {}, "ppo": {"prompts": 8}, "sft": {}, "dpo": {}, "train_rm": {}, "multi_turn": {}}
 
 
-@each("name", DRY)
+@pytest.mark.parametrize("name", DRY)
 def test_a_dry_run_checks_all_and_leaves_nothing(name, here, capsys, whole_run):
     script = load_script(name)
     strategy = rft.strategy.StrategyConfig(zero_stage=3, sp_size=2)

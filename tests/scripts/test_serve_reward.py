@@ -12,7 +12,6 @@ import judges
 import pytest
 import script_runs
 import torch
-from each_case import each
 from ranks import free_port
 from script_runs import rows
 from transformers import AutoModelForSequenceClassification
@@ -288,7 +287,7 @@ def test_a_reward_that_hangs_is_interrupted_and_the_server_lives(folder):
         assert post(url, "a").json()["rewards"] == [-5.0]
 
 
-@each(
+@pytest.mark.parametrize(
     ("args", "line"),
     [
         ([], "error: reward: expected at least one to serve, got none"),

@@ -11,8 +11,6 @@ import pytest
 import ranks
 import script_runs
 import torch
-from each_case import each
-from mistakes import check_one_line
 from PIL import Image
 from script_runs import comparable, rows
 from test_house import load_script
@@ -273,7 +271,7 @@ def check_same(whole, parts):
         assert (whole / "model" / name).read_bytes() == (parts / "model" / name).read_bytes(), name
 
 
-@each(
+@pytest.mark.parametrize(
     "options",
     [
         {},
@@ -355,7 +353,7 @@ def check_close(one, both):
     assert heads[0].scale == pytest.approx(heads[1].scale, rel=1e-2) != 1
 
 
-@each("kind", TWO)
+@pytest.mark.parametrize("kind", TWO)
 def test_two_processes_log_what_one_logs(two, alone, kind):
     """ZeRO that shards the optimizer or all, ranks that share a pack, and replicas."""
     check_close(alone(kind), two / kind)
@@ -481,37 +479,6 @@ def test_pairs_about_images_of_a_file(tmp_path, form):
     one, other = (pairs.prompt(i) for i in range(2))
     assert one.chosen.media["pixel_values"].equal(one.rejected.media["pixel_values"])
     assert not one.chosen.media["pixel_values"].equal(other.chosen.media["pixel_values"])
-
-
-REFUSED = [
-    (["--kind", "lists", "--chosen", "{x}"], "chosen: expected '{chosen}', as this script does not read it"),
-    (["--kind", "lists", "--centering", "0.1"], "centering: expected 0.0, as this script does not read it"),
-    (["--kind", "points", "--label-smoothing", "0.1"], "label_smoothing: expected 0.0"),
-    (["--loss", "mse"], "loss: expected 'bce', as this script does not read it, got 'mse'; --kind pairs has"),
-    (["--label-smoothing", "0.5"], "label_smoothing: expected a number in [0, 0.5), got 0.5"),
-    (["--kind", "steps", "--heads", "a", "b"], "heads: expected one with --kind steps, got a, b"),
-    (["--kind", "lists", "--micro-train-batch-size", "8"], "micro_train_batch_size: expected 0, a list"),
-    (["--micro-train-batch-size", "1"], "micro_train_batch_size: expected 0 or at least 2, a pair shares"),
-    (["--train-batch-size", "8"], "strategy.train_batch_size: expected 0, as this script"),
-    (["--router-aux", "0.1"], "router_aux: expected 0.0, as this script does not read it"),
-    (["--no-lora-merge", "--lora-rank", "2"], "lora_merge: expected True"),
-    (["--keep-heads", "--lora-rank", "2"], "keep_heads: expected False with lora_rank 2, whose adapters"),
-    (["--negatives", "gess"], "negatives: expected names of guess, mistake, ordered, length, noise, cut"),
-    (["--data", "x.jsonl", "--negatives", "noise"], "negatives: expected ('guess=2', "),
-    (["--template", "", "--kind", "points"], "template: expected a text; an empty one is for pairs"),
-    (["--messages", "a", "b", "c", "--chosen", "{x}"], "chosen: expected '{chosen}', as this script"),
-    (["--kind", "steps", "--messages", "a"], "messages: expected none for steps"),
-    (["--kind", "points", "--heads", "score", "style"], "the row has no column 'style'; it has"),
-    (["--heads", "a", "a"], "heads: expected names that differ, got 'a' twice"),
-    (["--pool", "max"], "pool: expected one of '', last, mean, attention, got 'max'"),
-    (["--budget", "20"], "data: sort_digits, pair 0: the pair has "),
-    (["--data", "nowhere.jsonl"], "could not read 'nowhere.jsonl': no such file"),
-]  # fmt: skip
-
-
-@each(("args", "message"), REFUSED)
-def test_a_mistake_is_one_line_before_a_model_is_loaded(args, message, tmp_path, monkeypatch, capsys):
-    check_one_line(train_rm, args, message, tmp_path / "r", monkeypatch, capsys)
 
 
 def test_pairs_that_cannot_be_used_are_counted_and_named(tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 import ranks
 import tiny
 import torch
-from each_case import each
 from torch import nn
 
 import rft_fn as rft
@@ -354,14 +353,14 @@ def found(world):
     return ranks.run(world, "test_deepspeed:on_ranks", (1, 2, 3), CASES[world])
 
 
-@each("stage", (1, 2, 3))
-@each("name", CASES[1])
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("name", CASES[1])
 def test_one_process_of_zero_is_one_without(name, stage):
     check_same(1, name, stage)
 
 
-@each("stage", (1, 2, 3))
-@each("name", CASES[2])
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("name", CASES[2])
 def test_two_processes_are_as_one(name, stage):
     check_same(2, name, stage)
 

@@ -94,7 +94,7 @@ CASES = ("ppo", "pairs", "lora", "deepstack", "audio", "rewards_of_images")
 
 
 @pytest.mark.slow
-@each("case", CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_every_operation_of_a_step_has_a_deterministic_form(case):
     """Of forward, backward, update and export, by their names on a CPU: attention and the head are below."""
     st = get_strategy(StrategyConfig(deterministic=True))

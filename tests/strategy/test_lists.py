@@ -135,9 +135,7 @@ def test_media_in_some_rows_of_lists_are_refused_where_each_sequence_is_a_forwar
     assert packer.sequences(exp, plans, LISTS) == 0
     packer.one_unit = True
     plans = packer.rows(exp, 1000, unit=LISTS)
-    with pytest.raises(
-        ValueError, match=r"media: expected pixels in every row or in none, .* got none in row 5"
-    ):
+    with pytest.raises(ValueError, match=r"media: expected pixels in every row .* got none in row 5"):
         packer.sequences(exp, plans, LISTS)
     assert packer.sequences(tree.replace(exp, media=None), plans, LISTS) == 4
     assert packer.sequences(exp, packer.rows(exp, 1000, unit=2), 2) == 0

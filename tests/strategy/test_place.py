@@ -259,12 +259,7 @@ def test_two_models_that_learn_are_on_the_device_only_in_their_phases(host, move
     assert all(same(want[name], got[name]) for name in want)
     assert phases == {
         "generate": [],  # all are on the host since the push
-        "score": [
-            ("initial", "device"),
-            ("initial", "host"),
-            ("actor", "device"),
-            ("critic", "device"),
-        ],
+        "score": [("initial", "device"), ("initial", "host"), ("actor", "device"), ("critic", "device")],
         "critic": [("critic opt", "device")],
         "grad": [],
         "update": [("actor opt", "device")],
@@ -428,9 +423,7 @@ def test_a_function_without_adapters_gives_no_gradient():
     lm = apply_lora_configuration(tiny.llama(), rank=2, alpha=4)
     apply, state = st.init(lm, optim.adamw(1e-2), sampling=rft.Sampling(temperature=0.5))
     initial = model.without_adapters(lm, apply)
-    with pytest.raises(
-        ValueError, match=r"^apply: expected the one that init gave with this state, got plain"
-    ):
+    with pytest.raises(ValueError, match=r"^apply: expected the one that init gave .*, got plain"):
         st.grad(state, initial, loss_fn, st.shard(tiny.experience(), 100))
     drawn = tree.replace(tiny.experience(), sampling=rft.Sampling(temperature=0.7))
     with pytest.raises(ValueError, match="sampling: expected a model bound with that of the rollout"):

@@ -89,7 +89,7 @@ def test_nothing_to_estimate(models, budget):
 NARROW, WIDE = torch.bfloat16, torch.float32
 
 
-@each(
+@pytest.mark.parametrize(
     "options, world, sizes, types",
     [
         ({}, 1, (1, 1, 1, 1), (None, None, None, None)),

@@ -209,8 +209,8 @@ class Weight(torch.nn.Module):
         return types.TokenOut(logp=torch.where(b.mask, self.w * (1 + b.pos), 0))
 
 
-@each("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@each("count", [1, 7, 700])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 7, 700])
 def test_gradients_of_packs_add_up_whatever_their_number_and_type(dtype, count):
     """In bfloat16 a sum of ones ends at 256; sums of float64 have all of its digits."""
     st = strategy.get_fake_strategy()
@@ -232,9 +232,7 @@ def test_a_copy_that_cannot_learn_is_refused_and_a_fork_learns():
     dead = tree.replace(state, params=tree.map(lambda p: p.detach().clone(), state.params))
     computed = tree.replace(state, params=tree.map(lambda p: p * 1, state.params))
     for copy in (dead, computed):
-        with pytest.raises(
-            ValueError, match=r"params: expected model.embed_tokens.weight to be .*strategy.fork"
-        ):
+        with pytest.raises(ValueError, match=r"params: expected model.embed_tokens.weight .*fork"):
             st.grad(copy, apply, loss_fn, [pack])
     kept = tree.map(torch.clone, state.params)
     fork = strategy.fork(state)
@@ -302,9 +300,7 @@ def test_a_loss_without_parameters_has_a_gradient_of_zero():
 
 def test_a_loss_that_reduces_is_refused():
     st, apply, state = start()
-    with pytest.raises(
-        ValueError, match=r"loss: expected \[T\] = \[\d+\], one number a token, got \[\]; the average is in w"
-    ):
+    with pytest.raises(ValueError, match=r"loss: expected \[T\] = \[\d+\], .*, got \[\]; "):
         st.grad(state, apply, lambda out, b: out.logp.mean(), [packing.pack(experience(), [0])])
 
 

@@ -343,7 +343,7 @@ WRONG = {
         "float32": lambda o, b: loss.ppo_clip(o.logp.float(), b.old_logp.float(), b.adv.float()),
     },
     "a mean of means": {
-        "ratio": lambda o, b: (clip(o, b, 0.2, 0.28), {"ratio": metric.sum(o.logp.exp().mean())}),
+        "ratio": lambda o, b: (clip(o, b, 0.2, 0.28), {"ratio": metric.sum(o.logp.exp().mean())})
     },
     "the arguments are changed in place": {
         "advantages halved": in_place,
@@ -388,17 +388,14 @@ WRONG = {
         "DPO": (lambda o, b: spread(loss.dpo(*(sides(o, b)[i] for i in (1, 0, 3, 2))), b), PAIRS),
         "minus h": (lambda o, b: spread(-torch.nn.functional.logsigmoid(-0.1 * h(o, b)), b), PAIRS),
         "plus": (lambda o, b: spread(torch.nn.functional.logsigmoid(0.1 * h(o, b)), b), PAIRS),
-        "scores": (
-            lambda o, b: spread(loss.bradley_terry(*packing.sides(-o.score[:, 0] / 9, b)), b),
-            PAIRS,
-        ),
+        "scores": (lambda o, b: spread(loss.bradley_terry(*packing.sides(-o.score[:, 0] / 9, b)), b), PAIRS),
     },
     "the chosen response becomes less probable too": {
         "APO-down": (lambda o, b: spread(loss.apo_down(*sides(o, b)), b), PAIRS),
         "a sign of one side": (lambda o, b: spread(sides(o, b)[0] + sides(o, b)[1], b), PAIRS),
     },
     "the rejected response becomes more probable too": {
-        "nll of both": (lambda o, b: spread(-sides(o, b)[0] - sides(o, b)[1], b), PAIRS),
+        "nll of both": (lambda o, b: spread(-sides(o, b)[0] - sides(o, b)[1], b), PAIRS)
     },
     "the reference with a wrong sign": {
         "added": (
@@ -421,9 +418,7 @@ WRONG = {
             PAIRS,
         ),
     },
-    "a loss of pairs or lists": {
-        "unit forgotten": lambda o, b: spread(loss.dpo(*sides(o, b)), b),
-    },
+    "a loss of pairs or lists": {"unit forgotten": lambda o, b: spread(loss.dpo(*sides(o, b)), b)},
     "does not run": {
         "a name that is none": lambda o, b: -o.logp * b.advantage,
         "a field that is absent": lambda o, b: o.logp * b.extra["share"],
@@ -434,7 +429,7 @@ WRONG = {
         "shapes that do not fit": lambda o, b: o.logp @ o.score.T,
     },
     "does not run on every pack": {
-        "the largest of nothing": lambda o, b: clip(o, b) + 0 * b.adv[b.mask].max(),
+        "the largest of nothing": lambda o, b: clip(o, b) + 0 * b.adv[b.mask].max()
     },
 }
 
@@ -448,8 +443,7 @@ RIGHT = {
     ),
     "limits that grow": lambda o, b: (
         -torch.min(
-            r(o, b) * b.adv,
-            torch.max(torch.min(r(o, b), 1.2 + 0.02 * b.pos), 0.8 - 0.02 * b.pos) * b.adv,
+            r(o, b) * b.adv, torch.max(torch.min(r(o, b), 1.2 + 0.02 * b.pos), 0.8 - 0.02 * b.pos) * b.adv
         )
     ),
     "half of each": lambda o, b: 0.5 * clip(o, b) + 0.5 * pg(o, b),
@@ -488,10 +482,7 @@ RIGHT = {
         ),
         PAIRS,
     ),
-    "DPO and a likelihood": (
-        lambda o, b: spread(loss.dpo(*sides(o, b)) - 0.1 * sides(o, b)[0], b),
-        PAIRS,
-    ),
+    "DPO and a likelihood": (lambda o, b: spread(loss.dpo(*sides(o, b)) - 0.1 * sides(o, b)[0], b), PAIRS),
     "APO-down, declared": (
         lambda o, b: spread(loss.apo_down(*sides(o, b)), b),
         PAIRS | {"chosen_falls": True},

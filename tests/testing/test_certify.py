@@ -160,15 +160,12 @@ def test_published_losses_and_the_micro_batch():
         "TRL, `loss_type=bnpo`", "verl, `vanilla`, `seq-mean-token-sum-norm`", "verl, `clip_cov`",
         "verl, `kl_cov`", "verl, `geo_mean`",
     }  # fmt: skip
-    page = certificates.PAGE.read_text()
-    assert certificates.table(RECORD["entries"]) in page and certificates.verdicts(RECORD["entries"]) in page
 
 
 def test_rows_of_the_table_have_the_bias_of_the_page():
     """All rows are recorded, no check fails; the bias is computed again."""
     rows = RECORD["rows"]
     assert rows.keys() == algorithm.TABLE.keys() and not any(entry["failed"] for entry in rows.values())
-    assert certificates.of_rows(rows) in certificates.PAGE.read_text()
     for name, entry in rows.items():
         for gap, bias in entry["bias"].items():
             again = testing.loss_bias(algorithm.TABLE[name].loss, gap=float(gap)).bias

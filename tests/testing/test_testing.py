@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from each_case import each
 
 from rft_fn import advantage, loss, metric, packing, segment, testing, tree, weight
 from rft_fn.loss import ppo_clip
@@ -133,8 +132,8 @@ def average_of_averages_as_metric(out, b):
     return good(out, b)[0], {"ratio": metric.sum(out.logp.exp().mean())}
 
 
-@each("check", [PARTITION, PADDING, PACKING, PERMUTATION, ON_POLICY, FINITE])
-@each("seed", range(3))
+@pytest.mark.parametrize("check", [PARTITION, PADDING, PACKING, PERMUTATION, ON_POLICY, FINITE])
+@pytest.mark.parametrize("seed", range(3))
 def test_the_checks_pass_for_a_right_loss(check, seed):
     check(good, seed=seed)
 
@@ -216,7 +215,7 @@ BUGS = [
 ]
 
 
-@each(("check", "bug", "message"), BUGS, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(("check", "bug", "message"), BUGS, ids=lambda x: getattr(x, "__name__", ""))
 def test_the_checks_fail_for_planted_bugs(check, bug, message):
     with pytest.raises(AssertionError, match=message):
         check(bug)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import ref
 import torch
-from each_case import each
 
 from rft_fn import advantage, loss, testing
 from rft_fn.testing.cases import normal
@@ -74,9 +73,7 @@ def test_values_of_the_next_token_are_read():
         testing.check_exact_values(advantage.gae, seed=seed)
         testing.check_exact_values(return_to_go, seed=seed)
     for check in (testing.check_exact_values, testing.check_deletion_invariance):
-        with pytest.raises(
-            AssertionError, match=r"adv of row \d, token \d+: expected 0 where every value is"
-        ):
+        with pytest.raises(AssertionError, match=r"adv of row \d, token \d+: expected 0 where every"):
             check(without_a_lag)
 
 
@@ -182,13 +179,13 @@ def passed(reward):
     return dr_grpo((reward > 0).double())
 
 
-@each("seed", range(3))
-@each("f", [advantage.grpo, advantage.rloo, dr_grpo])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("f", [advantage.grpo, advantage.rloo, dr_grpo])
 def test_group_estimators_pass(f, seed):
     testing.check_group_estimator(f, seed=seed)
 
 
-@each(
+@pytest.mark.parametrize(
     ("f", "message"),
     [
         (
@@ -246,8 +243,8 @@ def test_the_options_of_the_group_check():
         testing.check_group_estimator(noisy)
 
 
-@each(("group", "vocab"), [(2, 2), (2, 3), (3, 3), (4, 2)])
-@each("seed", range(2))
+@pytest.mark.parametrize(("group", "vocab"), [(2, 2), (2, 3), (3, 3), (4, 2)])
+@pytest.mark.parametrize("seed", range(2))
 def test_unbiased_estimators_have_the_gradient_of_the_reward(group, vocab, seed):
     size = {"group": group, "vocab": vocab, "seed": seed}
     testing.check_estimator_gradient(advantage.rloo, **size)
@@ -260,7 +257,7 @@ def best_only(reward):
     return torch.where(reward == reward.amax(-1, keepdim=True), dr_grpo(reward), 0)
 
 
-@each(
+@pytest.mark.parametrize(
     ("f", "message"),
     [
         (
@@ -283,9 +280,7 @@ def test_biased_estimators_are_found(f, message):
 
 def test_the_factor_and_the_tolerance_of_the_gradient_check():
     testing.check_estimator_gradient(advantage.grpo, atol=1.0)
-    with pytest.raises(
-        AssertionError, match=r"over all 16 groups of 4 is not 0.75 times .*norm ratio 1.3333"
-    ):
+    with pytest.raises(AssertionError, match=r"all 16 groups of 4 is not 0.75 times .* ratio 1.3333"):
         testing.check_estimator_gradient(advantage.rloo, group=4, vocab=2, factor=0.75)
 
 

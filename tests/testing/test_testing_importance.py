@@ -79,14 +79,14 @@ def test_the_ratio_of_the_whole_sequence_is_unbiased(f, seed, size, gap):
     testing.check_importance_bias(f, length=size[0], vocab=size[1], seed=seed, gap=gap, atol=1e-9)
 
 
-@each("seed", range(5))
-@each("f", [weight.importance_seq, three_lines])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("f", [weight.importance_seq, three_lines])
 def test_and_to_rounding_in_the_default_case(f, seed):
     testing.check_importance_bias(f, seed=seed)
 
 
-@each("seed", range(5))
-@each("name", BIASED)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", BIASED)
 def test_every_other_correction_is_biased_and_is_told_by_how_much(name, seed):
     b = testing.importance_bias(BIASED[name], seed=seed)
     words = rf"over all 27 sequences of 3 the expected gradient has a bias of {b.bias:.2g} of its norm "
@@ -128,7 +128,7 @@ def test_but_not_without_a_ratio(name):
         testing.check_importance_bias(BIASED[name], length=1, vocab=5)
 
 
-@each("name", BIASED)
+@pytest.mark.parametrize("name", BIASED)
 def test_on_policy_no_correction_corrects_anything(name):
     b = testing.importance_bias(BIASED[name], gap=0.0)
     np.testing.assert_allclose(b, (0.0, 1.0, 1.0, 1.0), atol=1e-12)
@@ -153,8 +153,8 @@ def policy(logits, vocab, length):
     return dict(zip(prefixes, map(ref.softmax, logits.numpy()), strict=True))
 
 
-@each(("length", "vocab"), [(1, 3), (2, 3), (3, 2), (3, 3)])
-@each("name", ["nothing", "token", "prefix", "truncated_seq"])
+@pytest.mark.parametrize(("length", "vocab"), [(1, 3), (2, 3), (3, 2), (3, 3)])
+@pytest.mark.parametrize("name", ["nothing", "token", "prefix", "truncated_seq"])
 def test_against_the_definition(name, length, vocab):
     """By loops over sequences, tokens and prefixes; the gradient of E[R] from the values of actions."""
     count, gap = (vocab**length - 1) // (vocab - 1), 0.8

@@ -8,16 +8,18 @@ has. Nothing of a dry run is taken, nor are two cards put into one table.
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from plan import STAGES
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from record import put
+
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "docs" / "results" / "gpu.json"
-BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
 NONE = "not measured yet"
 Row = dict[str, Any]
 
@@ -315,12 +317,6 @@ def section(results: dict[str, Any] | None) -> str:
     return "\n\n".join(parts)
 
 
-def written(page: str, new: str) -> str:
-    """Return a page with the section in place of the old one."""
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n\n{new}\n\n{END}{rest.split(END)[1]}"
-
-
 def merged(files: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the results of several calls as one. ValueError for dry runs, and for two cards."""
     cards = {x["device"] for x in files}
@@ -348,7 +344,7 @@ def main() -> None:
             RESULTS.write_text(json.dumps(merged(files), indent=1) + "\n")
         except ValueError as error:
             raise SystemExit(f"page.py: {error}") from None
-    PAGE.write_text(written(PAGE.read_text(), section(read())))
+    put("docs/performance.md", {"gpu": section(read())})
     print(goals(Found(read())))
 
 

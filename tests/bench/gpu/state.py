@@ -136,11 +136,7 @@ def forecast(setting: Setting) -> Cases:
         meta = models.dataclasses.replace(setting, device=torch.device("meta"))
         lm = models.module_of(meta, "1.5B", checkpointing=True)
         x = rft.strategy.estimate(
-            StrategyConfig(),
-            (lm, optimizer()),
-            budget=setting.tokens,
-            kind=setting.device.type,
-            engine=False,
+            StrategyConfig(), (lm, optimizer()), budget=setting.tokens, kind=setting.device.type, engine=False
         )
         row: Row = {"total_gib": x.total / 2**30, "training_gib": x.training / 2**30}
         return row | {"updating_gib": x.updating / 2**30, "unknown": list(x.unknown)}

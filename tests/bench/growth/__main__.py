@@ -9,18 +9,15 @@ allocations at the peak of a gradient, parameters not among them.
 """
 
 import json
-import os
-import platform
 import sys
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import axes
 import comm
 import show
-import torch
+from record import made
 
 import rft_fn as rft
 
@@ -80,9 +77,8 @@ def main(cfg: Config) -> None:
             found = json.loads(known.read_text())
             break
     for part in cfg.only:
-        made = {"date": str(date.today()), "torch": torch.__version__, "machine": platform.machine()}
-        made |= {"cores": os.cpu_count(), "command": f"python tests/bench/growth --only {part}"}
-        found[part] = {"made": made, "found": measured(cfg, part)}
+        about = made() | {"command": f"python tests/bench/growth --only {part}"}
+        found[part] = {"made": about, "found": measured(cfg, part)}
         file.write_text(json.dumps(found, indent=1) + "\n")
         print(f"{part}: done", flush=True)
 

@@ -3,10 +3,14 @@
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import comm
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from record import put
 
 GIB = 2**30
 
@@ -144,10 +148,4 @@ def write(found: dict[str, Any], out: Path, root: Path) -> None:
     (folder / "growth.json").write_text(json.dumps(found, indent=1) + "\n")
     if (out / "growth.png").exists():
         shutil.copyfile(out / "growth.png", folder / "growth.png")
-    page = root / "docs" / "scaling.md"
-    text = page.read_text()
-    for mark, made in tables(found).items():
-        begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
-        head, rest = text.split(begin)
-        text = f"{head}{begin}\n\n{made}\n\n{end}{rest.split(end)[1]}"
-    page.write_text(text)
+    put("docs/scaling.md", tables(found))

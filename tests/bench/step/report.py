@@ -5,6 +5,7 @@ import platform
 import re
 import shutil
 import statistics
+import sys
 from collections.abc import Iterable
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from clock import PHASES
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import record
 
 KINDS = {"wall": "on the wall", "cpu": "of the processor"}
 NAMES = {
@@ -37,7 +41,7 @@ def made(device: str) -> dict[str, Any]:
             known[name] = version(name)
         except PackageNotFoundError:
             continue
-    found = {"date": str(date.today()), "processor": _processor_name(), "cores": os.cpu_count()}
+    found = {"date": str(date.today()), "processor": record.processor(), "cores": os.cpu_count()}
     found |= {"threads": torch.get_num_threads(), "system": platform.platform(), "versions": known}
     if device == "cpu":
         found["vectors"] = torch.backends.cpu.get_cpu_capability()  # Zen 3 and Zen 4 are of one family
@@ -50,15 +54,6 @@ def command(folder: str, given: list[str]) -> str:
     """The command line, without the folder of the results."""
     kept = [x for before, x in zip(["", *given], given) if before != "--out" and not x.startswith("--out")]
     return " ".join(["python", f"tests/bench/{folder}", *kept])
-
-
-def _processor_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.processor()
-    names = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
-    names = {k.strip(): v.strip() for k, v in names.items()}
-    return f"{names.get('model name', platform.machine())}, family {names.get('cpu family', '?')}"
 
 
 def processor() -> tuple[float, float, float] | None:
@@ -190,10 +185,7 @@ def write(found: dict[str, Any], out: Path, root: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("step.json", "step.png"):
         shutil.copyfile(out / name, folder / name)
-    page = root / "docs" / "performance.md"
-    begin, end = "<!-- step:begin -->", "<!-- step:end -->"
-    head, rest = page.read_text().split(begin)
-    page.write_text(f"{head}{begin}\n\n{text(found)}\n\n{end}{rest.split(end)[1]}")
+    record.put("docs/performance.md", {"step": text(found)})
 
 
 def picture(found: dict[str, Any], path: Path) -> None:
