@@ -12,7 +12,7 @@ from rft_fn import dist
 from rft_fn.engine.global_batch import shard_prompts
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import Judged, Score, Scored, TrainerState, check, concat, judge, judge_rows
-from rft_fn.reward.combine import joint_names
+from rft_fn.reward.combine import components_of, joint_names
 from rft_fn.reward.preflight import made_up
 from rft_fn.reward.scoring import Joint
 from rft_fn.text import error_text
@@ -117,11 +117,11 @@ def check_reward(
     as of `gather_and_judge`. ValueError also for a reward with a deadline beyond `timeout`: it would be
     interrupted in the middle of its tries.
     """
-    for name, (fn, _) in getattr(score, "components", {}).items():
-        deadline = getattr(fn, "deadline", 0.0)
-        if deadline >= timeout:
+    for name, (reward, _) in components_of(score).items():
+        if reward.deadline >= timeout:
             raise ValueError(
-                f"reward {name!r}: expected a deadline below reward_timeout = {timeout:g} s, got {deadline:g}"
+                f"reward {name!r}: expected a deadline below reward_timeout = {timeout:g} s, got "
+                f"{reward.deadline:g}"
             )
     joints = made_up(score, rows, tokenizer) if joint_names(score) else None
 
@@ -154,7 +154,7 @@ def _together(
     result = None
     failed: Exception | None = None
     line = ""
-    names = ", ".join(getattr(score, "components", {})) or "score"
+    names = ", ".join(components_of(score)) or "score"
     try:
         with strategy.session.phase(f"reward {names}"), time_limit(timeout, lambda: _name(score)):
             try:

@@ -12,8 +12,9 @@ from rft_fn.reward.combine import Weighted
 from rft_fn.reward.connection import shown
 from rft_fn.reward.foreign import ADAPTERS
 from rft_fn.reward.remote import TOKEN_ENV, served_at
+from rft_fn.reward.reward_record import Reward, as_reward, parameters, takes_all
 from rft_fn.reward.row_weights import RowWeights, Weight
-from rft_fn.reward.signature import GIVEN, JointReward, RewardFn, parameters, takes_all
+from rft_fn.reward.signature import GIVEN
 from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_rows, split_weight
 from rft_fn.text import no_secret, shown_without_secrets
 from rft_fn.user_files import find_module
@@ -21,7 +22,7 @@ from rft_fn.user_files import find_module
 __all__ = ["Source", "by_column", "load", "parse"]
 
 
-Source = Callable[..., RewardFn | JointReward]
+Source = Callable[..., Reward]
 """Makes the reward of a spec SOURCE:TARGET(ARGUMENTS): a model, a judge, a server.
 
 It is called with the target and the literal arguments of the spec. The part has the reward's `__name__`, if
@@ -29,7 +30,7 @@ there is one. ValueError for a target or an argument that it cannot take; the li
 """
 
 
-_NAMED: dict[str, Callable[..., RewardFn]] = {
+_NAMED: dict[str, Callable[..., Reward]] = {
     "math": verifiable.math,
     "numeric": verifiable.numeric,
     "boxed": partial(verifiable.numeric, boxed=True),
@@ -72,7 +73,7 @@ _FOREIGN = {
 }
 
 
-def load(spec: str) -> RewardFn:
+def load(spec: str) -> Reward:
     """Return the reward function of a text on the command line.
 
     "math", "numeric", "exact", "boxed" (numeric on the content of the last box), followed by ":COLUMN" where
@@ -124,7 +125,7 @@ def parse(specs: Sequence[str], sources: Mapping[str, Source] | None = None) -> 
     names = distinct(known_as)
     _check_given_names(parts, known_as, names)
 
-    components: dict[str, tuple[RewardFn | JointReward, Weight]] = {}
+    components: dict[str, tuple[Reward, Weight]] = {}
     for name, spec, fn in zip(names, parts, functions, strict=True):
         components[name] = (_adapt(spec, fn), weights[spec.text])
     return Weighted(components, specs=dict(zip(names, weights, strict=True)))
@@ -166,7 +167,7 @@ def _check_given_names(specs: Sequence[Spec], known_as: Sequence[Names], names: 
 
 def _names(spec: Spec, fn: Any) -> Names:
     """Return the names of a reward; a function that a factory made has the name that it was given."""
-    own = getattr(fn, "__name__", _NAMELESS)
+    own = fn.name if isinstance(fn, Reward) else getattr(fn, "__name__", _NAMELESS)
     if spec.target and own != _NAMELESS:
         return Names(own, spec.long)
     if spec.call is None or not spec.name or own == _NAMELESS:
@@ -185,7 +186,7 @@ def _function(spec: Spec, sources: Mapping[str, Source]) -> Any:
     return _find(spec, [*sources, *ADAPTERS, "task"])
 
 
-def _made_by(source: Source, spec: Spec) -> RewardFn | JointReward:
+def _made_by(source: Source, spec: Spec) -> Reward:
     """Return the reward of a source. ValueError where it refuses the target or the arguments."""
     places, named = arguments(spec)
     no_secret(f"reward {shown(spec.target)!r}", spec.target, _TOKEN)
@@ -196,10 +197,10 @@ def _made_by(source: Source, spec: Spec) -> RewardFn | JointReward:
         raise ValueError(f"reward {text!r}: {error}") from error
 
 
-def _adapt(spec: Spec, fn: Any) -> RewardFn:
+def _adapt(spec: Spec, fn: Any) -> Reward:
     """Return the function as a reward function of this library."""
     if not spec.adapter:
-        return fn
+        return as_reward(fn)
     if spec.column and spec.name:
         return ADAPTERS[spec.adapter](fn, spec.column)
     return ADAPTERS[spec.adapter](fn)
@@ -352,7 +353,7 @@ def by_column(column: str, recipes: Mapping[str, Weighted | Mapping[str, float]]
     specs: dict[str, str] = {}
     for value, recipe in recipes.items():
         for name, fn, weight, spec in _parts(column, str(value), recipe, loaded):
-            if name in components and components[name][0] is not fn:
+            if name in components and components[name][0].fn is not fn.fn:
                 raise ValueError(
                     f"by_column: expected rewards with names that differ, got two that are called {name!r}"
                 )

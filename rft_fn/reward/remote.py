@@ -9,6 +9,7 @@ import math
 import random
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 from rft_fn.patience import DEADLINE, TRIES, may_pass, pause, retry_after
 from rft_fn.reward import connection, wire, wire_openrlhf
 from rft_fn.reward.connection import Answer, Host, Hosts, addresses, masked, token_in
-from rft_fn.reward.signature import RewardFn
+from rft_fn.reward.reward_record import Reward, as_reward
 from rft_fn.reward.wire import ReadAnswer, batch_of
 
 __all__ = ["TOKEN_ENV", "Client", "Limits", "Question", "cuts", "served_at"]
@@ -184,7 +185,7 @@ def served_at(
     tries: int = TRIES,
     max_bytes: int = 1 << 24,
     token_env: str = TOKEN_ENV,
-) -> RewardFn:
+) -> Reward:
     """Return the reward that servers compute: JSON over HTTP, as docs/rewards.md shows it.
 
     `hosts` are addresses of servers that answer alike, as a list or with commas between them; the least busy
@@ -212,7 +213,7 @@ def served_at(
     read = wire_openrlhf.read_openrlhf_answer if theirs else wire.read_answer
     client = Client(urls, limits, token_env, read)
 
-    # named, for what takes every argument does not get media
+    # media is named, for what takes every argument does not get it
     async def reward(*, prompts: Any, completions: Any, media: Any = None, **given: Any) -> dict[str, Any]:
         whole = batch_of(prompts, completions, given | {"media": media}, columns)
         groups = given.get("groups") or prompts
@@ -220,11 +221,9 @@ def served_at(
         asked = [Question(request(part), len(part.completions)) for part in parts]
         return joined(await client.ask(asked), [question.rows for question in asked])
 
-    reward.__name__ = name or urlsplit(urls[0]).netloc
-    reward.__dict__["deadline"] = deadline
-    needed = [*(columns or ()), *([] if label is None else [label])]
-    reward.__dict__["columns"] = tuple(dict.fromkeys(needed))
-    return reward
+    needed = dict.fromkeys([*(columns or ()), *([] if label is None else [label])])
+    part = name or urlsplit(urls[0]).netloc
+    return replace(as_reward(reward), name=part, columns=tuple(needed), deadline=deadline)
 
 
 def _check(limits: Limits, batch: int, form: str, label: str | None) -> None:

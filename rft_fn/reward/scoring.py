@@ -16,7 +16,8 @@ from rft_fn.data.prompts import Prompt
 from rft_fn.reward.combine import components_of
 from rft_fn.reward.joint import Joint
 from rft_fn.reward.media_records import media_records
-from rft_fn.reward.signature import Judged, Score, Scored, TrainerState, as_messages, asks_for, taken
+from rft_fn.reward.reward_record import taken
+from rft_fn.reward.signature import Judged, Score, Scored, TrainerState, as_messages
 from rft_fn.types import Rollout
 
 __all__ = ["concat", "judge", "judge_rows", "means", "responses", "select"]
@@ -168,7 +169,7 @@ def _further(score: Score, batch: _Batch, owners: Sequence[int]) -> dict[str, An
     }
 
     # files are read for a reward that wants them
-    if any(asks_for(fn, "media") for fn, _ in components_of(score).values()):
+    if any(reward.media for reward, _ in components_of(score).values()):
         media = {i: media_records(batch.prompts[i].sources) for i in distinct}
         given["media"] = [media[i] for i in owners]
     return given
