@@ -1,8 +1,8 @@
 """Adapters that call reward functions of other libraries as they do.
 
-Each adapter takes a function, unchanged, and the column of the answer. The reward function that it makes
-names in its attribute `columns` the columns that the rows must have. A new library is an adapter here and a
-row of `ADAPTERS`.
+Each adapter takes a function, unchanged, and the column of the answer. The `Reward` that it makes names the
+columns that the rows must have. A new library is an adapter here and a
+row of `CONVENTIONS`.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,9 +29,9 @@ from rft_fn.reward.rubrics import verifiers
 from rft_fn.reward.signature import GIVEN, Columns, Messages, RewardFn, as_messages, text
 
 __all__ = [
-    "ADAPTERS", "Adapter", "ForeignFn", "areal", "call", "easyr1", "lightrft", "messages", "missing",
-    "nemo_rl", "openrlhf", "read_columns", "required_columns", "slime", "texts", "tinyzero", "verl",
-    "whole_texts",
+    "CONVENTIONS", "OURS", "Convention", "ForeignFn", "areal", "call", "easyr1", "lightrft", "messages",
+    "missing", "nemo_rl", "openrlhf", "read_columns", "required_columns", "slime", "texts", "tinyzero",
+    "verl", "whole_texts",
 ]  # fmt: skip
 
 ForeignFn = Callable[..., Any]
@@ -389,20 +389,36 @@ def _each_row(
     return replace(as_reward(reward), columns=tuple(paths.values()))
 
 
-# fn, and the column of the answer or a path into one, where the library has an answer -> a reward function
-Adapter = Callable[..., Reward]
+class Convention(NamedTuple):
+    """How the reward functions of a library are called, and known."""
 
-ADAPTERS: dict[str, Adapter] = {
-    "messages": messages,
-    "text": texts,
-    "verl": verl,
-    "tinyzero": tinyzero,
-    "openrlhf": openrlhf,
-    "lightrft": lightrft,
-    "verifiers": verifiers,
-    "areal": areal,
-    "nemo_rl": nemo_rl,
-    "easyr1": easyr1,
-    "slime": slime,
+    adapt: Callable[
+        ..., Reward
+    ]  # of fn, and the column of the answer or a path into one, if it has an answer
+    marks: tuple[str, ...] = ()  # parameters that its functions alone have, each one or several
+    further: str = ""  # where its config has arguments of the function itself; "": arguments make the reward
+    has_answer: bool = True  # functions are given it; False: they name the columns that they read
+    takes_objects: bool = False  # its rewards need not be functions
+
+
+OURS = Convention(as_reward, has_answer=False)
+"""The convention of TRL, which is this library's."""
+
+CONVENTIONS: dict[str, Convention] = {
+    "messages": Convention(messages, has_answer=False),
+    "text": Convention(texts, has_answer=False),
+    "lightrft": Convention(lightrft, marks=("model_reward_list",)),
+    "openrlhf": Convention(openrlhf, marks=("queries",)),
+    "verl": Convention(verl, marks=("solution_str", "solution_strs"), further="verl's reward_kwargs"),
+    "tinyzero": Convention(tinyzero, further="verl's reward_kwargs"),
+    "easyr1": Convention(
+        easyr1, marks=("reward_inputs", "reward_input"), further="EasyR1's reward_function_kwargs"
+    ),
+    "verifiers": Convention(verifiers, marks=("completion",), takes_objects=True),
+    "slime": Convention(slime, marks=("args sample", "args samples", "response label")),
+    "nemo_rl": Convention(
+        nemo_rl, marks=("ground_truth response",), further="the kwargs of NeMo-RL's reward_functions"
+    ),
+    "areal": Convention(areal, marks=("prompt completions completion_ids",)),
 }
-"""By the name that comes before a file or a module on the command line."""
+"""By the name that comes before a file or a module on the command line; the first that is marked is meant."""
