@@ -8,23 +8,19 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from rft_fn.patience import DEADLINE, TRIES, may_pass, pause, retry_after
 from rft_fn.reward import connection, wire, wire_openrlhf
-from rft_fn.reward.connection import Answer, Host, Hosts, addresses, masked, token_in
+from rft_fn.reward.connection import Answer, Connections, Host, Hosts, addresses, masked, token_in
 from rft_fn.reward.reward_record import Reward, as_reward
 from rft_fn.reward.wire import ReadAnswer, batch_of
 
 __all__ = ["TOKEN_ENV", "Client", "Limits", "Question", "cuts", "served_at"]
-
-
-if TYPE_CHECKING:
-    from httpx2 import AsyncClient
 
 
 OK = 200
@@ -66,9 +62,7 @@ class Client:
         self.token_env = token_env
         self.read = read
         self.jitter = random.Random()  # not the run's: it moves waits, and no reward
-        self._pool: AsyncGenerator[AsyncClient, None] | None = None
-        self._client: Any = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.connections = Connections(limits.connections)
 
     async def ask(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
         """Return the answers, in order.
@@ -128,7 +122,7 @@ class Client:
     async def _attempt(self, host: Host, question: Question) -> dict[str, Any]:
         """Return the answer of one server: Again where another attempt may mend it, else ValueError."""
         token = token_in(self.token_env)
-        client = await self._connected()
+        client = await self.connections.client()
         limit = self.limits.max_bytes
         try:
             answer = await connection.exchange(client, host.address, question.body, token, limit)
@@ -139,15 +133,6 @@ class Client:
         except ValueError as error:  # which may quote the answer
             raise ValueError(f"{host.shown}: {masked(str(error), token)}") from None
         raise _refusal(host, answer)
-
-    async def _connected(self) -> "AsyncClient":
-        """Return the client of this event loop, with its connections."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop = loop
-            self._pool = connection.pool(self.limits.connections)
-            self._client = await anext(self._pool)
-        return self._client
 
 
 def _refusal(host: Host, answer: Answer) -> Exception:

@@ -126,7 +126,7 @@ def test_connections_are_kept_from_call_to_call_and_closed_with_the_loop():
         assert host.connections == 1
         loop = fn.fn.__closure__  # the client is inside
         one = next(c.cell_contents for c in loop if isinstance(c.cell_contents, remote.Client))
-        kept = one._client
+        kept = one.connections._client
         assert not kept.is_closed
         made.close()  # and its event loop
         assert kept.is_closed
