@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
+from rft_fn.patience import FIRST, pause
 from rft_fn.text import printable
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def masked(text: str, token: str) -> str:
 
 
 class Host:
-    """One server."""
+    """A server of rewards or of samples: its failures, and until when it is left alone."""
 
     def __init__(self, address: str):
         self.address = address
@@ -97,21 +98,30 @@ class Host:
         self.busy = 0  # requests under way
         self.asked = 0  # requests so far
         self.problem = ""  # the last one
+        self.put_off = False  # it asked itself to be left alone until then
 
-    def rest(self, began: float, seconds: float, problem: str, limit: str = "") -> None:
-        """Leave it out for a while, after a request that `began` then.
+    def failed(self, problem: str, asked: float | None, draw: float, *, first: float = FIRST) -> None:
+        """Count a failure, and leave the server out for the pause of `patience`: one policy for all servers.
 
-        Requests that failed together count once. `limit` tells how long it is tried again, for the warning.
+        `asked` is the wait that it asks for itself, and `draw` in [0, 1) is of the random part of the others.
         """
         self.problem = problem
-        now = time.monotonic()
+        self.failures += 1
+        self.put_off = asked is not None
+        self.awake_at = time.monotonic() + pause(self.failures, draw, asked, first=first)
+
+    def rest(self, began: float, problem: str, asked: float | None, draw: float, limit: str = "") -> None:
+        """Count the failure of a request that `began` then, as `failed`; tell the first one.
+
+        Requests that failed together count once. `limit` tells how long it is tried again.
+        """
         if began < self.awake_at:
+            self.problem = problem
             return
         if not self.failures:
             line = printable(f"warning: {self.shown}: {problem}; trying again{limit}")
             print(line, file=sys.stderr, flush=True)
-        self.failures += 1
-        self.awake_at = now + seconds
+        self.failed(problem, asked, draw)
 
     def well(self) -> None:
         """Note that it has answered."""

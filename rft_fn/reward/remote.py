@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from rft_fn.patience import DEADLINE, TRIES, may_pass, pause, retry_after
+from rft_fn.patience import DEADLINE, TRIES, may_pass, retry_after
 from rft_fn.reward import connection, wire, wire_openrlhf
 from rft_fn.reward.connection import Answer, Connections, Host, Hosts, addresses, masked, token_in
 from rft_fn.reward.reward_record import Reward, as_reward
@@ -113,8 +113,8 @@ class Client:
                     host.busy -= 1
 
             # a server that says when to come again is well: only the deadline bounds its waits
-            wait = pause(host.failures + 1, self.jitter.random(), trouble.wait)
-            host.rest(began, wait, str(trouble), f" for up to {max(end - began, 0):.0f} s")
+            limit = f" for up to {max(end - began, 0):.0f} s"
+            host.rest(began, str(trouble), trouble.wait, self.jitter.random(), limit)
             tries += trouble.wait is None
             if tries >= self.limits.tries * len(self.hosts.all):
                 raise ConnectionError(f"expected an answer within {tries} tries, got none{self._why()}")
