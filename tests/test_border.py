@@ -497,7 +497,7 @@ FREE = {
     "model/pretrained.py:require_held": "names of weights alone",
     "model/pretrained.py:unreadable": "a header, to say which file is broken",
     "option_help.py:_comments": "the source of this package",
-    "reward/spec.py:arguments": "what the user has typed",
+    "reward/from_spec.py:_arguments": "what the user has typed",
     "reward/mathematics.py:_serve": "lines that its parent writes",
     "rng.py:_words": "a digest that it has computed",
     "run/claim.py:Claim._first_difference": "marks of rows, compared as bytes",

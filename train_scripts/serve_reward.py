@@ -64,7 +64,7 @@ def main(cfg: Config) -> None:
         reward_veto=cfg.reward_veto, system=cfg.system, chat_template_kwargs=cfg.chat_template_kwargs
     )
     score = rft.run.load_rewards(cfg.reward, reading, st)
-    if not any(hasattr(fn, "engine") for fn, _ in score.components.values()):
+    if all(reward.engine is None for reward, _ in score.components.values()):
         rft.run.without(cfg.strategy, *options.ENGINE, instead="no judge is served")
     rft.run.serve(
         score,

@@ -1,9 +1,9 @@
 """Judges the rollout of the global batch: each rank scores its part of the groups, and all get all."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +12,13 @@ from rft_fn import dist
 from rft_fn.engine.global_batch import shard_prompts
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import Judged, Score, Scored, TrainerState, check, concat, judge, judge_rows
-from rft_fn.reward.combine import joint_names
+from rft_fn.reward.combine import components_of, joint_names
 from rft_fn.reward.preflight import made_up
 from rft_fn.reward.scoring import Joint
 from rft_fn.text import error_text
 from rft_fn.types import Rollout, Strategy
 
 __all__ = ["check_reward", "gather_and_judge", "gather_and_judge_rows"]
-
-
-Result = TypeVar("Result")
 
 
 def gather_and_judge(
@@ -53,17 +50,14 @@ def gather_and_judge(
     the reward's name and the rank. ValueError for what `reward.judge` refuses, for ranks with different
     prompts, and for a timeout that is not above 0.
     """
-
     joint = Joint(score, rollout, prompts, tokenizer)
-
-    def work() -> Judged | None:
+    with _shared(strategy, score, timeout, digest=_digest(prompts), joint=joint) as shared:
         mine = shard_prompts(strategy, len(prompts))
-        if prompts and mine.start == mine.stop:  # more ranks than prompts
-            return None
-        return judge(score, rollout, prompts, tokenizer, part=mine, state=state, seed=seed, joint=joint)
-
-    everyone = _together(strategy, score, work, timeout, digest=_digest(prompts), joint=joint)
-    return concat([judged for judged in everyone if judged is not None])
+        if not prompts or mine.start < mine.stop:  # else there are more ranks than prompts
+            shared.own = judge(
+                score, rollout, prompts, tokenizer, part=mine, state=state, seed=seed, joint=joint
+            )
+    return concat([judged for judged in shared.everyone if judged is not None])
 
 
 def gather_and_judge_rows(
@@ -90,14 +84,13 @@ def gather_and_judge_rows(
         parts.append([row for row, g in enumerate(owners) if own.start <= g < own.stop])
     known = sum(len(part) for part in parts) == len(owners)
     joint = Joint(score, rollout, prompts, tokenizer)
-
-    def work() -> Tensor:
+    with _shared(strategy, score, timeout, digest=_digest(prompts), joint=joint) as shared:
         mine = parts[strategy.rank] if known else None  # None raises, and asks for nothing
-        return judge_rows(score, rollout, prompts, tokenizer, rows=mine, state=state, seed=seed, joint=joint)
-
-    everyone = _together(strategy, score, work, timeout, digest=_digest(prompts), joint=joint)
+        shared.own = judge_rows(
+            score, rollout, prompts, tokenizer, rows=mine, state=state, seed=seed, joint=joint
+        )
     rewards = torch.zeros(len(owners))
-    for part, reward in zip(parts, everyone, strict=True):
+    for part, reward in zip(parts, shared.everyone, strict=True):
         if reward is not None:
             rewards[part] = reward
     return rewards
@@ -117,48 +110,51 @@ def check_reward(
     as of `gather_and_judge`. ValueError also for a reward with a deadline beyond `timeout`: it would be
     interrupted in the middle of its tries.
     """
-    for name, (fn, _) in getattr(score, "components", {}).items():
-        deadline = getattr(fn, "deadline", 0.0)
-        if deadline >= timeout:
+    for name, (reward, _) in components_of(score).items():
+        if reward.deadline >= timeout:
             raise ValueError(
-                f"reward {name!r}: expected a deadline below reward_timeout = {timeout:g} s, got {deadline:g}"
+                f"reward {name!r}: expected a deadline below reward_timeout = {timeout:g} s, got "
+                f"{reward.deadline:g}"
             )
     joints = made_up(score, rows, tokenizer) if joint_names(score) else None
-
-    def work() -> dict[str, Scored] | None:
+    with _shared(strategy, score, timeout) as shared:
         for joint in (joints or {}).values():
             joint.values()
-        return None if strategy.rank else check(score, rows, joints=joints, tokenizer=tokenizer)
+        if strategy.rank == 0:
+            shared.own = check(score, rows, joints=joints, tokenizer=tokenizer)
+    return shared.everyone[0] or {}
 
-    return _together(strategy, score, work, timeout)[0] or {}
+
+class _Results:
+    """What a block has found out on each rank."""
+
+    def __init__(self) -> None:
+        self.own: Any = None  # set in the block
+        self.everyone: list[Any] = []  # of each rank, after it
 
 
-def _together(
-    strategy: Strategy,
-    score: Score,
-    work: Callable[[], Result],
-    timeout: float,
-    *,
-    digest: str = "",
-    joint: Joint | None = None,
-) -> list[Result | None]:
-    """Return the result of work() on each rank, within the limit; raise one rank's error on all.
+@contextmanager
+def _shared(
+    strategy: Strategy, score: Score, timeout: float, *, digest: str = "", joint: Joint | None = None
+) -> Iterator[_Results]:
+    """Limit the time of a block, and share its result; raise one rank's error on all.
 
-    Every rank computes the joint rewards, even if its work has failed: the others wait for it there.
+    Every rank computes the joint rewards, even if its block has failed: the others wait for it there.
     """
     if not timeout > 0:
         raise ValueError(f"timeout: expected > 0 seconds, got {timeout}")
     if joint is not None and joint_names(score) and strategy.world > 1:
         # the same batch on every rank, and nothing that only one of them fails in
-        _together(strategy, score, joint.prepare, timeout, digest=digest)
-    result = None
+        with _shared(strategy, score, timeout, digest=digest):
+            joint.prepare()
+    found = _Results()
     failed: Exception | None = None
     line = ""
-    names = ", ".join(getattr(score, "components", {})) or "score"
+    names = ", ".join(components_of(score)) or "score"
     try:
         with strategy.session.phase(f"reward {names}"), time_limit(timeout, lambda: _name(score)):
             try:
-                result = work()
+                yield found
             except BaseException:
                 with suppress(Exception):  # what has failed before it counts
                     _compute(joint)
@@ -169,7 +165,7 @@ def _together(
         line = _describe(score, error)
 
     # of each rank: the result, what went wrong in a line or "", the digest of the prompts that it has
-    everyone = [(result, line, digest)]
+    everyone = [(found.own, line, digest)]
     if strategy.world > 1:
         with strategy.session.phase("gather of rewards"):
             everyone = dist.all_gather_object(everyone[0])
@@ -185,7 +181,7 @@ def _together(
                 f"prompts: expected the same on every rank, got others on rank {rank} than on rank "
                 f"{strategy.rank}; give all ranks the same data file and options"
             )
-    return [answer[0] for answer in everyone]
+    found.everyone = [answer[0] for answer in everyone]
 
 
 def _compute(joint: Joint | None) -> None:

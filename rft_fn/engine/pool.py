@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 from rft_fn.engine.engine_config import EngineConfig
 from rft_fn.engine.server_protocol import Client, Described, Fault, Refused
 from rft_fn.patience import DEADLINE, FIRST, pause
+from rft_fn.reward.connection import Host
 from rft_fn.text import printable
 
 __all__ = [
@@ -29,18 +29,6 @@ ROUNDS = 6  # of trying all servers again, when none works
 
 class ServersFailed(ConnectionError):
     """No server gave what was asked for. A script ends with its line."""
-
-
-@dataclass
-class _Member:
-    """A server of the pool."""
-
-    url: str
-    busy: int = 0  # requests under way
-    why: str = ""  # it is not used; empty while it is
-    failures: int = 0  # in a row
-    retry_at: float = 0.0  # by the monotonic clock
-    put_off: bool = False  # until then, by its own word
 
 
 class Pool:
@@ -62,7 +50,7 @@ class Pool:
         pause: float = FIRST,
     ):
         """`width` is the requests at a time to each server. `revive` raises for a server that is not well."""
-        self.members = [_Member(url) for url in servers]
+        self.members = [Host(url) for url in servers]  # one with a problem is not used
         self.client = client
         self.name = name
         self.width = width
@@ -86,8 +74,9 @@ class Pool:
         threads = ThreadPoolExecutor(self.width * len(self.members), thread_name_prefix="servers")
         try:
             with self.lock:
-                works = any(not m.why for m in self.members)  # else requests wait until all were tried again
-                due = [m for m in self.members if works and m.why and m.retry_at <= time.monotonic()]
+                # while none works requests wait until all were tried again
+                works = any(not m.problem for m in self.members)
+                due = [m for m in self.members if works and m.problem and m.awake_at <= time.monotonic()]
             for member in due:
                 threads.submit(self._try_revive, member)
             futures = [threads.submit(self._answer, job) for job in jobs]
@@ -106,13 +95,13 @@ class Pool:
 
         ServersFailed if it does on none.
         """
-        asked = [m for m in self.members if not servers or m.url in servers]
+        asked = [m for m in self.members if not servers or m.address in servers]
         self._begin()
         results: dict[str, T] = {}
 
-        def attempt(member: _Member) -> None:
+        def attempt(member: Host) -> None:
             try:
-                results[member.url] = job(member.url)
+                results[member.address] = job(member.address)
             except (Fault, Refused) as error:
                 self._failed(member, error)
             else:
@@ -130,20 +119,20 @@ class Pool:
     def working(self) -> list[str]:
         """Return the addresses of the servers that are used."""
         with self.lock:
-            return [m.url for m in self.members if not m.why]
+            return [m.address for m in self.members if not m.problem]
 
     def leave(self, working: Sequence[str], why: str) -> None:
         """Restrict the pool to `working`."""
         for member in self.members:
-            if member.url in working:
+            if member.address in working:
                 self._well(member)
-            elif not member.why:
+            elif not member.problem:
                 self._failed(member, Fault(why))
 
     def reasons(self) -> str:
         """Return each server that is not used, with the reason."""
         with self.lock:
-            return "; ".join(f"{m.url}: {m.why}" for m in self.members if m.why)
+            return "; ".join(f"{m.address}: {m.problem}" for m in self.members if m.problem)
 
     def _begin(self) -> None:
         """Undo what ended the last call."""
@@ -161,15 +150,15 @@ class Pool:
                 self.stopped.wait(self._length(attempt - 1))
             member = self._take()
             try:
-                return job(member.url)
+                return job(member.address)
             except Fault as error:
-                last = f"{member.url}: {self.client.line(error)}"
+                last = f"{member.address}: {self.client.line(error)}"
                 self._failed(member, error)
             except Refused as error:  # only by this server, or by any: a second one tells
-                refused.add(member.url)
+                refused.add(member.address)
                 if len(refused) > 1 or not {*self.working()} - refused:
                     raise
-                last = f"{member.url}: {self.client.line(error)}"
+                last = f"{member.address}: {self.client.line(error)}"
                 self._failed(member, error)
             finally:
                 with self.lock:
@@ -180,11 +169,11 @@ class Pool:
             f"engine {self.name}: expected an answer within {ATTEMPTS} attempts, got none; the last: {last}"
         )
 
-    def _take(self) -> _Member:
+    def _take(self) -> Host:
         """Return the least busy server that works. ServersFailed when none does, even after new tries."""
         while self.rounds < ROUNDS and not self.stopped.is_set():
             with self.lock:
-                working = [m for m in self.members if not m.why]
+                working = [m for m in self.members if not m.problem]
                 if working:
                     self.jitter.shuffle(working)  # several processes share the servers
                     member = min(working, key=lambda m: m.busy)
@@ -222,38 +211,35 @@ class Pool:
         with self.lock:
             if not all(m.put_off for m in self.members):
                 return 0.0
-            first = min(m.retry_at for m in self.members)
+            first = min(m.awake_at for m in self.members)
         return max(first - now, 1e-3) if first < self.none_since + DEADLINE else 0.0
 
-    def _try_revive(self, member: _Member) -> None:
+    def _try_revive(self, member: Host) -> None:
         """Use a server again if it is well."""
-        if not member.why:
+        if not member.problem:
             return
         try:
-            self.revive(member.url)
+            self.revive(member.address)
         except (Fault, Refused) as error:
             if not self.stopped.is_set():  # else it was broken off
                 self._failed(member, error)
         else:
             self._well(member)
 
-    def _failed(self, member: _Member, error: Exception) -> None:
+    def _failed(self, member: Host, error: Exception) -> None:
         with self.lock:
-            member.why = self.client.line(error)
-            member.failures += 1
             asked = error.wait if isinstance(error, Fault) else None
-            member.put_off = asked is not None
-            member.retry_at = time.monotonic() + self._length(member.failures - 1, asked)
+            member.failed(self.client.line(error), asked, self.jitter.random(), first=self.pause)
 
-    def _well(self, member: _Member) -> None:
+    def _well(self, member: Host) -> None:
         with self.lock:
-            member.why = ""
+            member.problem = ""
             member.failures = 0
             member.put_off = False
 
-    def _length(self, attempt: int, asked: float | None = None) -> float:
-        """Return the seconds to back off after failure number `attempt`, from 0; `asked` by the server."""
-        return pause(attempt + 1, self.jitter.random(), asked, first=self.pause)
+    def _length(self, attempt: int) -> float:
+        """Return the seconds to back off after failure number `attempt`, from 0."""
+        return pause(attempt + 1, self.jitter.random(), first=self.pause)
 
 
 # ---------- checks of the addresses of servers, and that all of them hold one model

@@ -5,6 +5,7 @@ import json
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,8 @@ from rft_fn.engine.weight_folder import Manifest, manifest
 from rft_fn.model import quantize
 from rft_fn.model.weight_files import Stored, converted, slices
 from rft_fn.patience import may_pass, retry_after
-from rft_fn.reward.connection import masked, token_in
+from rft_fn.reward.connection import Broken, Connections, exchange, masked, token_in
+from rft_fn.reward.event_loop import EventLoop
 from rft_fn.types import Sampling
 
 __all__ = [
@@ -40,6 +42,10 @@ PROMPT = (3, 4, 5)  # of a probe
 LENGTH = 16  # tokens of its answers
 HOT = 2.0  # the highest temperature that vLLM takes
 SEEDS = range(3, 9)  # of the first tokens that are compared
+
+
+_LOOP = EventLoop()  # of the requests of all engines and teachers
+_MOST = 1 << 16  # connections of a client: its callers have limits of their own
 
 
 class Fault(RuntimeError):
@@ -87,6 +93,7 @@ class Client:
 
     def __init__(self, key_env: str = KEY) -> None:
         self.key_env = key_env
+        self.connections = Connections(_MOST, lambda: self.trusted)
         self.lock = threading.Lock()
         self.tasks: set[asyncio.Task[Any]] = set()  # the requests under way
         self.broken_off = False
@@ -106,14 +113,17 @@ class Client:
         key = token_in(self.key_env)
         sent = None if body is None else json.dumps(body).encode()
         most = LEAST_BYTES + TOKEN_BYTES * tokens
+        future = _LOOP.start(self._exchange(server.rstrip("/") + path, sent, key, most, seconds))
         try:
-            answer = asyncio.run(self._exchange(server.rstrip("/") + path, sent, key, most, seconds))
+            answer = future.result()
         except TimeoutError as error:
             raise Fault(f"{path}: no answer within {seconds:g} s") from error
-        except asyncio.CancelledError as error:
+        except CancelledError as error:
             raise Fault(f"{path}: broken off") from error
         except (OSError, ValueError) as error:
             raise Fault(f"{path}: {error}") from error
+        finally:
+            future.cancel()  # where this thread was interrupted; else it has ended
 
         if not 200 <= answer.status < 300:
             line = f"{path}: status {answer.status}: {answer.words}"
@@ -134,17 +144,15 @@ class Client:
 
     async def _exchange(self, address: str, body: bytes | None, key: str, most: int, seconds: float) -> Any:
         """Return the answer to a request. TimeoutError at the deadline, of all that is sent and read."""
-        from rft_fn.reward import connection
-
         task = asyncio.current_task()
         assert task is not None
         with self.lock:
             if self.broken_off:
-                raise connection.Broken("broken off")
+                raise Broken("broken off")
             self.tasks.add(task)
         try:
             async with asyncio.timeout(seconds):
-                return await connection.once(address, body, key, most, self.trusted)
+                return await exchange(await self.connections.client(), address, body, key, most)
         finally:
             with self.lock:
                 self.tasks.discard(task)
@@ -163,7 +171,7 @@ class Client:
         """Break off the requests under way, and those that begin before `allow`: each raises a Fault."""
         with self.lock:
             self.broken_off = True
-            for task in self.tasks:  # their loops run, since each leaves the set before its loop ends
+            for task in self.tasks:
                 task.get_loop().call_soon_threadsafe(task.cancel)
 
 

@@ -1,10 +1,9 @@
-"""Call reward functions: async ones wait for a network while the others compute."""
+"""One call of a reward: its arguments, what it logs, and its name in whatever it raises."""
 
 import asyncio
-import concurrent.futures as futures
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +11,9 @@ import torch
 from torch import Tensor
 
 from rft_fn import border
-from rft_fn.reward.event_loop import EventLoop
-from rft_fn.reward.signature import RewardFn, asks_for, column_names, required, taken
+from rft_fn.reward.reward_record import Reward
 
-__all__ = ["Call", "Caller", "Log", "noted"]
+__all__ = ["Call", "Log", "awaited", "listed", "noted"]
 
 
 class Log:
@@ -59,109 +57,29 @@ class Log:
 
 
 class Call:
-    """A reward function, and the rows of a batch that it is to score."""
+    """A reward, the rows of a batch that it is to score, and what it logs about them."""
 
-    def __init__(self, name: str, fn: RewardFn, batch: Mapping[str, Any], rows: Sequence[int]):
-        self.name = name
-        self.fn = fn
-        self.log = Log(name, len(rows))
-        self._batch = batch
+    def __init__(self, reward: Reward, rows: Sequence[int]):
+        self.reward = reward
+        self.log = Log(reward.name, len(rows))
         self._rows = rows
 
-    @property
-    def waits(self) -> bool:
-        """Return whether the function is async, and so can begin before others compute.
-
-        An object that returns an awaitable from a plain `__call__` says so by its attribute `waits`.
-        """
-        call = getattr(self.fn, "__call__", None)  # noqa: B004  of an object with one
-        asynchronous = inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(call)
-        return asynchronous or getattr(self.fn, "waits", False) is True
-
-    def start(self) -> object:
-        """Return the result of the function, an awaitable if it is async."""
+    def arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the reward's arguments out of those of the whole batch. ValueError for a missing one."""
         given: dict[str, Any] = {}
-        for name, values in self._batch.items():
+        for name, values in batch.items():
             given[name] = [values[row] for row in self._rows] if isinstance(values, list) else values
-        given |= {"log_metric": self.log.metric, "log_extra": self.log.further}
-        for column in required(self.fn):
-            if column not in given:
-                raise ValueError(
-                    f"reward {self.name!r}: column {column!r} is not in the dataset; "
-                    f"its columns are: {column_names(given)}"
-                )
-        arguments = taken(self.fn, given)
-        if not asks_for(self.fn, "media"):  # **kwargs is not enough to have files sent along
-            arguments.pop("media", None)
-        with noted(self.name):
-            result = self.fn(**arguments)
-            if isinstance(result, Iterator) and not inspect.isawaitable(result):  # computes when it is read
-                result = list(result)
-        return result
+        return self.reward.arguments(given | {"log_metric": self.log.metric, "log_extra": self.log.further})
 
 
-class Caller:
-    """Calls the functions of a score, batch after batch, with one event loop for the async ones."""
-
-    def __init__(self) -> None:
-        self.running = ""  # the reward that is being computed, or the one that raised
-        self._loop = EventLoop()
-
-    def results(
-        self, calls: Sequence[Call], meanwhile: Callable[[], Mapping[str, object]]
-    ) -> dict[str, object]:
-        """Return the results of all functions by name, with those of `meanwhile`.
-
-        Async functions begin first. While they wait, `meanwhile` computes, and then the plain ones, one after
-        the other. What any of them raises ends the others.
-        """
-        waiting: dict[str, futures.Future[object]] = {}
-        done: dict[str, object] = {}
-        try:
-            self._start([call for call in calls if call.waits], done, waiting)
-            done |= meanwhile()
-            self._start([call for call in calls if not call.waits], done, waiting)
-            return done | self._wait(waiting)
-        except BaseException:
-            self._loop.close()
-            raise
-
-    def _start(
-        self, calls: Sequence[Call], found: dict[str, object], waiting: dict[str, futures.Future[object]]
-    ) -> None:
-        """Call functions: put results into `found`, and futures of async ones into `waiting`."""
-        for call in calls:
-            self.running = call.name
-            result = call.start()
-            if inspect.isawaitable(result):
-                waiting[call.name] = self._loop.start(_awaited(call.name, result))
-            else:
-                found[call.name] = result
-
-    def _wait(self, waiting: Mapping[str, futures.Future[object]]) -> dict[str, object]:
-        """Return the results of the async functions, or raise the first error."""
-        if not waiting:
-            return {}
-        self.running = ", ".join(waiting)
-        done, _ = futures.wait(waiting.values(), return_when=futures.FIRST_EXCEPTION)
-        for name, future in waiting.items():
-            if future not in done:
-                continue
-            if future.cancelled():
-                self.running = name
-                raise ValueError(f"reward {name!r}: expected a list of numbers, got a cancelled task")
-            error = future.exception()
-            if error is not None:
-                self.running = name
-                raise error
-        return {name: future.result() for name, future in waiting.items()}
-
-    def close(self) -> None:
-        """End the event loop."""
-        self._loop.close()
+def listed(result: object) -> object:
+    """Return the result of a function; an iterator, which computes when it is read, as a list."""
+    if isinstance(result, Iterator) and not inspect.isawaitable(result):
+        return list(result)
+    return result
 
 
-async def _awaited(name: str, result: Awaitable[object]) -> object:
+async def awaited(name: str, result: Awaitable[object]) -> object:
     """Await the result of an async function; see `noted`."""
     with noted(name):
         return await result

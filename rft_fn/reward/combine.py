@@ -1,7 +1,10 @@
 """Combine several rewards into one weighted sum; every value is checked."""
 
+import concurrent.futures as futures
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +12,10 @@ from torch import Tensor
 
 from rft_fn import border
 from rft_fn.metric import OF_REWARD
-from rft_fn.reward.calling import Call, Caller
+from rft_fn.reward.calling import Call, awaited, listed, noted
+from rft_fn.reward.event_loop import EventLoop
 from rft_fn.reward.results import Result, read_result, spread_result
+from rft_fn.reward.reward_record import Reward, as_reward
 from rft_fn.reward.row_weights import RowWeights, Weight, check_weight, weights_of
 from rft_fn.reward.signature import (
     GIVEN,
@@ -21,8 +26,6 @@ from rft_fn.reward.signature import (
     Score,
     Scored,
     TrainerState,
-    columns_of,
-    is_joint,
 )
 from rft_fn.reward.veto import Veto, vetoed
 
@@ -38,7 +41,7 @@ class Weighted:
 
     def __init__(
         self,
-        components: Mapping[str, tuple[RewardFn | JointReward, Weight]],
+        components: Mapping[str, tuple[RewardFn | JointReward | Reward, Weight]],
         *,
         specs: Mapping[str, str] | None = None,
         vetoes: Sequence[Veto] = (),
@@ -47,19 +50,13 @@ class Weighted:
         for veto in vetoes:
             if veto.part not in components:
                 raise ValueError(f"veto: expected one of {', '.join(components)}, got {veto.part!r}")
-        self.components = dict(components)
+        self.components: dict[str, tuple[Reward, Weight]] = {}
+        for name, (fn, weight) in components.items():
+            self.components[name] = replace(as_reward(fn), name=name), weight
         self.specs = dict(specs or {})  # their texts on the command line
         self.vetoes = tuple(vetoes)
-        self._caller = Caller()
-
-    @property
-    def running(self) -> str:
-        """Return the reward that is being computed, or the one that raised."""
-        return self._caller.running
-
-    @running.setter
-    def running(self, name: str) -> None:
-        self._caller.running = name
+        self.running = ""  # the reward that is being computed, or the one that raised
+        self._loop = EventLoop()  # of async ones, batch after batch
 
     def with_vetoes(self, *vetoes: Veto) -> "Weighted":
         """Return this sum with further vetoes. ValueError for a part that it does not have."""
@@ -67,11 +64,9 @@ class Weighted:
 
     def close(self) -> None:
         """Close what the parts hold: engines, connections, the event loop."""
-        self._caller.close()
-        for fn, _ in self.components.values():
-            close = getattr(fn, "close", None)
-            if close is not None:
-                close()
+        self._loop.close()
+        for reward, _ in self.components.values():
+            reward.close()
 
     def __call__(
         self,
@@ -90,7 +85,6 @@ class Weighted:
         known: Known | None = None,
     ) -> Scored:
         """Return the rewards of a batch, as `Score` does; `known` gives the values of the joint rewards."""
-        # the arguments that every reward may name
         _check_batch(prompts, completions, columns)
         given: dict[str, Sequence[Any] | None] = {
             "prompts": prompts,
@@ -110,21 +104,37 @@ class Weighted:
         count = len(completions)
         weights: dict[str, Tensor] = {}
         calls: dict[str, Call] = {}
-        for name, (fn, weight) in self.components.items():
+        for name, (reward, weight) in self.components.items():
             self.running = name
             weights[name] = weights_of(name, weight, columns, count)
             rows = (~weights[name].isnan()).nonzero().flatten().tolist()
-            if rows and not is_joint(fn):
-                calls[name] = Call(name, fn, batch, rows)
+            if rows and not reward.joint:
+                calls[name] = Call(reward, rows)
 
-        # call all of them before any result is read: async ones run together
-        found = self._caller.results(list(calls.values()), lambda: self._known(known))
-        read: dict[str, Result] = {}
-        for name in self.components:
-            self.running = name
-            read[name] = self._read(name, found.get(name), calls.get(name), weights[name])
-        self.running = ""
+        # async ones begin first; while they wait, joint ones compute, then plain ones, one after the other
+        found: dict[str, object] = {}
+        waiting: dict[str, futures.Future[object]] = {}
+        try:
+            for asynchronous in (True, False):
+                if not asynchronous:
+                    found |= self._known(known)
+                for name, call in calls.items():
+                    if call.reward.asynchronous != asynchronous:
+                        continue
+                    self.running = name
+                    arguments = call.arguments(batch)
+                    with noted(name):
+                        result = listed(call.reward.fn(**arguments))
+                    if inspect.isawaitable(result):
+                        waiting[name] = self._loop.start(awaited(name, result))
+                    else:
+                        found[name] = result
+            found |= self._wait(waiting)
+        except BaseException:  # which ends the others
+            self._loop.close()
+            raise
 
+        read = self._read_all(found, calls, weights)  # all have answered before any result is read
         parts = {name: x.values for name, x in read.items()}
         total = self._total(parts, weights, prompts)
         total, decided = vetoed(total, parts, self.vetoes)
@@ -132,6 +142,24 @@ class Weighted:
         for name, x in decided.items():
             metrics[f"{name}/vetoed"] = x
         return Scored(total, parts, metrics, extra)
+
+    def _wait(self, waiting: Mapping[str, "futures.Future[object]"]) -> dict[str, object]:
+        """Return the results of the async functions, or raise the first error."""
+        if not waiting:
+            return {}
+        self.running = ", ".join(waiting)
+        done, _ = futures.wait(waiting.values(), return_when=futures.FIRST_EXCEPTION)
+        for name, future in waiting.items():
+            if future not in done:
+                continue
+            if future.cancelled():
+                self.running = name
+                raise ValueError(f"reward {name!r}: expected a list of numbers, got a cancelled task")
+            error = future.exception()
+            if error is not None:
+                self.running = name
+                raise error
+        return {name: future.result() for name, future in waiting.items()}
 
     def _known(self, known: Known | None) -> Mapping[str, object]:
         """Return the values of the joint rewards. ValueError where nobody has computed them."""
@@ -145,10 +173,21 @@ class Weighted:
             )
         return known()
 
+    def _read_all(
+        self, found: Mapping[str, object], calls: Mapping[str, Call], weights: Mapping[str, Tensor]
+    ) -> dict[str, Result]:
+        """Return the results of all rewards, each for all rows."""
+        read: dict[str, Result] = {}
+        for name in self.components:
+            self.running = name
+            read[name] = self._read(name, found.get(name), calls.get(name), weights[name])
+        self.running = ""
+        return read
+
     def _read(self, name: str, given: Any, call: Call | None, weight: Tensor) -> Result:
         """Return the result of a reward for all rows; nothing for rows that it does not apply to."""
         count = len(weight)
-        if call is None and not is_joint(self.components[name][0]):  # it was asked for none
+        if call is None and not self.components[name][0].joint:  # it was asked for none
             return Result(torch.full((count,), math.nan), {}, {})
         if call is None:
             result = read_result(name, [None if math.isnan(x) else x for x in given.tolist()], count)
@@ -181,7 +220,7 @@ class Weighted:
         return total
 
 
-def weighted(**components: tuple[RewardFn | JointReward, Weight]) -> Weighted:
+def weighted(**components: tuple[RewardFn | JointReward | Reward, Weight]) -> Weighted:
     """Return a `Score`: the weighted sum of reward functions.
 
     `weighted(accuracy=(math(), 0.9), format=(boxed_format(), 0.1))`. Each component is called with keywords,
@@ -195,7 +234,7 @@ def weighted(**components: tuple[RewardFn | JointReward, Weight]) -> Weighted:
     return Weighted(components)
 
 
-def components_of(score: object) -> Mapping[str, tuple[RewardFn | JointReward, Weight]]:
+def components_of(score: object) -> Mapping[str, tuple[Reward, Weight]]:
     """Return the rewards of a weighted sum with their weights; {} of any other score."""
     return score.components if isinstance(score, Weighted) else {}
 
@@ -208,10 +247,10 @@ def columns(score: Score) -> tuple[str, ...]:
     for a score that is not made by `weighted` or `parse`.
     """
     names: dict[str, None] = {}
-    for fn, weight in components_of(score).values():
+    for reward, weight in components_of(score).values():
         if isinstance(weight, RowWeights):
             names |= {weight.column: None}
-        names |= dict.fromkeys(columns_of(fn))
+        names |= dict.fromkeys(reward.columns)
     return tuple(names)
 
 
@@ -230,10 +269,10 @@ def label_values(score: Score) -> dict[str, list[str]]:
 
 def joint_names(score: Score) -> list[str]:
     """Return the joint rewards among the components of a score."""
-    return [name for name, (fn, _) in components_of(score).items() if is_joint(fn)]
+    return [name for name, (reward, _) in components_of(score).items() if reward.joint]
 
 
-def _check_components(components: Mapping[str, tuple[RewardFn | JointReward, Weight]]) -> None:
+def _check_components(components: Mapping[str, tuple[RewardFn | JointReward | Reward, Weight]]) -> None:
     if not components:
         raise ValueError("weighted: expected at least one component, as name=(reward function, weight)")
     for name, component in components.items():

@@ -7,18 +7,20 @@ import re
 import ssl
 import sys
 import time
+import weakref
 import zlib
-from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
+from rft_fn.patience import FIRST, pause
 from rft_fn.text import printable
 
 if TYPE_CHECKING:
     import httpx2
 
 __all__ = [
-    "Answer", "Broken", "Host", "Hosts", "TooLarge", "addresses", "exchange", "masked", "once", "pool",
+    "Answer", "Broken", "Connections", "Host", "Hosts", "TooLarge", "addresses", "exchange", "masked",
     "token_in",
 ]  # fmt: skip
 
@@ -86,7 +88,7 @@ def masked(text: str, token: str) -> str:
 
 
 class Host:
-    """One server."""
+    """A server of rewards or of samples: its failures, and until when it is left alone."""
 
     def __init__(self, address: str):
         self.address = address
@@ -96,21 +98,30 @@ class Host:
         self.busy = 0  # requests under way
         self.asked = 0  # requests so far
         self.problem = ""  # the last one
+        self.put_off = False  # it asked itself to be left alone until then
 
-    def rest(self, began: float, seconds: float, problem: str, limit: str = "") -> None:
-        """Leave it out for a while, after a request that `began` then.
+    def failed(self, problem: str, asked: float | None, draw: float, *, first: float = FIRST) -> None:
+        """Count a failure, and leave the server out for the pause of `patience`: one policy for all servers.
 
-        Requests that failed together count once. `limit` tells how long it is tried again, for the warning.
+        `asked` is the wait that it asks for itself, and `draw` in [0, 1) is of the random part of the others.
         """
         self.problem = problem
-        now = time.monotonic()
+        self.failures += 1
+        self.put_off = asked is not None
+        self.awake_at = time.monotonic() + pause(self.failures, draw, asked, first=first)
+
+    def rest(self, began: float, problem: str, asked: float | None, draw: float, limit: str = "") -> None:
+        """Count the failure of a request that `began` then, as `failed`; tell the first one.
+
+        Requests that failed together count once. `limit` tells how long it is tried again.
+        """
         if began < self.awake_at:
+            self.problem = problem
             return
         if not self.failures:
             line = printable(f"warning: {self.shown}: {problem}; trying again{limit}")
             print(line, file=sys.stderr, flush=True)
-        self.failures += 1
-        self.awake_at = now + seconds
+        self.failed(problem, asked, draw)
 
     def well(self) -> None:
         """Note that it has answered."""
@@ -153,6 +164,9 @@ class Hosts:
 # ---------- one request, and an answer of bounded size
 
 
+_KEPT = (
+    2.0  # s that an unused connection is kept: below what servers keep theirs, which would break a request
+)
 ERROR_BYTES = 1 << 12  # of the text of an error
 _SHOWN = 300  # characters of a server's text
 _ZIPPED = {"gzip", "x-gzip", "deflate"}
@@ -176,26 +190,45 @@ class Answer(NamedTuple):
     words: str  # the beginning of an error's text in one line, without the token
 
 
-async def pool(connections: int) -> AsyncGenerator["httpx2.AsyncClient", None]:
-    """Yield one client with its connections, which close with the event loop that it runs in."""
+class Connections:
+    """A client that keeps its connections from request to request, for the event loop that asks."""
+
+    def __init__(self, most: int, trusted: Callable[[], ssl.SSLContext] | None = None):
+        """`most` is the connections at a time. With `trusted` certificates requests go past any proxy."""
+        self.most = most
+        self.trusted = trusted
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: httpx2.AsyncClient | None = None
+
+    async def client(self) -> "httpx2.AsyncClient":
+        """Return the client of the event loop that runs; it closes with the loop, or with this object."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            held = _open(self.most, True if self.trusted is None else self.trusted(), self.trusted is None)
+            self._loop = loop
+            self._client = await anext(held)
+            weakref.finalize(self, _close, held, loop).atexit = False
+        return self._client
+
+
+async def _open(
+    most: int, verify: ssl.SSLContext | bool, proxies: bool
+) -> AsyncGenerator["httpx2.AsyncClient", None]:
+    """Yield a client with its connections."""
     import httpx2
 
-    limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
-    # no limit for each read: a server that drips would meet it, so the caller has a deadline for the whole
-    async with httpx2.AsyncClient(limits=limits, timeout=None, follow_redirects=False) as client:
+    limits = httpx2.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=_KEPT)
+    # no limit for each read: a server that drips would meet it, so a caller has a deadline of the whole
+    async with httpx2.AsyncClient(
+        verify=verify, trust_env=proxies, limits=limits, timeout=None, follow_redirects=False
+    ) as client:
         yield client
 
 
-async def once(
-    address: str, body: bytes | None, token: str, max_bytes: int, trusted: ssl.SSLContext
-) -> Answer:
-    """Return the answer on a new connection, past any proxy of the environment; as `exchange`."""
-    import httpx2
-
-    async with httpx2.AsyncClient(
-        verify=trusted, trust_env=False, timeout=None, follow_redirects=False, headers={"Connection": "close"}
-    ) as client:
-        return await exchange(client, address, body, token, max_bytes)
+def _close(held: AsyncGenerator[Any, None], loop: asyncio.AbstractEventLoop) -> None:
+    """Close a client in the loop that it was opened in, unless that has ended, and closed it."""
+    if loop.is_running():
+        loop.call_soon_threadsafe(lambda: loop.create_task(held.aclose()))
 
 
 async def exchange(

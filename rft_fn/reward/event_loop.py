@@ -1,4 +1,10 @@
-"""An event loop in a thread of its own, for all async functions of a kind."""
+"""An event loop in a thread of its own, for all async functions of a kind.
+
+anyio's blocking portal is no substitute (4.16, tried). Closing it waited without end for a coroutine that
+blocks or ignores its cancel; one that nobody had closed kept the process from ending, and here nobody knows
+when the last reward is asked; a task that called `sys.exit` ended it for good; and a forked process waited in
+it for ever.
+"""
 
 import asyncio
 import threading
@@ -25,16 +31,20 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._thread: _Thread | None = None
+        self._lock = threading.Lock()  # any thread may start a coroutine
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start the coroutine, and return the future of its result."""
-        future = self._thread.submit(coroutine) if self._thread is not None else None
-        if future is None:  # a task that exits ends its thread
-            self._thread = _Thread()
-            self._thread.start()
-            weakref.finalize(self, self._thread.end)
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._thread.loop)
-        return future
+        with self._lock:
+            # a task that exits ends its thread, and a process that was forked has none
+            alive = self._thread is not None and self._thread.is_alive()
+            future = self._thread.submit(coroutine) if self._thread is not None and alive else None
+            if future is None:
+                self._thread = _Thread()
+                self._thread.start()
+                weakref.finalize(self, self._thread.end)
+                future = asyncio.run_coroutine_threadsafe(coroutine, self._thread.loop)
+            return future
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine, and return its result; on failure or interruption cancel all others."""

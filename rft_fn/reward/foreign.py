@@ -1,44 +1,38 @@
 """Adapters that call reward functions of other libraries as they do.
 
-Each adapter takes a function, unchanged, and the column of the answer. The reward function that it makes
-names in its attribute `columns` the columns that the rows must have. A new library is an adapter here and a
-row of `ADAPTERS`.
+Each adapter takes a function, unchanged, and the column of the answer. The `Reward` that it makes names the
+columns that the rows must have. A new library is an adapter here and a
+row of `CONVENTIONS`.
 """
 
 import asyncio
 import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from rft_fn.data.row_paths import column_at
-from rft_fn.reward.rubrics import verifiers
-from rft_fn.reward.signature import (
-    GIVEN,
-    Columns,
-    Messages,
-    RewardFn,
-    as_messages,
+from rft_fn.reward.reward_record import (
+    Reward,
+    as_reward,
     column_names,
-    columns_of,
     parameters,
-    reads,
     required,
     taken,
     takes_all,
-    text,
 )
+from rft_fn.reward.rubrics import verifiers
+from rft_fn.reward.signature import GIVEN, Columns, Messages, RewardFn, as_messages, text
 
 __all__ = [
-    "ADAPTERS", "Adapter", "ForeignFn", "areal", "call", "easyr1", "lightrft", "like", "messages", "missing",
-    "nemo_rl", "openrlhf", "read_columns", "required_columns", "slime", "texts", "tinyzero", "verl",
-    "whole_texts",
+    "CONVENTIONS", "OURS", "Convention", "ForeignFn", "areal", "call", "easyr1", "lightrft", "messages",
+    "missing", "nemo_rl", "openrlhf", "read_columns", "required_columns", "slime", "texts", "tinyzero",
+    "verl", "whole_texts",
 ]  # fmt: skip
-
-Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
 
 ForeignFn = Callable[..., Any]
 """A reward function in the convention of another library, for one completion or for all."""
@@ -83,18 +77,6 @@ def call(fn: ForeignFn, given: Mapping[str, Any]) -> Any:
     return fn(*list(given.values())[: len(places)])
 
 
-def like(fn: object) -> Callable[[Wrapper], Wrapper]:
-    """Give a wrapper `fn`'s attributes that the run asks for, as a decorator."""
-
-    def keep(wrapper: Wrapper) -> Wrapper:
-        wrapper.__dict__.update(
-            {name: getattr(fn, name) for name in ("close", "deadline") if hasattr(fn, name)}
-        )
-        return wrapper
-
-    return keep
-
-
 def missing(path: str, name: str, columns: Columns) -> str:
     """Return the error for a column that a function cannot do without."""
     return (
@@ -109,30 +91,28 @@ def whole_texts(prompts: Sequence[Any], completions: Sequence[Any], prompt_texts
     return [p + text(c) for p, c in zip(asked, completions, strict=True)]
 
 
-def messages(fn: RewardFn) -> RewardFn:
+def messages(fn: RewardFn | Reward) -> Reward:
     """Give `fn` prompts and completions as lists of messages, whatever the data has."""
-    return _formed(fn, as_messages)
+    return _formed(as_reward(fn), as_messages)
 
 
-def texts(fn: RewardFn) -> RewardFn:
+def texts(fn: RewardFn | Reward) -> Reward:
     """Give `fn` prompts and completions as texts, whatever the data has."""
-    return _formed(fn, lambda x, role: text(x))
+    return _formed(as_reward(fn), lambda x, role: text(x))
 
 
-def _formed(fn: RewardFn, form: Callable[[str | Messages, str], Any]) -> RewardFn:
-    """Give `fn` form(x, role) of each prompt and completion."""
+def _formed(inner: Reward, form: Callable[[str | Messages, str], Any]) -> Reward:
+    """Give a reward form(x, role) of each prompt and completion."""
 
-    @reads(*columns_of(fn))
-    @like(fn)
     def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **given: Any) -> Any:
         given["prompts"] = [form(x, "user") for x in prompts]
         given["completions"] = [form(x, "assistant") for x in completions]
-        return fn(**taken(fn, given))
+        return inner.fn(**inner.arguments(given))
 
-    return reward
+    return replace(inner, fn=reward, takes=None)
 
 
-def openrlhf(fn: ForeignFn, answer: str = "label") -> RewardFn:
+def openrlhf(fn: ForeignFn, answer: str = "label") -> Reward:
     """Call OpenRLHF's `reward_func(queries, prompts, labels)`, of its file for `--remote_rm_url` (0.8).
 
     `queries` are prompt and response, with the special tokens of the chat template where the tokenizer is
@@ -142,7 +122,6 @@ def openrlhf(fn: ForeignFn, answer: str = "label") -> RewardFn:
     # before 0.5.8 the function was (queries, prompts), and the data needed no labels
     needed = () if len(parameters(fn)) < 3 else (answer,)
 
-    @reads(*needed)
     def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Any:
         asked = columns.get("prompt_texts") or [text(x) for x in prompts]
         queries = whole_texts(prompts, completions, asked)
@@ -151,14 +130,14 @@ def openrlhf(fn: ForeignFn, answer: str = "label") -> RewardFn:
             raise ValueError(missing(answer, "labels", columns))
         return call(fn, {"queries": queries, "prompts": asked, "labels": labels})
 
-    return reward
+    return replace(as_reward(reward), columns=needed)
 
 
 _REFERENCE = "reference"
 _OF_RECIPES = {"model_reward_list", "labels", "queries", "refs", "label_map"}
 
 
-def lightrft(fn: ForeignFn, answer: str = _REFERENCE) -> RewardFn:
+def lightrft(fn: ForeignFn, answer: str = _REFERENCE) -> Reward:
     """Call LightRFT's reward_fn(model_reward_list, labels, queries, refs, label_map), or reward_func.
 
     As of LightRFT 0.1. `labels` is the column "label", which names the recipe of a row; `refs` is the column
@@ -175,7 +154,6 @@ def lightrft(fn: ForeignFn, answer: str = _REFERENCE) -> RewardFn:
         return openrlhf(fn, answer if of_references or answer != _REFERENCE else "label")
     paths = {"labels": "label", "refs": answer}
 
-    @reads(*required_columns(fn, paths))
     def reward(*, completions: Sequence[Any], **columns: Any) -> Any:
         read = read_columns(fn, paths, columns, len(completions))
         given = {
@@ -187,7 +165,7 @@ def lightrft(fn: ForeignFn, answer: str = _REFERENCE) -> RewardFn:
         }
         return call(fn, given)
 
-    return reward
+    return replace(as_reward(reward), columns=required_columns(fn, paths))
 
 
 def _is_reward_func(fn: ForeignFn) -> bool:
@@ -199,7 +177,7 @@ def _is_reward_func(fn: ForeignFn) -> bool:
 _TRUTH = "reward_model.ground_truth"
 
 
-def verl(fn: ForeignFn, answer: str = _TRUTH) -> RewardFn:
+def verl(fn: ForeignFn, answer: str = _TRUTH) -> Reward:
     """Call verl's compute_score, once per row.
 
     That is `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, called as the naive
@@ -214,7 +192,7 @@ def verl(fn: ForeignFn, answer: str = _TRUTH) -> RewardFn:
     )
 
 
-def tinyzero(fn: ForeignFn, answer: str = _TRUTH) -> RewardFn:
+def tinyzero(fn: ForeignFn, answer: str = _TRUTH) -> Reward:
     """Call TinyZero's compute_score(solution_str, ground_truth): verl's, given the whole sequence.
 
     `solution_str` is prompt and response, with the special tokens of the chat template: these functions read
@@ -223,7 +201,7 @@ def tinyzero(fn: ForeignFn, answer: str = _TRUTH) -> RewardFn:
     return _compute_score(fn, answer, whole_texts)
 
 
-def _compute_score(fn: ForeignFn, answer: str, solutions: Callable[[Any, Any, Any], list[str]]) -> RewardFn:
+def _compute_score(fn: ForeignFn, answer: str, solutions: Callable[[Any, Any, Any], list[str]]) -> Reward:
     """Call a compute_score with solutions(prompts, completions, prompt_texts), one text per completion."""
     # the batched form has plural names
     response = _name_of_response(fn)
@@ -232,7 +210,6 @@ def _compute_score(fn: ForeignFn, answer: str, solutions: Callable[[Any, Any, An
     paths = {f"data_source{end}": "data_source", f"ground_truth{end}": answer}
     extra = f"extra_info{end}"
 
-    @reads(*required_columns(fn, {**paths, extra: "extra_info"}))
     def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Any:
         count = len(completions)
         given = read_columns(fn, paths, columns, count)
@@ -249,7 +226,7 @@ def _compute_score(fn: ForeignFn, answer: str, solutions: Callable[[Any, Any, An
             return _gather(results)
         return [_score(x) for x in results]
 
-    return reward
+    return replace(as_reward(reward), columns=required_columns(fn, {**paths, extra: "extra_info"}))
 
 
 def _name_of_response(fn: ForeignFn) -> str:
@@ -270,7 +247,7 @@ def _score(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) and result else result
 
 
-def areal(fn: ForeignFn, answer: str = "answer") -> RewardFn:
+def areal(fn: ForeignFn, answer: str = "answer") -> Reward:
     """Call AReaL's `reward_fn(prompt, completions, prompt_ids, completion_ids, **data)`, once per row.
 
     As of AReaL 1.0, which gives the first four by their places, whatever their names are: the prompt as the
@@ -297,7 +274,7 @@ def areal(fn: ForeignFn, answer: str = "answer") -> RewardFn:
     return _each_row(score, paths, given, one=True)
 
 
-def nemo_rl(fn: ForeignFn, answer: str = "ground_truth") -> RewardFn:
+def nemo_rl(fn: ForeignFn, answer: str = "ground_truth") -> Reward:
     """Call NeMo-RL's `reward(ground_truth, response)`, of its environments, once per row.
 
     As of NeMo-RL 0.4: both are texts, a number of the data too, and the result is (score, whether it is
@@ -312,7 +289,7 @@ def nemo_rl(fn: ForeignFn, answer: str = "ground_truth") -> RewardFn:
     return _each_row(fn, paths, given)
 
 
-def easyr1(fn: ForeignFn, answer: str = "answer") -> RewardFn:
+def easyr1(fn: ForeignFn, answer: str = "answer") -> Reward:
     """Call EasyR1's compute_score(reward_inputs), on a list of dicts, or (reward_input), once per row.
 
     As of EasyR1 0.3: they have `response`, `response_length` and `ground_truth`, the column `answer`.
@@ -339,7 +316,7 @@ class _Sample(SimpleNamespace):
     remove_sample = False
 
 
-def slime(fn: ForeignFn, answer: str = "label") -> RewardFn:
+def slime(fn: ForeignFn, answer: str = "label") -> Reward:
     """Call slime's `custom_rm(args, sample)`, or (response, label) as its own rewards, once per row.
 
     As of slime 0.2, async or not; one of (args, samples) is called once for the batch. A sample has `prompt`,
@@ -379,7 +356,7 @@ def _each_row(
     *,
     one: bool = False,
     together: bool = False,
-) -> RewardFn:
+) -> Reward:
     """Call fn(**given(prompt, response, ids, row)) for each row of a batch.
 
     `ids` are the tokens of the prompt, those of the response, and whether it was cut; None if not known.
@@ -388,7 +365,6 @@ def _each_row(
     argument is the list of all.
     """
 
-    @reads(*paths.values())
     def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Any:
         count = len(completions)
         read = {name: column_at(columns, path, count, default=None) for name, path in paths.items()}
@@ -410,23 +386,39 @@ def _each_row(
             return _gather(results)
         return [_score(x) for x in results]
 
-    return reward
+    return replace(as_reward(reward), columns=tuple(paths.values()))
 
 
-# fn, and the column of the answer or a path into one, where the library has an answer -> a reward function
-Adapter = Callable[..., RewardFn]
+class Convention(NamedTuple):
+    """How the reward functions of a library are called, and known."""
 
-ADAPTERS: dict[str, Adapter] = {
-    "messages": messages,
-    "text": texts,
-    "verl": verl,
-    "tinyzero": tinyzero,
-    "openrlhf": openrlhf,
-    "lightrft": lightrft,
-    "verifiers": verifiers,
-    "areal": areal,
-    "nemo_rl": nemo_rl,
-    "easyr1": easyr1,
-    "slime": slime,
+    adapt: Callable[
+        ..., Reward
+    ]  # of fn, and the column of the answer or a path into one, if it has an answer
+    marks: tuple[str, ...] = ()  # parameters that its functions alone have, each one or several
+    further: str = ""  # where its config has arguments of the function itself; "": arguments make the reward
+    has_answer: bool = True  # functions are given it; False: they name the columns that they read
+    takes_objects: bool = False  # its rewards need not be functions
+
+
+OURS = Convention(as_reward, has_answer=False)
+"""The convention of TRL, which is this library's."""
+
+CONVENTIONS: dict[str, Convention] = {
+    "messages": Convention(messages, has_answer=False),
+    "text": Convention(texts, has_answer=False),
+    "lightrft": Convention(lightrft, marks=("model_reward_list",)),
+    "openrlhf": Convention(openrlhf, marks=("queries",)),
+    "verl": Convention(verl, marks=("solution_str", "solution_strs"), further="verl's reward_kwargs"),
+    "tinyzero": Convention(tinyzero, further="verl's reward_kwargs"),
+    "easyr1": Convention(
+        easyr1, marks=("reward_inputs", "reward_input"), further="EasyR1's reward_function_kwargs"
+    ),
+    "verifiers": Convention(verifiers, marks=("completion",), takes_objects=True),
+    "slime": Convention(slime, marks=("args sample", "args samples", "response label")),
+    "nemo_rl": Convention(
+        nemo_rl, marks=("ground_truth response",), further="the kwargs of NeMo-RL's reward_functions"
+    ),
+    "areal": Convention(areal, marks=("prompt completions completion_ids",)),
 }
-"""By the name that comes before a file or a module on the command line."""
+"""By the name that comes before a file or a module on the command line; the first that is marked is meant."""

@@ -1,35 +1,44 @@
-"""Load reward functions by their names on the command line."""
+"""Rewards by their texts on the command line.
 
+    [COLUMN=VALUE][LIBRARY:]SOURCE[:NAME][:COLUMN][(ARGUMENTS)][=WEIGHT]
+
+One way through: `_read` cuts a text into its parts, `_found` finds or makes what they name, `_adapted` makes
+a `Reward` of it by the convention of its library, and `parse` names and weights several.
+"""
+
+import ast
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rft_fn.reward import verifiable
 from rft_fn.reward.combine import Weighted
 from rft_fn.reward.connection import shown
-from rft_fn.reward.foreign import ADAPTERS
+from rft_fn.reward.foreign import CONVENTIONS, OURS, Convention
 from rft_fn.reward.remote import TOKEN_ENV, served_at
+from rft_fn.reward.reward_record import Reward, parameters, takes_all
 from rft_fn.reward.row_weights import RowWeights, Weight
-from rft_fn.reward.signature import GIVEN, JointReward, RewardFn, parameters, takes_all
-from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_rows, split_weight
+from rft_fn.reward.signature import GIVEN
 from rft_fn.text import no_secret, shown_without_secrets
 from rft_fn.user_files import find_module
 
 __all__ = ["Source", "by_column", "load", "parse"]
 
 
-Source = Callable[..., RewardFn | JointReward]
+Source = Callable[..., Reward]
 """Makes the reward of a spec SOURCE:TARGET(ARGUMENTS): a model, a judge, a server.
 
-It is called with the target and the literal arguments of the spec. The part has the reward's `__name__`, if
+It is called with the target and the literal arguments of the spec. The part has the reward's own name, if
 there is one. ValueError for a target or an argument that it cannot take; the line then begins with the spec.
 """
 
 
-_NAMED: dict[str, Callable[..., RewardFn]] = {
+_NAMED: dict[str, Callable[..., Reward]] = {
     "math": verifiable.math,
     "numeric": verifiable.numeric,
     "boxed": partial(verifiable.numeric, boxed=True),
@@ -43,36 +52,10 @@ _SOURCES: dict[str, Source] = {"http": served_at, "https": served_at}
 
 _TOKEN = f"a token belongs into the environment variable {TOKEN_ENV}, or into the one that token_env names"
 
-_NAMELESS = "<lambda>"  # Python's name for a function without one
-
-_OWN_COLUMNS = ("", "messages", "text")  # adapters of functions that name the columns that they read
-
-# Adapters of functions with arguments of the config -> where these are given there.
-_FURTHER = {
-    "verl": "verl's reward_kwargs",
-    "tinyzero": "verl's reward_kwargs",
-    "nemo_rl": "the kwargs of NeMo-RL's reward_functions",
-    "easyr1": "EasyR1's reward_function_kwargs",
-}
-
-# Parameters of functions that are written for another library -> the adapter for them.
-_FOREIGN = {
-    "model_reward_list": "lightrft",
-    "queries": "openrlhf",
-    "solution_str": "verl",
-    "solution_strs": "verl",
-    "reward_inputs": "easyr1",
-    "reward_input": "easyr1",
-    "completion": "verifiers",
-    "args sample": "slime",
-    "args samples": "slime",
-    "response label": "slime",
-    "ground_truth response": "nemo_rl",
-    "prompt completions completion_ids": "areal",
-}
+_NAMELESS = ("", "<lambda>")  # names of a function without one
 
 
-def load(spec: str) -> RewardFn:
+def load(spec: str) -> Reward:
     """Return the reward function of a text on the command line.
 
     "math", "numeric", "exact", "boxed" (numeric on the content of the last box), followed by ":COLUMN" where
@@ -92,8 +75,8 @@ def load(spec: str) -> RewardFn:
 
     ValueError, with the remedy, for a wrong spec; errors of the file itself are passed on with its name.
     """
-    named = split(spec, _NAMED, ADAPTERS, _SOURCES)
-    return _adapt(named, _function(named, _SOURCES))
+    parts = _read(spec, _SOURCES)
+    return _adapted(parts, _found(parts, _SOURCES))
 
 
 def parse(specs: Sequence[str], sources: Mapping[str, Source] | None = None) -> Weighted:
@@ -116,24 +99,20 @@ def parse(specs: Sequence[str], sources: Mapping[str, Source] | None = None) -> 
     for spec in specs:
         _add(weights, spec)
 
-    # functions first: a made one brings its name
     known = {**_SOURCES, **(sources or {})}
-    parts = [split(text, _NAMED, ADAPTERS, known) for text in weights]
-    functions = [_function(spec, known) for spec in parts]
-    known_as = [_names(spec, fn) for spec, fn in zip(parts, functions, strict=True)]
-    names = distinct(known_as)
-    _check_given_names(parts, known_as, names)
-
-    components: dict[str, tuple[RewardFn | JointReward, Weight]] = {}
-    for name, spec, fn in zip(names, parts, functions, strict=True):
-        components[name] = (_adapt(spec, fn), weights[spec.text])
+    parts = [_read(text, known) for text in weights]
+    found = [_found(spec, known) for spec in parts]
+    names = _distinct(parts, [_names(spec, x) for spec, x in zip(parts, found, strict=True)])
+    components: dict[str, tuple[Reward, Weight]] = {}
+    for name, spec, x in zip(names, parts, found, strict=True):
+        components[name] = (_adapted(spec, x), weights[spec.text])
     return Weighted(components, specs=dict(zip(names, weights, strict=True)))
 
 
 def _add(weights: dict[str, Weight], spec: str) -> None:
     """Add the weight of a spec. ValueError for a reward that is named twice for the same rows."""
-    column, value, rest = split_rows(spec)
-    text, number = split_weight(rest)
+    column, value, rest = _split_rows(spec)
+    text, number = _split_weight(rest)
     weight: Weight = RowWeights(column, {value: number}) if column else number
     if text not in weights:
         weights[text] = weight
@@ -147,48 +126,133 @@ def _add(weights: dict[str, Weight], spec: str) -> None:
         raise ValueError(f"reward {text!r}: {error}") from None
 
 
-def _check_given_names(specs: Sequence[Spec], known_as: Sequence[Names], names: Sequence[str]) -> None:
-    """Raise ValueError for a given name that another part has: vetoes and metrics would mean either.
+def _split_rows(spec: str) -> tuple[str, str, str]:
+    """Return (column, value, rest) of [COLUMN=VALUE]REST, for some rows; ("", "", spec) of any other."""
+    if not spec.startswith("["):
+        return "", "", spec
+    match = re.fullmatch(r"\[(?P<column>[^=\]]+)=(?P<value>[^\]]*)\](?P<rest>.+)", spec)
+    if match is None:
+        raise ValueError(f"reward {spec!r}: expected [COLUMN=VALUE]NAME, for the rows with that value")
+    return match["column"], match["value"], match["rest"]
 
-    `known_as` are the names that the parts may have, and `names` those that they have.
+
+def _split_weight(spec: str) -> tuple[str, float]:
+    """Return (name, weight) of NAME=WEIGHT; the weight is 1 where there is none."""
+    name, equals, weight = spec.rpartition("=")
+    if not equals or spec.endswith(")"):  # the "=" is one of an argument
+        return spec, 1.0
+    try:
+        return name, float(weight)
+    except ValueError:
+        pass
+
+    # the rest of the path follows an "=" within a path, and a word of the query one within a URL
+    if ":" in weight or "/" in weight or "://" in spec:
+        return spec, 1.0
+    raise ValueError(f"reward {spec!r}: expected NAME=WEIGHT with a number, got {weight!r}")
+
+
+# ---------- the parts of a text
+
+
+class Spec(NamedTuple):
+    """The parts of a text."""
+
+    text: str  # all of it
+    source: str  # "math", "task", path/file.py or package.module, or the first word of a source
+    convention: Convention = OURS  # of the function
+    name: str = ""  # the function, Class.method, or the task; "" for the named ones
+    column: str = ""  # of the answer; "" where none is named
+    target: str = ""  # a folder or an address, of a model, a judge or a server
+    call: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None  # its arguments; None without parentheses
+
+
+def _read(text: str, sources: Collection[str]) -> Spec:
+    """Return the parts of a text. ValueError for any other text.
+
+    `sources` are the first words of rewards that are no functions.
     """
-    # of a model, a judge or a server, in its arguments
-    given = [(arguments(spec)[1].get("name") or None) if spec.target else None for spec in specs]
-    for i, name in enumerate(given):
-        if name is None:
+    target, call = _split_call(text)
+
+    # a model, a judge or a server, and where it is
+    word, colon, rest = target.partition(":")
+    if colon and word in sources:
+        if not rest.strip("/"):
+            raise ValueError(f"reward {text!r}: expected {word}:TARGET, got nothing behind {word!r}")
+        whole = target if rest.startswith("//") else rest  # an address, whole
+        return Spec(text, word, target=whole, call=call)
+
+    # a named reward, a task, or the function of a file or a module, perhaps of another library
+    convention = OURS
+    if word in CONVENTIONS:
+        convention, target = CONVENTIONS[word], rest
+        word, _, rest = target.partition(":")
+    if word in _NAMED:
+        return Spec(text, word, convention, column=rest, call=call)
+    if word == "task" and call is None:
+        return Spec(text, word, convention, name=rest)
+    match = re.fullmatch(r"(?P<source>.+\.py|[\w.]+):(?P<name>\w+(?:\.\w+)*)(?::(?P<column>.+))?", target)
+    if match is None or (match["column"] and call):
+        known = ", ".join(_NAMED)
+        raise ValueError(
+            f"reward {text!r}: expected one of {known}, task:NAME, path/file.py:function, "
+            "package.module:function, model:FOLDER, judge:FOLDER or https://HOST/PATH"
+        )
+    return Spec(text, match["source"], convention, match["name"], match["column"] or "", call=call)
+
+
+def _split_call(text: str) -> tuple[str, tuple[tuple[Any, ...], Mapping[str, Any]] | None]:
+    """Return (the text before the arguments, the arguments or None). ValueError for others than literals."""
+    if not text.endswith(")"):
+        return text, None
+    for opening in re.finditer(r"(?<=\w)\(", text):  # a path may have parentheses too
+        try:
+            tree = ast.parse("f" + text[opening.start() :], mode="eval").body
+        except SyntaxError:
             continue
-        if given.count(name) > 1:
-            raise ValueError(f"reward: expected different names, got name={name!r} twice")
-        others = [*known_as[:i], *known_as[i + 1 :]]
-        if name != names[i] or any(name in other for other in others):
-            raise ValueError(f"reward: expected a name that no other reward has, got name={name!r}")
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
+            return text[: opening.start()], _arguments(text, tree)
+    raise ValueError(f"reward {text!r}: expected NAME(arguments), got parentheses that are no call")
 
 
-def _names(spec: Spec, fn: Any) -> Names:
-    """Return the names of a reward; a function that a factory made has the name that it was given."""
-    own = getattr(fn, "__name__", _NAMELESS)
-    if spec.target and own != _NAMELESS:
-        return Names(own, spec.long)
-    if spec.call is None or not spec.name or own == _NAMELESS:
-        return Names(spec.short, spec.long)
-    return Names(own, f"{spec.long}:{own}")
+def _arguments(text: str, call: ast.Call) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return (positional, keyword) arguments of a call. ValueError for one that is no literal."""
+    named: dict[str, Any] = {}
+    try:
+        places = tuple(ast.literal_eval(x) for x in call.args)
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                raise ValueError
+            named[keyword.arg] = ast.literal_eval(keyword.value)
+    except ValueError:
+        raise ValueError(
+            f"reward {text!r}: expected arguments that are literals, such as 0.5, 'text', [1, 2] or "
+            f"True, got {ast.unparse(call)[1:]}"
+        ) from None
+    return places, named
 
 
-def _function(spec: Spec, sources: Mapping[str, Source]) -> Any:
-    """Return the function, the rubric or the model that the spec names before its adapter."""
+# ---------- what they name
+
+
+def _found(spec: Spec, sources: Mapping[str, Source]) -> Any:
+    """Return the function, the rubric or the reward that a text names, before its convention."""
     if spec.target:
-        return _made_by(sources[spec.source], spec)
+        return _of_source(spec, sources[spec.source])
     if spec.source in _NAMED and not spec.name:
-        return _make(spec, _NAMED[spec.source])
+        factory = _NAMED[spec.source]
+        if spec.column and "column" not in inspect.signature(factory).parameters:
+            raise ValueError(f"reward {spec.text!r}: {spec.source} reads no column")
+        return _called(spec, factory, **({"column": spec.column} if spec.column else {}))
     if spec.source == "task":
         return verifiable.task(spec.name)
-    return _find(spec, [*sources, *ADAPTERS, "task"])
+    return _of_file(spec, [*sources, *CONVENTIONS, "task"])
 
 
-def _made_by(source: Source, spec: Spec) -> RewardFn | JointReward:
+def _of_source(spec: Spec, source: Source) -> Reward:
     """Return the reward of a source. ValueError where it refuses the target or the arguments."""
-    places, named = arguments(spec)
     no_secret(f"reward {shown(spec.target)!r}", spec.target, _TOKEN)
+    places, named = spec.call or ((), {})
     try:
         return source(spec.target, *places, **named)
     except (TypeError, ValueError) as error:
@@ -196,36 +260,23 @@ def _made_by(source: Source, spec: Spec) -> RewardFn | JointReward:
         raise ValueError(f"reward {text!r}: {error}") from error
 
 
-def _adapt(spec: Spec, fn: Any) -> RewardFn:
-    """Return the function as a reward function of this library."""
-    if not spec.adapter:
-        return fn
-    if spec.column and spec.name:
-        return ADAPTERS[spec.adapter](fn, spec.column)
-    return ADAPTERS[spec.adapter](fn)
-
-
-def _make(spec: Spec, factory: Callable[..., Any]) -> Any:
-    """Call a factory with the arguments and the column. ValueError where it refuses them."""
-    places, named = arguments(spec)
-    if spec.column and not spec.name:
-        if "column" not in inspect.signature(factory).parameters:
-            raise ValueError(f"reward {spec.text!r}: {spec.source} reads no column")
-        named["column"] = spec.column
+def _called(spec: Spec, factory: Callable[..., Any], **more: Any) -> Any:
+    """Call a factory with the arguments. ValueError where it refuses them."""
+    places, named = spec.call or ((), {})
     try:
-        return factory(*places, **named)
+        return factory(*places, **named, **more)
     except TypeError as error:
         hint = f"; {spec.name}(...) is called once and has to return a reward, but {spec.name} is one itself"
         is_reward = "completions" in inspect.signature(factory).parameters
         raise ValueError(f"reward {spec.text!r}: {error}{hint if is_reward else ''}") from error
 
 
-def _find(spec: Spec, words: Sequence[str]) -> Any:
+def _of_file(spec: Spec, words: Sequence[str]) -> Any:
     """Return the function of a file or a module, or what its factory makes.
 
     ValueError for what is neither; it names the one of `words` that was perhaps meant in place of a module.
     """
-    if spec.column and spec.adapter in _OWN_COLUMNS:
+    if spec.column and not spec.convention.has_answer:
         raise ValueError(
             f"reward {spec.text!r}: expected no column, the function names those that it reads, got "
             f"{spec.column!r}"
@@ -244,8 +295,9 @@ def _find(spec: Spec, words: Sequence[str]) -> Any:
         raise ValueError(f"reward {spec.text!r}: no {spec.name!r} in the file; its functions: {functions}")
 
     # without arguments it is the reward itself
-    if spec.adapter == "verifiers" and not isinstance(fn, type) and spec.call is None:
-        return fn  # an object, which need not be a function
+    objects = spec.convention.takes_objects
+    if objects and not isinstance(fn, type) and spec.call is None:
+        return fn
     if not callable(fn):
         raise ValueError(f"reward {spec.text!r}: {spec.name!r} is {type(fn).__name__}, not a function")
     if spec.call is None:
@@ -253,27 +305,89 @@ def _find(spec: Spec, words: Sequence[str]) -> Any:
         return fn
 
     # with arguments it makes the reward; those of verl and NeMo-RL are further ones of the function itself
-    if spec.adapter in _FURTHER:
-        places, named = arguments(spec)
+    if spec.convention.further:
+        places, named = spec.call
         if places:
             raise ValueError(
-                f"reward {spec.text!r}: expected NAME=VALUE, as in {_FURTHER[spec.adapter]}, got "
+                f"reward {spec.text!r}: expected NAME=VALUE, as in {spec.convention.further}, got "
                 f"{places[0]!r} alone"
             )
         return partial(fn, **named)
-    made = _make(spec, fn)
-    if not callable(made) and spec.adapter != "verifiers":
+    made = _called(spec, fn)
+    if not callable(made) and not objects:
         raise ValueError(
             f"reward {spec.text!r}: expected a call that makes a reward function, got {type(made).__name__}"
         )
     return made
 
 
+def _adapted(spec: Spec, found: Any) -> Reward:
+    """Return the reward of what was found, by the convention of its library."""
+    if spec.column and spec.name:
+        return spec.convention.adapt(found, spec.column)
+    return spec.convention.adapt(found)
+
+
+# ---------- the names of the parts
+
+
+class _Names(NamedTuple):
+    """The names that a reward may have."""
+
+    short: str
+    long: str
+
+
+def _names(spec: Spec, found: Any) -> _Names:
+    """Return the names of a reward; one that a factory made has the name that it was given."""
+    own = found.name if isinstance(found, Reward) else getattr(found, "__name__", "")
+    if spec.target:
+        # without the query of an address, which may be long, and is no part of what is scored
+        address = spec.target.startswith(f"{spec.source}://")
+        target = spec.target.split("?")[0] if address else spec.target
+        long = f"{spec.source}:{target.removeprefix(f'{spec.source}:')}"
+        return _Names(spec.source if own in _NAMELESS else own, long)
+    source = Path(spec.source).stem if spec.source.endswith(".py") else spec.source
+    long = ":".join(part for part in (source, spec.name, spec.column) if part)
+    if spec.call is not None and spec.name and own not in _NAMELESS:
+        return _Names(own, f"{long}:{own}")
+    return _Names(f"task:{spec.name}" if spec.source == "task" else spec.name or spec.source, long)
+
+
+def _distinct(specs: Sequence[Spec], known_as: Sequence[_Names]) -> list[str]:
+    """Return one name for each, all different: short, or long where two share it, or numbered.
+
+    ValueError for a name that was given, and that another part has: vetoes and metrics would mean either.
+    """
+    short = [name.short for name in known_as]
+    names: list[str] = []
+    for name in known_as:
+        base = name.long if short.count(name.short) > 1 else name.short
+        # ":2" and so on, where even the long name is taken
+        numbered = (f"{base}:{i}" for i in itertools.count(2))
+        names.append(next(x for x in itertools.chain([base], numbered) if x not in names))
+
+    # those of models, judges and servers may be given in their arguments
+    given = [(spec.call[1].get("name") or None) if spec.target and spec.call else None for spec in specs]
+    for i, name in enumerate(given):
+        if name is None:
+            continue
+        if given.count(name) > 1:
+            raise ValueError(f"reward: expected different names, got name={name!r} twice")
+        others = [*known_as[:i], *known_as[i + 1 :]]
+        if name != names[i] or any(name in other for other in others):
+            raise ValueError(f"reward: expected a name that no other reward has, got name={name!r}")
+    return names
+
+
+# ---------- functions that are not of the convention that their text says
+
+
 def _check_convention(spec: Spec, fn: Callable[..., Any]) -> None:
     """Raise ValueError for a class, a factory or another library's function."""
     if isinstance(fn, type):
         raise ValueError(f"reward {spec.text!r}: {spec.name!r} is a class; call it: {spec.text}()")
-    if spec.adapter not in _OWN_COLUMNS:
+    if spec.convention.has_answer:
         return
 
     # a method of an object, which is to be made first
@@ -288,12 +402,13 @@ def _check_convention(spec: Spec, fn: Callable[..., Any]) -> None:
     # a function of completions, or else the advice for the kind that it seems to be
     if "completions" in names and not {"prompt", "completion_ids"} <= set(names):
         return
-    for name, adapter in _FOREIGN.items():
-        if not set(name.split()) <= set(names) or (name == "completion" and set(names) - _OF_VERIFIERS):
+    marked = [(mark, library) for library, known in CONVENTIONS.items() for mark in known.marks]
+    for mark, library in marked:
+        if not set(mark.split()) <= set(names) or (mark == "completion" and set(names) - _OF_VERIFIERS):
             continue
         raise ValueError(
-            f"reward {spec.text!r}: it takes {name.replace(' ', ' and ')}, as functions for {adapter} do; "
-            f"write {adapter}:{spec.text}"
+            f"reward {spec.text!r}: it takes {mark.replace(' ', ' and ')}, as functions for {library} do; "
+            f"write {library}:{spec.text}"
         )
     if not takes_all(fn) and not set(names) & set(GIVEN):
         example = ", ".join(f"{name}=..." for name in names)
@@ -352,7 +467,7 @@ def by_column(column: str, recipes: Mapping[str, Weighted | Mapping[str, float]]
     specs: dict[str, str] = {}
     for value, recipe in recipes.items():
         for name, fn, weight, spec in _parts(column, str(value), recipe, loaded):
-            if name in components and components[name][0] is not fn:
+            if name in components and components[name][0].fn is not fn.fn:
                 raise ValueError(
                     f"by_column: expected rewards with names that differ, got two that are called {name!r}"
                 )

@@ -27,8 +27,9 @@ from rft_fn.data.templates import fill
 from rft_fn.reward import forms, verdicts
 from rft_fn.reward.asker import Asker
 from rft_fn.reward.event_loop import in_thread
+from rft_fn.reward.reward_record import Reward
 from rft_fn.reward.scoring import responses
-from rft_fn.reward.signature import Messages, RewardFn, text
+from rft_fn.reward.signature import Messages, text
 from rft_fn.types import Engine, Sampling
 
 __all__ = ["generative", "generative_by_name"]
@@ -52,8 +53,8 @@ def generative(
     patience: int = 3,
     processing: Processing | None = None,
     served: bool = False,
-) -> RewardFn:
-    """Return a reward function that asks a judge, in [0, 1].
+) -> Reward:
+    """Return a reward that asks a judge, in [0, 1].
 
     `engine` samples the judge's answers, with `tokenizer`. `form` is the question and the parser, by default
     `forms.rating()`. Each question is answered `votes` times, and `vote` makes one verdict of them. Without
@@ -76,7 +77,7 @@ def generative(
     any. The first answer about each response goes to the trajectories as `said`.
 
     With `processing`, for a judge that sees or hears, the media of the prompt come before a question. With
-    `served`, for an engine on servers, the function returns an awaitable: other rewards compute, and other
+    `served`, for an engine on servers, the reward returns an awaitable: other rewards compute, and other
     judges are asked, while it waits for the answers. ValueError for options that do not go together.
     """
     form = form or forms.rating()
@@ -89,8 +90,7 @@ def generative(
         raise ValueError(f"against: expected a form for pairs, which has {{a}} and {{b}}, got {against!r}")
     if isinstance(unparsable, str) and unparsable != "error":
         raise ValueError(f"unparsable: expected a number, None or 'error', got {unparsable!r}")
-    kind = _Judge if processing is None else _SeeingJudge
-    return kind(
+    judge = _Judge(
         engine=engine,
         tokenizer=tokenizer,
         form=form,
@@ -103,6 +103,15 @@ def generative(
         waits=served,
         monitor=_ParseMonitor(form, limit, patience),
         asker=Asker(form, tokenizer, processing),
+    )
+    return Reward(
+        fn=judge.judged,
+        name="judge",
+        columns=judge.columns,
+        media=processing is not None,
+        asynchronous=served,
+        close=engine.close,
+        engine=engine,
     )
 
 
@@ -117,7 +126,7 @@ def generative_by_name(
     top_p: float = 1.0,
     max_new: int | None = None,
     **options: Any,
-) -> RewardFn:
+) -> Reward:
     """Return `generative` of literal arguments, as a command line has them.
 
     `form` is a name of `forms.FORMS`; `vote` is mean, majority or median. `options` are further ones of
@@ -169,7 +178,7 @@ class _Answers(NamedTuple):
 
 @dataclass(eq=False)
 class _Judge:
-    """A judge, as a reward function; see `generative` for its options."""
+    """A judge; see `generative` for its options."""
 
     engine: Engine
     tokenizer: Any
@@ -184,15 +193,12 @@ class _Judge:
     monitor: "_ParseMonitor"
     asker: Asker
 
-    stateless = True  # it takes any column, but does not read trainer_state
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the columns of the data that its questions show."""
+        return self.form.columns + ((forms.column_of(self.against),) if self.against else ())
 
-    def __post_init__(self) -> None:
-        self.columns = self.form.columns
-        if self.against:
-            self.columns += (forms.column_of(self.against),)
-        self.__name__ = "judge"
-
-    def __call__(
+    def judged(
         self,
         prompts: Sequence[str | Messages],
         completions: Sequence[str | Messages],
@@ -201,6 +207,7 @@ class _Judge:
         keys: Sequence[int] | None = None,
         log_metric: Log | None = None,
         log_extra: Log | None = None,
+        media: Sequence[Sequence[Mapping[str, Any]]] | None = None,
         **columns: Any,
     ) -> list[float | None] | Awaitable[list[float | None]]:
         """Return the verdicts on a batch, in TRL's convention: asked, read, voted on, summed by response."""
@@ -209,7 +216,6 @@ class _Judge:
         answered = [text(completion) for completion in completions]
         if keys is None:
             keys = [rng.fold_in(0, *both) for both in zip(asked, answered, strict=True)]
-        media = columns.pop("media", None) if self.asker.chat.processing is not None else None
         media = media or [[] for _ in completions]
         shown = [[Medium(x["kind"], x.get("bytes") or x["url"]) for x in records] for records in media]
         batch = _Batch(asked, answered, columns, groups or asked, keys, shown)
@@ -222,10 +228,6 @@ class _Judge:
             return decide(ask())
         self.engine.wake()  # here, where it may be built: only one thread loads models
         return self._decide_later(ask, decide)
-
-    def close(self) -> None:
-        """End the judge's engine."""
-        self.engine.close()
 
     async def _decide_later(
         self, ask: Callable[[], _Answers], decide: Callable[[_Answers], list[float | None]]
@@ -347,20 +349,6 @@ class _Judge:
         if same is not None:
             metrics["consistent"] = same
         return metrics
-
-
-class _SeeingJudge(_Judge):
-    """A judge that names `media`, and so gets those of the prompts: records of kind, and bytes or url."""
-
-    def __call__(
-        self,
-        prompts: Sequence[str | Messages],
-        completions: Sequence[str | Messages],
-        *,
-        media: Sequence[Sequence[Mapping[str, Any]]] | None = None,
-        **given: Any,
-    ) -> list[float | None] | Awaitable[list[float | None]]:
-        return super().__call__(prompts, completions, media=media, **given)
 
 
 _KEPT = 2000  # characters of an answer that are kept for trajectories.jsonl

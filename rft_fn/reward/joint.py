@@ -40,7 +40,7 @@ class Joint:
     def prepare(self) -> None:
         """Do what each rank does by itself, so that its errors are shared before the ranks meet."""
         for name in joint_names(self._score):
-            prepare = getattr(self._score.components[name][0], "prepare", None)
+            prepare = self._score.components[name][0].prepare
             rows = self._rows(name)
             if prepare is not None and rows:
                 self._named(name, prepare, rows)
@@ -51,7 +51,7 @@ class Joint:
         rows = self._rows(name)
         if not rows:
             return values
-        given = self._named(name, self._score.components[name][0], rows)
+        given = self._named(name, self._score.components[name][0].fn, rows)
         if not isinstance(given, Tensor) or given.shape != (len(rows),):
             got = list(getattr(given, "shape", ())) or type(given).__name__
             raise ValueError(f"reward {name!r}: expected [B] = [{len(rows)}], got {got}")

@@ -9,12 +9,13 @@ import torch
 
 from rft_fn import packing, rng
 from rft_fn.data.row_paths import value_at
-from rft_fn.reward.combine import Known, Weighted, columns
-from rft_fn.reward.foreign import Adapter, messages, texts
+from rft_fn.reward.combine import Weighted, columns
+from rft_fn.reward.foreign import messages, texts
 from rft_fn.reward.joint import Joint
 from rft_fn.reward.media_records import media_records
 from rft_fn.reward.references import alternatives
-from rft_fn.reward.signature import Columns, RewardFn, Score, Scored, as_messages
+from rft_fn.reward.reward_record import Reward
+from rft_fn.reward.signature import Columns, Score, Scored, as_messages
 from rft_fn.reward.signature import text as text_of
 from rft_fn.text import error_text
 from rft_fn.types import Rollout
@@ -54,22 +55,19 @@ def check(
     asked = [_question(row) for row in rows]
     shared = [name for name in asked[0].row if all(name in x.row for x in asked)]
     table = {name: [x.row[name] for x in asked] for name in shared}
-    tries = _tries([x.row for x in asked], answer, columns(score))
-
-    def run(scorer: Score) -> dict[str, Scored]:
-        scored = {}
-        for name, made in tries.items():
-            known = None if joints is None else joints[name].of_rows(range(len(rows)))
-            scored[name] = _score(scorer, asked, made, table, known)
-        return scored
-
-    scored = _run_or_explain(score, run, asked)
+    trials = _Trials(asked, table, _tries([x.row for x in asked], answer, columns(score)), joints)
+    scored: dict[str, Scored] = {}
+    try:
+        for name in trials.made:
+            scored[name] = trials.score(score, name)
+    except Exception as error:
+        _explain(error, score, trials)
+        raise
     opened = _opened(asked, tokenizer)
     if opened and "tags" in scored and isinstance(score, Weighted):
-        inside = [text.partition(opened)[2] for text in tries["tags"]]
-        known = None if joints is None else joints["tags"].of_rows(range(len(rows)))
-        _warn_of_opened(score, opened, scored["tags"], _score(score, asked, inside, table, known))
-    constant = isinstance(score, Weighted) and _warn_of_constants(score, scored, run, asked)
+        inside = [text.partition(opened)[2] for text in trials.made["tags"]]
+        _warn_of_opened(score, opened, scored["tags"], trials.score(score, "tags", inside))
+    constant = isinstance(score, Weighted) and _warn_of_constants(score, scored, trials)
     if "answer" in scored and not constant:
         known = torch.stack([scored[name].total for name in ("answer", "boxed", "tags")])
         best = known.max(0).values
@@ -172,29 +170,44 @@ def _garbage(index: int) -> str:
     return "".join(chr(ord("a") + rng.fold_in(key, i) % 26) if i % 7 else " ;" for i in range(60))
 
 
-def _score(
-    score: Score, asked: Sequence[_Question], made: Sequence[str], table: Columns, known: Known | None
-) -> Scored:
-    """Return the rewards of made-up completions, in the form of the data."""
-    completions: list[Any] = []
-    for question, text in zip(asked, made, strict=True):
-        completions.append(as_messages(text, "assistant") if question.in_messages else text)
-    prompts = [question.prompt for question in asked]
-    if not isinstance(score, Weighted):
-        return score(prompts, completions, table)
-    return score(
-        prompts,
-        completions,
-        table,
-        completion_ids=[list(map(ord, text)) for text in made],  # there is no tokenizer yet
-        prompt_texts=[text_of(x.prompt) for x in asked],
-        prompt_ids=[x.ids for x in asked],
-        truncated=[False] * len(made),
-        groups=range(len(made)),
-        keys=range(len(made)),
-        media=[x.media for x in asked],
-        known=known,
-    )
+class _Trials(NamedTuple):
+    """Made-up completions, and the rows that they answer."""
+
+    asked: Sequence[_Question]
+    table: Columns
+    made: Mapping[str, Sequence[str]]  # name of the try -> a completion for each row
+    joints: Mapping[str, Joint] | None
+
+    def score(self, score: Score, name: str, texts: Sequence[str] | None = None) -> Scored:
+        """Return the rewards of a try, in the form of the data; `texts` in place of its completions."""
+        made = self.made[name] if texts is None else texts
+        completions: list[Any] = []
+        for question, text in zip(self.asked, made, strict=True):
+            completions.append(as_messages(text, "assistant") if question.in_messages else text)
+        prompts = [question.prompt for question in self.asked]
+        if not isinstance(score, Weighted):
+            return score(prompts, completions, self.table)
+        return score(
+            prompts,
+            completions,
+            self.table,
+            completion_ids=[list(map(ord, text)) for text in made],  # there is no tokenizer yet
+            prompt_texts=[text_of(x.prompt) for x in self.asked],
+            prompt_ids=[x.ids for x in self.asked],
+            truncated=[False] * len(made),
+            groups=range(len(made)),
+            keys=range(len(made)),
+            media=[x.media for x in self.asked],
+            known=None if self.joints is None else self.joints[name].of_rows(range(len(made))),
+        )
+
+    def tells_apart(self, fn: Reward) -> bool:
+        """Return whether a reward runs and tells the tries apart."""
+        try:
+            score = Weighted({"it": (fn, 1.0)})
+            return not _is_constant({name: self.score(score, name) for name in self.made}, "it")
+        except Exception:
+            return False
 
 
 # ---------- a tag that the chat template opens
@@ -226,28 +239,20 @@ def _warn_of_opened(score: Weighted, tag: str, whole: Scored, inside: Scored) ->
 # ---------- the other form
 
 
-Run = Callable[[Score], dict[str, Scored]]
-"""Scores all tries: the rewards by the name of the try. Raises whatever the score raises."""
-
-
-def _other(asked: Sequence[_Question]) -> tuple[str, str, Adapter]:
+def _other(asked: Sequence[_Question]) -> tuple[str, str, Callable[[Reward], Reward]]:
     """Return (the form of the data, the other form, the adapter to the other)."""
     return ("messages", "text", texts) if asked[0].in_messages else ("text", "messages", messages)
 
 
-def _run_or_explain(score: Score, run: Run, asked: Sequence[_Question]) -> dict[str, Scored]:
-    """Return the scores; ValueError for a reward that raises, and would not in the other form."""
-    try:
-        return run(score)
-    except Exception as error:
-        if not isinstance(score, Weighted) or score.running not in score.components:
-            raise
+def _explain(error: Exception, score: Score, trials: _Trials) -> None:
+    """Raise ValueError for a reward that has raised an error, and would not in the other form."""
+    if not isinstance(score, Weighted) or score.running not in score.components:
+        return
 
-        # the reward that raised, by itself in the other form
-        name = score.running
-        own, other, wrap = _other(asked)
-        if not _tells_apart(run, wrap(score.components[name][0])):
-            raise
+    # the reward that raised, by itself in the other form
+    name = score.running
+    own, other, wrap = _other(trials.asked)
+    if trials.tells_apart(wrap(score.components[name][0])):
         raise ValueError(
             f"reward {name!r}: it cannot read completions that are {_form(own)}, the form of the data "
             f"({type(error).__name__}: {error_text(error)}), and can read {_form(other)}: write "
@@ -255,9 +260,7 @@ def _run_or_explain(score: Score, run: Run, asked: Sequence[_Question]) -> dict[
         ) from error
 
 
-def _warn_of_constants(
-    score: Weighted, scored: dict[str, Scored], run: Run, asked: Sequence[_Question]
-) -> bool:
+def _warn_of_constants(score: Weighted, scored: dict[str, Scored], trials: _Trials) -> bool:
     """Warn of rewards that give everything the same score, with a remedy; True if there are any."""
     warned = False
     for name, (fn, _) in score.components.items():
@@ -265,10 +268,10 @@ def _warn_of_constants(
             continue
 
         # one that is not constant in the other form does not see the text here
-        own, other, wrap = _other(asked)
+        own, other, wrap = _other(trials.asked)
         value = scored["empty"].parts[name][0].item()
         line = f"reward {name!r}: it scores {value:g} for nothing, for garbage and for every reference"
-        reads_other = _tells_apart(run, wrap(fn))
+        reads_other = trials.tells_apart(wrap(fn))
         if reads_other:
             line += (
                 f"; it tells them apart where they are {_form(other)}, and the data's are {_form(own)}: "
@@ -284,14 +287,6 @@ def _is_constant(scored: Mapping[str, Scored], name: str) -> bool:
     """Return whether a part has one value for all tries of all rows."""
     values = torch.cat([x.parts[name] for x in scored.values()])
     return bool((values == values[0]).all())
-
-
-def _tells_apart(run: Run, fn: RewardFn) -> bool:
-    """Return whether a function runs and tells the tries apart."""
-    try:
-        return not _is_constant(run(Weighted({"it": (fn, 1.0)})), "it")
-    except Exception:
-        return False
 
 
 def _form(name: str) -> str:

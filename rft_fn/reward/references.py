@@ -1,15 +1,15 @@
 """References: the cells of the column with the right answers, read once, and what they read as.
 
 A cell is a text, a number, or a list of such, which are alternatives: any of them is right. A reward that
-reads references says of each what it reads as (`reads_as`), so that a whole file can be looked at before a
-run (`Survey`).
+reads references says of each what it reads as (`Reward.references`), so that a whole file can be looked at
+before a run (`Survey`).
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from math import isfinite
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from rft_fn.data.invalid_rows import FirstFew
 from rft_fn.data.row_paths import value_at
@@ -17,9 +17,7 @@ from rft_fn.reward.combine import components_of
 from rft_fn.reward.mathematics import close
 from rft_fn.reward.row_weights import RowWeights
 
-__all__ = ["UNREADABLE", "Reference", "Survey", "alternatives", "reads_as"]
-
-Fn = TypeVar("Fn", bound=Callable[..., Any])
+__all__ = ["UNREADABLE", "Reference", "Survey", "alternatives"]
 
 UNREADABLE = "nothing that can be read"
 """What a reference reads as that no answer will equal."""
@@ -65,21 +63,15 @@ def _reference(x: Any, column: str) -> Reference:
     return Reference(str(x))  # a date, a Decimal
 
 
-def reads_as(fn: Fn, column: str, kind: Callable[[Reference], str]) -> Fn:
-    """Declare what the references of a reward read as: kind(reference), ValueError for one it refuses."""
-    fn.__dict__["references"] = column, kind
-    return fn
-
-
 class Survey:
     """What the references of a file read as, by reward; see `see`."""
 
     def __init__(self, score: Any):
         self._rows = 0
         self._parts = {}
-        for name, (fn, weight) in components_of(score).items():
-            if hasattr(fn, "references"):
-                column, kind = fn.__dict__["references"]
+        for name, (reward, weight) in components_of(score).items():
+            if reward.references is not None:
+                column, kind = reward.references
                 self._parts[name] = _Part(column, kind, weight)
 
     def see(self, row: Mapping[str, Any], place: str) -> None:

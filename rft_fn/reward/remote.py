@@ -8,22 +8,19 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from rft_fn.patience import DEADLINE, TRIES, may_pass, pause, retry_after
+from rft_fn.patience import DEADLINE, TRIES, may_pass, retry_after
 from rft_fn.reward import connection, wire, wire_openrlhf
-from rft_fn.reward.connection import Answer, Host, Hosts, addresses, masked, token_in
-from rft_fn.reward.signature import RewardFn
+from rft_fn.reward.connection import Answer, Connections, Host, Hosts, addresses, masked, token_in
+from rft_fn.reward.reward_record import Reward, as_reward
 from rft_fn.reward.wire import ReadAnswer, batch_of
 
 __all__ = ["TOKEN_ENV", "Client", "Limits", "Question", "cuts", "served_at"]
-
-
-if TYPE_CHECKING:
-    from httpx2 import AsyncClient
 
 
 OK = 200
@@ -65,9 +62,7 @@ class Client:
         self.token_env = token_env
         self.read = read
         self.jitter = random.Random()  # not the run's: it moves waits, and no reward
-        self._pool: AsyncGenerator[AsyncClient, None] | None = None
-        self._client: Any = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.connections = Connections(limits.connections)
 
     async def ask(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
         """Return the answers, in order.
@@ -118,8 +113,8 @@ class Client:
                     host.busy -= 1
 
             # a server that says when to come again is well: only the deadline bounds its waits
-            wait = pause(host.failures + 1, self.jitter.random(), trouble.wait)
-            host.rest(began, wait, str(trouble), f" for up to {max(end - began, 0):.0f} s")
+            limit = f" for up to {max(end - began, 0):.0f} s"
+            host.rest(began, str(trouble), trouble.wait, self.jitter.random(), limit)
             tries += trouble.wait is None
             if tries >= self.limits.tries * len(self.hosts.all):
                 raise ConnectionError(f"expected an answer within {tries} tries, got none{self._why()}")
@@ -127,7 +122,7 @@ class Client:
     async def _attempt(self, host: Host, question: Question) -> dict[str, Any]:
         """Return the answer of one server: Again where another attempt may mend it, else ValueError."""
         token = token_in(self.token_env)
-        client = await self._connected()
+        client = await self.connections.client()
         limit = self.limits.max_bytes
         try:
             answer = await connection.exchange(client, host.address, question.body, token, limit)
@@ -138,15 +133,6 @@ class Client:
         except ValueError as error:  # which may quote the answer
             raise ValueError(f"{host.shown}: {masked(str(error), token)}") from None
         raise _refusal(host, answer)
-
-    async def _connected(self) -> "AsyncClient":
-        """Return the client of this event loop, with its connections."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop = loop
-            self._pool = connection.pool(self.limits.connections)
-            self._client = await anext(self._pool)
-        return self._client
 
 
 def _refusal(host: Host, answer: Answer) -> Exception:
@@ -184,7 +170,7 @@ def served_at(
     tries: int = TRIES,
     max_bytes: int = 1 << 24,
     token_env: str = TOKEN_ENV,
-) -> RewardFn:
+) -> Reward:
     """Return the reward that servers compute: JSON over HTTP, as docs/rewards.md shows it.
 
     `hosts` are addresses of servers that answer alike, as a list or with commas between them; the least busy
@@ -212,7 +198,7 @@ def served_at(
     read = wire_openrlhf.read_openrlhf_answer if theirs else wire.read_answer
     client = Client(urls, limits, token_env, read)
 
-    # named, for what takes every argument does not get media
+    # media is named, for what takes every argument does not get it
     async def reward(*, prompts: Any, completions: Any, media: Any = None, **given: Any) -> dict[str, Any]:
         whole = batch_of(prompts, completions, given | {"media": media}, columns)
         groups = given.get("groups") or prompts
@@ -220,11 +206,9 @@ def served_at(
         asked = [Question(request(part), len(part.completions)) for part in parts]
         return joined(await client.ask(asked), [question.rows for question in asked])
 
-    reward.__name__ = name or urlsplit(urls[0]).netloc
-    reward.__dict__["deadline"] = deadline
-    needed = [*(columns or ()), *([] if label is None else [label])]
-    reward.__dict__["columns"] = tuple(dict.fromkeys(needed))
-    return reward
+    needed = dict.fromkeys([*(columns or ()), *([] if label is None else [label])])
+    part = name or urlsplit(urls[0]).netloc
+    return replace(as_reward(reward), name=part, columns=tuple(needed), deadline=deadline)
 
 
 def _check(limits: Limits, batch: int, form: str, label: str | None) -> None:

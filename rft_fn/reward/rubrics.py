@@ -5,10 +5,12 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rft_fn.data.row_paths import column_at
-from rft_fn.reward.signature import GIVEN, Columns, RewardFn, as_messages, parameters, reads, required, taken
+from rft_fn.reward.reward_record import Reward, as_reward, parameters, required, taken
+from rft_fn.reward.signature import GIVEN, Columns, as_messages
 
 __all__ = ["score_conversation", "verifiers"]
 
@@ -16,7 +18,7 @@ __all__ = ["score_conversation", "verifiers"]
 _FIELDS = ("prompt", "completion", "answer", "state", "task", "info")  # of a response; plural for a group
 
 
-def verifiers(rubric: Any, answer: str = "answer") -> RewardFn:
+def verifiers(rubric: Any, answer: str = "answer") -> Reward:
     """Call a `Rubric` of verifiers (0.1): the weighted sum of its functions.
 
     Each function is a metric too. A function is called once per response with the arguments that it names, of
@@ -29,7 +31,6 @@ def verifiers(rubric: Any, answer: str = "answer") -> RewardFn:
     functions = _functions(getattr(rubric, "rubric", rubric))
     needed = (answer,) if any(function.reads_answer for function in functions) else ()
 
-    @reads(*needed)
     async def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> dict[str, Any]:
         rows = _rows(prompts, completions, columns, answer)
         groups = _groups(prompts)
@@ -48,7 +49,7 @@ def verifiers(rubric: Any, answer: str = "answer") -> RewardFn:
                     total[i] += function.weight * score
         return {"rewards": total, **logs, "failed": failed}
 
-    return reward
+    return replace(as_reward(reward), columns=needed)
 
 
 async def score_conversation(rubric: Any, state: Mapping[str, Any]) -> float:

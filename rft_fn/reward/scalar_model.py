@@ -22,6 +22,7 @@ from rft_fn.data.processing import Processing
 from rft_fn.data.prompts import Prompt
 from rft_fn.data.responses import render
 from rft_fn.model import Head, calibrated
+from rft_fn.reward.reward_record import Reward
 from rft_fn.types import Experience, Rollout, TokenOut
 
 __all__ = ["Reading", "ScalarReward", "check_budget", "reads_alike", "scalar", "steps_of"]
@@ -222,30 +223,29 @@ class _Model:
         return torch.stack([together(own, mask) for own in score.unbind(-1)], -1)
 
 
-class ScalarReward:
-    """One head of a scalar reward model: a `JointReward`, made by `scalar`."""
+@dataclass(frozen=True, eq=False)
+class ScalarReward(Reward):
+    """One head of a scalar reward model: a joint reward, made by `scalar`."""
 
-    together = True
-    columns: tuple[str, ...] = ()
-
-    def __init__(self, model: _Model, heads: Sequence[Head], index: int):
-        self._model = model
-        self._index = index
-        self.heads = tuple(heads)
-        self.module: Any = None  # the model, where a forecast of memory asks for it
-        self.__name__ = heads[index].name
-
-    def __call__(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any, /) -> Tensor:
-        """Return the calibrated scores [B] of the responses; see `JointReward`."""
-        return self._model.scores(rollout, prompts, tokenizer, self.heads)[:, self._index].float()
-
-    def prepare(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any, /) -> None:
-        """Make the rows that are scored: what a rank may fail in by itself."""
-        self._model.read(rollout, prompts, tokenizer)
+    model: "_Model | None" = None
+    heads: tuple[Head, ...] = ()  # of the model
 
     def head(self, name: str) -> "ScalarReward":
         """Return another head of the same model: both together need one forward pass."""
-        return ScalarReward(self._model, self.heads, head_index(self.heads, name))
+        assert self.model is not None
+        return _of_head(self.model, self.heads, name)
+
+
+def _of_head(model: _Model, heads: tuple[Head, ...], name: str) -> ScalarReward:
+    """Return the reward of one head of a model."""
+    index = head_index(heads, name)
+
+    def reward(rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any, /) -> Tensor:
+        return model.scores(rollout, prompts, tokenizer, heads)[:, index].float()
+
+    return ScalarReward(
+        fn=reward, name=heads[index].name, joint=True, prepare=model.read, model=model, heads=heads
+    )
 
 
 def scalar(
@@ -276,7 +276,7 @@ def scalar(
         raise ValueError(f"steps: expected a separator of the steps beside {steps!r}, got none")
     if separator is not None and not isinstance(separator, str):
         raise ValueError(f"separator: expected text, got {separator!r}")
-    return ScalarReward(_Model(score, reading, budget, steps), heads, head_index(heads, head))
+    return _of_head(_Model(score, reading, budget, steps), tuple(heads), head)
 
 
 def check_budget(budget: Any) -> None:

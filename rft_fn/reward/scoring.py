@@ -16,7 +16,8 @@ from rft_fn.data.prompts import Prompt
 from rft_fn.reward.combine import components_of
 from rft_fn.reward.joint import Joint
 from rft_fn.reward.media_records import media_records
-from rft_fn.reward.signature import Judged, Score, Scored, TrainerState, as_messages, asks_for, taken
+from rft_fn.reward.reward_record import taken
+from rft_fn.reward.signature import Judged, Score, Scored, TrainerState, as_messages
 from rft_fn.types import Rollout
 
 __all__ = ["concat", "judge", "judge_rows", "means", "responses", "select"]
@@ -74,11 +75,12 @@ def judge(
     rows = range(chosen.start * size, chosen.stop * size)
 
     given = _Batch(rollout, prompts, tokenizer, state, seed)
-    scored, texts = _scored(score, given, list(rows), joint)
+    asked = _asked(score, given, list(rows), joint)
+    scored = _checked(score, score(asked.prompts, asked.completions, asked.columns, **asked.further))
     return Judged(
         reward=_by_group(scored.total, size),
         parts={name: _by_group(x, size) for name, x in scored.parts.items()},
-        texts=texts,
+        texts=asked.texts,
         metrics={name: _by_group(x, size) for name, x in scored.metrics.items()},
         extra=scored.extra,
     )
@@ -94,10 +96,18 @@ class _Batch(NamedTuple):
     seed: int
 
 
-def _scored(
-    score: Score, batch: _Batch, rows: Sequence[int], joint: Joint | None
-) -> tuple[Scored, list[str]]:
-    """Return (the scores of some rows of the rollout, the texts of their responses)."""
+class _Asked(NamedTuple):
+    """What a score is asked about B responses."""
+
+    prompts: list[Any]  # in the form of the data: texts, or messages
+    completions: list[Any]
+    columns: dict[str, list[Any]]
+    further: dict[str, Any]  # the arguments of `Score` that it takes besides
+    texts: list[str]  # of the responses
+
+
+def _asked(score: Score, batch: _Batch, rows: Sequence[int], joint: Joint | None) -> _Asked:
+    """Return what a score is asked about some rows of a rollout. ValueError for what is none."""
     # the responses, and the prompt of each; columns have the names of all prompts, whichever are judged
     prompts = batch.prompts
     owners = batch.rollout.group[list(rows)].tolist()
@@ -122,16 +132,20 @@ def _scored(
         "known": joint.of_rows(rows),
     }
     further = taken(score, given) if callable(score) else {}
-    scored = None
-    if _takes(score, asked, answered, columns, further):
-        scored = score(asked, answered, columns, **further)
-    if not isinstance(scored, Scored):
-        name = getattr(score, "__name__", type(score).__name__)
-        raise ValueError(
-            "score: expected a Score, such as reward.weighted(mine=(fn, 1.0)) makes of reward functions, got "
-            f"{name}, which is none by itself"
-        )
-    return scored, texts
+    if not _takes(score, asked, answered, columns, further):
+        _checked(score, None)
+    return _Asked(asked, answered, columns, further, texts)
+
+
+def _checked(score: Score, scored: object) -> Scored:
+    """Return the rewards that a score has given. ValueError for anything else."""
+    if isinstance(scored, Scored):
+        return scored
+    name = getattr(score, "__name__", type(score).__name__)
+    raise ValueError(
+        "score: expected a Score, such as reward.weighted(mine=(fn, 1.0)) makes of reward functions, got "
+        f"{name}, which is none by itself"
+    )
 
 
 def _takes(score: Any, asked: Any, answered: Any, columns: Any, further: Mapping[str, Any]) -> bool:
@@ -168,7 +182,7 @@ def _further(score: Score, batch: _Batch, owners: Sequence[int]) -> dict[str, An
     }
 
     # files are read for a reward that wants them
-    if any(asks_for(fn, "media") for fn, _ in components_of(score).values()):
+    if any(reward.media for reward, _ in components_of(score).values()):
         media = {i: media_records(batch.prompts[i].sources) for i in distinct}
         given["media"] = [media[i] for i in owners]
     return given
@@ -261,7 +275,8 @@ def judge_rows(
     if not rows:
         return torch.zeros(0)
     given = _Batch(rollout, prompts, tokenizer, state, seed)
-    return _scored(score, given, rows, joint)[0].total
+    asked = _asked(score, given, rows, joint)
+    return _checked(score, score(asked.prompts, asked.completions, asked.columns, **asked.further)).total
 
 
 def concat(parts: Sequence[Judged]) -> Judged:

@@ -5,8 +5,7 @@ value per completion, and the form of the data. A prompt that is a list of messa
 lists of messages. `reward.results` reads the values that they return.
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -25,17 +24,7 @@ __all__ = [
     "Scored",
     "TrainerState",
     "as_messages",
-    "asks_for",
-    "column_names",
-    "columns_of",
-    "is_joint",
-    "parameters",
-    "reads",
-    "reads_state",
-    "required",
     "stateless",
-    "taken",
-    "takes_all",
     "text",
     "trainer_state",
 ]
@@ -78,8 +67,8 @@ class RewardFn(Protocol):
         `read_result` has the other forms. Awaitables of all rewards are awaited together. Whatever it raises
         stops the run, with a note that names it.
 
-        An attribute `columns` names the columns that it cannot do without (see `reads`); without one they are
-        its parameters that have no default.
+        An attribute `columns` names the columns that it cannot do without; without one they are its
+        parameters that have no default. `as_reward` has the other attributes, and reads them all once.
         """
         ...
 
@@ -89,7 +78,7 @@ class JointReward(Protocol):
 
     @property
     def together(self) -> bool:
-        """Return True; see `is_joint`."""
+        """Return True."""
         ...
 
     def __call__(self, rollout: Rollout, prompts: Sequence[Any], tokenizer: Any, /) -> Tensor:
@@ -190,73 +179,7 @@ def as_messages(x: str | Messages, role: str) -> list[Any]:
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
-def reads(*columns: str) -> Callable[[Fn], Fn]:
-    """Declare the columns that a reward function cannot do without, as a decorator."""
-
-    def declare(fn: Fn) -> Fn:
-        fn.__dict__["columns"] = columns
-        return fn
-
-    return declare
-
-
 def stateless(fn: Fn) -> Fn:
     """Declare that a reward does not read `trainer_state`, though it takes any keyword, as a decorator."""
     fn.__dict__["stateless"] = True
     return fn
-
-
-def reads_state(fn: "RewardFn | JointReward") -> bool:
-    """Return whether a reward may read `trainer_state`.
-
-    A function that takes any keyword may, unless it is `stateless`. A joint one does not get it.
-    """
-    if is_joint(fn) or getattr(fn, "stateless", False):
-        return False
-    return takes_all(fn) or asks_for(fn, "trainer_state")
-
-
-def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a function that a caller may name."""
-    found = inspect.signature(fn).parameters.values()
-    return [p for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-
-
-def required(fn: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's parameters without a default."""
-    return [p.name for p in parameters(fn) if p.default is p.empty]
-
-
-def takes_all(fn: Callable[..., Any]) -> bool:
-    """Return whether a function takes any keyword."""
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(fn).parameters.values())
-
-
-def asks_for(fn: Callable[..., Any], argument: str) -> bool:
-    """Return whether a function names an argument, which **kwargs does not."""
-    return any(p.name == argument for p in parameters(fn))
-
-
-def taken(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function takes: all if it takes **kwargs, else those that it names."""
-    if takes_all(fn):
-        return dict(given)
-    return {p.name: given[p.name] for p in parameters(fn) if p.name in given}
-
-
-def is_joint(fn: object) -> bool:
-    """Return whether a reward is a `JointReward`."""
-    return bool(getattr(fn, "together", False))
-
-
-def columns_of(fn: RewardFn | JointReward) -> tuple[str, ...]:
-    """Return a reward's attribute `columns`, or else a function's parameters without a default."""
-    named = getattr(fn, "columns", None)
-    if named is None:
-        named = () if is_joint(fn) else required(fn)
-    return tuple(name for name in named if name not in GIVEN)
-
-
-def column_names(given: Iterable[str]) -> str:
-    """Return the columns among a reward's arguments as text, or "none"."""
-    return ", ".join(name for name in given if name not in GIVEN) or "none"

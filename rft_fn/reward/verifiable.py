@@ -1,9 +1,9 @@
 """Verifiable rewards: answers compared with a reference, and the format of responses.
 
-Each factory returns a reward function. `prompts` is accepted and never read: only the response is scored, a
+Each factory returns a `Reward`. `prompts` is accepted and never read: only the response is scored, a
 text or a list of messages. A `column` is a name or a path of names, "reward_model.ground_truth". A response
 that cannot be read scores 0; a dataset that cannot be read (a missing column, an empty cell) raises. The
-attribute `columns` of a reward function names the columns that it reads.
+field `columns` of a reward names the columns that it reads.
 
 A new reward is a factory here; a row of `_NAMED` in `from_spec` gives it a name on the command line.
 """
@@ -11,6 +11,7 @@ A new reward is a factory here; a row of `_NAMED` in `from_spec` gives it a name
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from importlib.util import find_spec
@@ -21,7 +22,8 @@ from rft_fn.data.row_paths import column_at
 from rft_fn.reward import mathematics, references
 from rft_fn.reward.mathematics import extract_number, value_of
 from rft_fn.reward.references import Reference
-from rft_fn.reward.signature import Columns, Messages, RewardFn, column_names, reads, stateless, text
+from rft_fn.reward.reward_record import Reward, as_reward, column_names
+from rft_fn.reward.signature import Columns, Messages, text
 
 __all__ = [
     "boxed_format", "exact", "extract_boxed", "extract_number", "extract_tag", "math", "numeric",
@@ -87,15 +89,13 @@ def _column(columns: Columns, name: str, count: int) -> list[Any]:
 
 def _compare(
     same: Callable[[str, Reference], float], column: str, kind: Callable[[Reference], str]
-) -> RewardFn:
-    """Return the reward function that scores each completion with same(completion, reference).
+) -> Reward:
+    """Return the reward that scores each completion with same(completion, reference).
 
     A reference that is a list has alternatives, and the best one counts. `kind` says what a reference reads
     as; see `references`.
     """
 
-    @stateless
-    @reads(column)
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
     ) -> list[float]:
@@ -105,19 +105,18 @@ def _compare(
             scores.append(max(float(same(given, x)) for x in references.alternatives(cell, column)))
         return scores
 
-    return references.reads_as(reward, column, kind)
+    return replace(as_reward(reward), columns=(column,), state=False, references=(column, kind))
 
 
-def _yes_or_no(value: Callable[[str], object]) -> RewardFn:
-    """Return the reward function that scores each completion with bool(value(completion))."""
+def _yes_or_no(value: Callable[[str], object]) -> Reward:
+    """Return the reward that scores each completion with bool(value(completion))."""
 
-    @stateless
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
     ) -> list[float]:
         return [float(bool(value(text(completion)))) for completion in completions]
 
-    return reward
+    return replace(as_reward(reward), state=False)
 
 
 def _answer(completion: str) -> str:
@@ -126,7 +125,7 @@ def _answer(completion: str) -> str:
     return (completion if boxed is None else boxed).strip()
 
 
-def numeric(column: str = "answer", *, boxed: bool = False) -> RewardFn:
+def numeric(column: str = "answer", *, boxed: bool = False) -> Reward:
     r"""Return 1 if the last numbers of completion and reference are equal; else 0.
 
     "0.50" is "1/2". So GSM8K's references ("... #### 72") need no change. With `boxed`, only the number
@@ -158,7 +157,7 @@ def _kind_of_number(reference: Reference, column: str) -> str:
     return "a number" if mathematics.whole_value(reference.text) is not None else "the last number of a text"
 
 
-def exact(column: str = "answer", *, boxed: bool = False) -> RewardFn:
+def exact(column: str = "answer", *, boxed: bool = False) -> Reward:
     r"""Return 1 if the completion is the reference, but for the whitespace around it; else 0.
 
     A reference that is a number in the data, and not a text, is right in any notation: 4.0 is "4", 1e-05 is
@@ -182,7 +181,7 @@ def exact(column: str = "answer", *, boxed: bool = False) -> RewardFn:
 _OF_THE_QUESTION = {"question", "short", "level", "image", "images", "audio", "audios"}
 
 
-def task(name: str) -> RewardFn:
+def task(name: str) -> Reward:
     r"""Return the score that a built-in task's verifier gives the answer, in [0, 1].
 
     The answer is the content of the last \boxed{} where there is one, else the whole completion. Reads the
@@ -191,8 +190,6 @@ def task(name: str) -> RewardFn:
     chosen = tasks.get_task(name)
     needed = sorted(chosen.generate(0, 0, 1).keys() - _OF_THE_QUESTION)
 
-    @stateless
-    @reads(*needed)
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
     ) -> list[float]:
@@ -204,13 +201,13 @@ def task(name: str) -> RewardFn:
             scores.append(chosen.verify(_answer(text(completion)), row))
         return scores
 
-    return reward
+    return replace(as_reward(reward), columns=tuple(needed), state=False)
 
 
 _UNBOXED_TAIL = 1000  # characters: math-verify searches in quadratic time, and an answer comes last
 
 
-def math(column: str = "answer", *, timeout: int = 5) -> RewardFn:
+def math(column: str = "answer", *, timeout: int = 5) -> Reward:
     r"""Return 1 if the answer equals the reference as mathematics; else 0.
 
     "\frac{1}{2}" is "0.5", "1+x" is "x+1". The comparison is math-verify's, guarded: words are compared as
@@ -254,12 +251,12 @@ def _kind_of_mathematics(reference: Reference, seconds: int, tried: Iterator[int
     return kind if parsed and kind != "nothing" else references.UNREADABLE
 
 
-def boxed_format() -> RewardFn:
+def boxed_format() -> Reward:
     r"""Return 1 if the response has a complete, non-empty \boxed{}; else 0."""
     return _yes_or_no(lambda response: (extract_boxed(response) or "").strip())
 
 
-def pattern_format(pattern: str) -> RewardFn:
+def pattern_format(pattern: str) -> Reward:
     """Return 1 if the pattern matches the whole stripped response; else 0.
 
     "." matches a newline too. Where the chat template already opens a tag in the prompt ("<think>"), the
@@ -269,7 +266,7 @@ def pattern_format(pattern: str) -> RewardFn:
     return _yes_or_no(lambda response: compiled.fullmatch(response.strip()))
 
 
-def tag_format(*tags: str) -> RewardFn:
+def tag_format(*tags: str) -> Reward:
     """Return 1 if the response is these tags, in order, and nothing else; else 0.
 
     Each tag occurs once and is not empty. No argument means ("think", "answer"): "<think>...</think>

@@ -1,6 +1,8 @@
 """The wire format of reward servers: our requests and answers, as bytes of JSON.
 
-docs/rewards.md shows them.
+docs/rewards.md shows them. The readers are functions on `border`, not models of pydantic, which were tried:
+74 lines in place of 85, but a column could hold NaN, errors said where and not what was expected, and
+a server took 0.4 s longer to start.
 """
 
 import dataclasses

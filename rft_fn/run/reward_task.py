@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -41,7 +41,6 @@ __all__ = [
 # ---------- the rewards of a command line: functions, models, judges and servers
 
 
-RewardT = TypeVar("RewardT", bound=Any)
 _BUDGET = 4096  # tokens that go through a reward model at once, where no option says
 
 
@@ -78,7 +77,7 @@ def reward_modules(score: reward.Weighted) -> list[nn.Module]:
 
     For forecasts.
     """
-    modules = [getattr(fn, "module", None) for fn, _ in score.components.values()]
+    modules = [part.module for part, _ in score.components.values()]
     return list({id(module): module for module in modules if module is not None}.values())
 
 
@@ -88,9 +87,9 @@ def judges_here(score: reward.Weighted) -> list[tuple[nn.Module, Sampler]]:
     For forecasts. A judge has an engine, and so a copy of its weights; judges with the same folder and equal
     engines share it. Judges on servers are left out.
     """
-    judges: list[Any] = [fn for fn, _ in score.components.values() if hasattr(fn, "sampled_here")]
-    places = {id(fn.engine): fn.sampled_here for fn in judges}
-    return [(model.load(folder, meta=True), sampler) for folder, sampler in places.values()]
+    parts = [part for part, _ in score.components.values()]
+    here = {id(part.engine): part.sampled_here for part in parts if part.sampled_here is not None}
+    return [(model.load(folder, meta=True), sampler) for folder, sampler in here.values()]
 
 
 class _Sources:
@@ -121,7 +120,7 @@ class _Sources:
         if folder not in self.scalars:
             self.scalars[folder] = _Scalar(folder, self.cfg, self.st)
         made = self.scalars[folder].head(head, budget, steps or "last", separator)
-        return _called(name, made)
+        return replace(made, name=name or made.name)
 
     def judge(
         self,
@@ -134,7 +133,7 @@ class _Sources:
         batch: int | None = None,
         name: str = "",
         **options: Any,
-    ) -> reward.RewardFn:
+    ) -> reward.Reward:
         """Return a generative reward model in a folder, or on servers that have it.
 
         It sleeps while it is not asked, with enable_engine_sleep or offload_models.
@@ -155,15 +154,8 @@ class _Sources:
         if not config.servers:
             packs = config.fast_linear and config.type == "hf"
             sampler = Sampler(config.batch, config.max_model_len, config.sleep, packs)
-            made.__dict__["sampled_here"] = folder, sampler
-        return _called(name, made)
-
-
-def _called(name: str, made: RewardT) -> RewardT:
-    """Return a reward by the name that it was given, if any."""
-    if name:
-        made.__name__ = name
-    return made
+            made = replace(made, sampled_here=(folder, sampler))
+        return replace(made, name=name or made.name)
 
 
 class _Scalar:
@@ -203,9 +195,7 @@ class _Scalar:
             self.made[how] = reward.scalar(
                 self.score, self.heads, head=names[0], reading=reading, steps=steps
             )
-        made = self.made[how].head(name or names[0])
-        made.module = self.module
-        return made
+        return replace(self.made[how].head(name or names[0]), module=self.module)
 
     def score(self, rows: Experience, _: int, /) -> TokenOut:
         """Return the scores of rows, by all ranks together, in packs of this model's budget."""

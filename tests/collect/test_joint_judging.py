@@ -66,7 +66,7 @@ class Sources:
             self.fail("model")
             prepare(*batch)
 
-        self.model.prepare = prepared
+        self.model = dataclasses.replace(self.model, prepare=prepared)
 
     def fail(self, name):
         if self.fails.get(name) == dist.rank():

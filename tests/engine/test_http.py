@@ -1,5 +1,6 @@
 """The client's deadlines and errors, and the pool's way with servers that fail."""
 
+import gc
 import json
 import os
 import socket
@@ -142,6 +143,40 @@ def test_requests_under_way_can_be_broken_off():
             client.call(url, "/x", seconds=5)
         client.allow()
         assert client.call(url, "/x", seconds=5) == 1
+
+
+def keeps(connections):
+    """Answers every request on a connection with the number of connections so far."""
+
+    def serve(connection):
+        connections.append(connection)
+        with connection, suppress(OSError):
+            while is_whole(request_of(connection)):
+                text = b"%d" % len(connections)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text) + text)
+
+    return serve
+
+
+def wait_for(holds, seconds=5):
+    """Whether something holds within some time."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.02)
+    return holds()
+
+
+def test_requests_of_a_client_share_its_connections():
+    """One after the other on one connection, those at a time on as many."""
+    connections, client = [], Client()
+    with raw(keeps(connections)) as url:
+        assert [client.call(url, "/x", {"i": i}, seconds=5) for i in range(5)] == [1] * 5
+        servers = pool.Pool([url], client, name="test", width=3, revive=lambda url: None)
+        servers.run([lambda url: client.call(url, "/x", {}, seconds=5)] * 30)
+    assert len(connections) <= 3
+    client = servers = None
+    gc.collect()  # a client that nobody has any more closes them
+    assert wait_for(lambda: all(connection.fileno() < 0 for connection in connections))
 
 
 @each("url", ["localhost:8000", "ftp://a:1", "http://", "http://a:b", "http://a:0", "http:/a:8000"])

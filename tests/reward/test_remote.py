@@ -27,6 +27,7 @@ from fake_host import (
 
 import rft_fn as rft
 from rft_fn import patience
+from rft_fn.reward import connection as connection_lib
 from rft_fn.reward import remote
 
 TOKEN = "s3cret-t0ken"
@@ -35,7 +36,7 @@ TOKEN = "s3cret-t0ken"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Waits between tries are short, and nothing in the environment leads elsewhere."""
-    monkeypatch.setitem(patience.pause.__kwdefaults__, "first", 0.02)
+    monkeypatch.setitem(connection_lib.Host.failed.__kwdefaults__, "first", 0.02)
     monkeypatch.delenv("RFT_REWARD_TOKEN", raising=False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -124,9 +125,9 @@ def test_connections_are_kept_from_call_to_call_and_closed_with_the_loop():
         for _ in range(5):
             made(["p"], ["a"], {})
         assert host.connections == 1
-        loop = fn.__closure__  # the client is inside
+        loop = fn.fn.__closure__  # the client is inside
         one = next(c.cell_contents for c in loop if isinstance(c.cell_contents, remote.Client))
-        kept = one._client
+        kept = one.connections._client
         assert not kept.is_closed
         made.close()  # and its event loop
         assert kept.is_closed
@@ -239,12 +240,12 @@ def test_waits_double_and_have_a_random_part(monkeypatch):
     times = []
     given = []
 
-    def pause(failures, draw, asked):
+    def pause(failures, draw, asked, *, first):
         assert asked is None
         given.append((failures, draw))
-        return patience.pause(failures, draw)
+        return patience.pause(failures, draw, first=first)
 
-    monkeypatch.setattr(remote, "pause", pause)
+    monkeypatch.setattr(connection_lib, "pause", pause)
 
     def reply(connection, *_):
         times.append(time.monotonic())
@@ -254,7 +255,7 @@ def test_waits_double_and_have_a_random_part(monkeypatch):
         refused(host.url, tries=5)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     for i, gap in enumerate(gaps):
-        assert gap >= patience.pause(*given[i]) >= 0.5 * 0.02 * 2**i
+        assert gap >= patience.pause(*given[i], first=0.02) >= 0.5 * 0.02 * 2**i
     assert [failures for failures, _ in given] == [1, 2, 3, 4, 5]
     draws = [draw for _, draw in given]
     assert len(set(draws)) == 5 and all(0 <= draw < 1 for draw in draws)

@@ -111,11 +111,11 @@ def test_waits_by_their_definition(failures, draw, asked):
 
 def test_failures_of_requests_that_were_under_way_together_count_once(capfd):
     host = connection.Host("http://a/score")
-    host.rest(0.0, 50.0, "gone")
+    host.rest(0.0, "gone", 50.0, 0.5)
     for _ in range(9):
-        host.rest(host.awake_at - 60.0, 50.0, "gone too")
+        host.rest(host.awake_at - 60.0, "gone too", 50.0, 0.5)
     assert host.failures == 1 and host.problem == "gone too"
-    host.rest(host.awake_at + 1.0, 50.0, "again")
+    host.rest(host.awake_at + 1.0, "again", 50.0, 0.5)
     assert host.failures == 2 and capfd.readouterr().err.count("trying again") == 1
 
 

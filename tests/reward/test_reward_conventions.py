@@ -608,7 +608,7 @@ def test_names_in_other_places_are_refused_and_not_filled_with_something_else(ad
             rf"expected a reward of \(queries, prompts, labels\), by these names .*, got one of \({names}\)"
         )
         with pytest.raises(ValueError, match=line):
-            score(reward.foreign.ADAPTERS[adapter](fn), ["7"], ["p="], columns)
+            score(reward.foreign.CONVENTIONS[adapter].adapt(fn), ["7"], ["p="], columns)
 
 
 # -------------------------------------------------------------------------------------------------- verifiers
@@ -649,7 +649,7 @@ def test_a_rubric_is_the_weighted_sum_of_its_functions(form):
     texts, prompts = ["72", "7", "720", "72"], ["p", "p", "q", "q"]
     completions = texts if form == "text" else [said(t) for t in texts]
     prompts = prompts if form == "text" else [as_messages(p, "user") for p in prompts]
-    adapted = reward.foreign.ADAPTERS["verifiers"](RUBRIC)
+    adapted = reward.foreign.CONVENTIONS["verifiers"].adapt(RUBRIC)
     assert adapted.columns == ("answer",)
     found = score(adapted, completions, prompts, COLUMNS)
     assert found.total.tolist() == pytest.approx([1.2, 0.1, 0.3, 1.2])
@@ -665,7 +665,7 @@ def test_a_rubric_of_older_names_a_group_of_rubrics_and_a_function():
     older = SimpleNamespace(reward_funcs=[correct], reward_weights=[0.5], class_objects={"parser": Parser()})
     group = SimpleNamespace(rubrics=[older, RUBRIC])
     environment = SimpleNamespace(rubric=group)
-    verifiers = reward.foreign.ADAPTERS["verifiers"]
+    verifiers = reward.foreign.CONVENTIONS["verifiers"].adapt
     found = score(verifiers(environment), ["72"], columns={"answer": ["72"], "info": [{"k": 1}]})
     assert found.total.tolist() == pytest.approx([1.7])
     assert score(verifiers(lambda completion, gold: float(completion[0]["content"] == gold), "gold"), ["7"],
@@ -675,7 +675,7 @@ def test_a_rubric_of_older_names_a_group_of_rubrics_and_a_function():
 
 
 def test_a_function_of_a_rubric_that_raises_scores_nothing_and_is_counted():
-    adapted = reward.foreign.ADAPTERS["verifiers"](
+    adapted = reward.foreign.CONVENTIONS["verifiers"].adapt(
         SimpleNamespace(funcs=[breaks, correct], weights=[1.0, 1.0])
     )
     with (

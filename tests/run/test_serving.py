@@ -16,7 +16,7 @@ import tiny
 import torch
 
 import rft_fn as rft
-from rft_fn.reward.signature import reads_state
+from rft_fn.reward.reward_record import as_reward
 from rft_fn.reward.wire import Batch
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install rft-fn[serve]")
@@ -441,9 +441,9 @@ def test_which_rewards_may_read_the_step_of_a_run():
 
     parts = rft.reward.parse(["numeric", "boxed", "format", "tags", "exact", "task:sort_digits"]).components
     judge = rft.reward.generative_by_name(judges.engine(str, tiny.tokenizer()), tiny.tokenizer(), "terse")
-    assert [*map(reads_state, [named, anything, neither, judge])] == [True, True, False, False]
-    assert not any(reads_state(fn) for fn, _ in parts.values())
-    assert reads_state(rft.reward.served_at("http://h:1/score"))  # it passes the step on
+    assert [as_reward(fn).state for fn in (named, anything, neither, judge)] == [True, True, False, False]
+    assert not any(fn.state for fn, _ in parts.values())
+    assert rft.reward.served_at("http://h:1/score").state  # it passes the step on
 
 
 def test_joined_rows_stand_in_order():

@@ -17,7 +17,6 @@ from typing import Any
 
 from rft_fn.reward import columns
 from rft_fn.reward.combine import Weighted
-from rft_fn.reward.signature import reads_state
 from rft_fn.tools.serving.jobs import Jobs, Partial, work
 
 __all__ = ["serve"]
@@ -67,7 +66,7 @@ def serve(
     where = f"http://{host}:{listening.getsockname()[1]}"
 
     # HTTP in a thread; rewards here, since their time limits need the main thread
-    by_state = any(reads_state(fn) for fn, _ in score.components.values())
+    by_state = any(reward.state for reward, _ in score.components.values())
     jobs = Jobs(queue, by_state=by_state)
     metrics = app.Metrics(jobs)
     rules = app.Rules(max_bytes, _ARRIVAL, token, columns(score))

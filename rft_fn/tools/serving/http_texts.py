@@ -45,9 +45,8 @@ def joint_values(score: Weighted, batch: Batch) -> dict[str, Tensor]:
     rollout, prompts, tokenizer = as_rollout(batch)
     for name in joint_names(score):
         score.running = name
-        fn: Any = score.components[name][0]
         with noted(name):
-            found[name] = fn(rollout, prompts, tokenizer)
+            found[name] = score.components[name][0].fn(rollout, prompts, tokenizer)
     return found
 
 

@@ -16,7 +16,7 @@ from rft_fn.border import contained
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import Scored
 from rft_fn.reward.combine import Weighted
-from rft_fn.reward.signature import taken
+from rft_fn.reward.reward_record import taken
 from rft_fn.reward.wire import Batch
 from rft_fn.tools.serving.http_texts import joint_values
 
