@@ -35,7 +35,7 @@ from rft_fn.data.template_variables import fixed_day
 
 __all__ = ["Looked", "described", "held", "key_of", "locked", "read", "write"]
 
-_LEAST = 1000  # rows, below which a look takes no second
+_LEAST = 500  # rows, below which a look takes well under a second
 _DAYS = 60  # that a file is kept without being read
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow", "numpy")
 
