@@ -80,7 +80,8 @@ class Survey:
 
     def __init__(self, score: Any):
         self._score = score
-        self._parts: dict[str, _Part] = {}
+        self._rows = 0
+        self._parts = {}
         for name, (fn, weight) in components_of(score).items():
             if hasattr(fn, "references"):
                 column, kind = fn.__dict__["references"]

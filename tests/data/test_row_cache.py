@@ -15,6 +15,7 @@ import pytest
 
 from rft_fn import data, model, reward
 from rft_fn.data import file_formats, recipe, row_cache, row_workers, template_variables
+from rft_fn.reward import references
 from rft_fn.reward.references import Survey
 
 WORDS = ["2+2", "é", "<|im_end|>", "<eos>", "🙂", "a\n\nb", " x ", "名", "{", "</think>", "<bos>", "  ", "7."]
@@ -263,13 +264,10 @@ def test_a_survey_is_given_what_it_saw(tmp_path, monkeypatch):
     assert all(first)
     monkeypatch.setattr(recipe, "_looked", None)
     assert seen() == first
-    own = tmp_path / "own.py"
-    own.write_text(
-        "from rft_fn.reward.references import reads_as\n"
-        "def own(completions, answer, **columns):\n    return [0.0] * len(completions)\n"
-        "reads_as(own, 'answer', lambda reference: 'anything')\n"
-    )
-    assert Survey(reward.parse([f"{own}:own"])).key() is None
+    found = Survey(reward.parse(["math"]))
+    assert found.key()
+    found._parts["own"] = references._Part("answer", lambda reference: "anything", 1.0)
+    assert found.key() is None  # a stranger's, which may read anything
 
 
 def test_a_worker_that_fails_or_is_killed_is_one_line():
