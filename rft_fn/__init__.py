@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from rft_fn import rollout, sampling, scan, segment, testing, weight
 
     # L2: the model as a function, prompts, and what turns responses into numbers
-    from rft_fn import border, confined, data, environment, foreign_json, hub, modality, model, opened
-    from rft_fn import option_help, parsing, patience, reward, text, user_files
+    from rft_fn import border, cache_folder, confined, cores, data, environment, file_digest, foreign_json
+    from rft_fn import hub, modality, model, opened, option_help, parsing, patience, reward, text
+    from rft_fn import user_files
 
     # L3: effects; each room may use those before it
     from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run, tools
@@ -32,8 +33,9 @@ __all__ = [
     "tree", "types", "weight",
 ]  # fmt: skip
 _UNLISTED = (
-    "border", "check", "confined", "dist", "foreign_json", "hub", "migrate", "opened", "option_help",
-    "parsing", "patience", "precision", "sampling", "text", "tools", "user_files",
+    "border", "cache_folder", "check", "confined", "cores", "dist", "file_digest", "foreign_json", "hub",
+    "migrate", "opened", "option_help", "parsing", "patience", "precision", "sampling", "text", "tools",
+    "user_files",
 )  # fmt: skip
 _OF_TYPES = (
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",

@@ -18,8 +18,8 @@ LAYERS = {
     0: "tree rng check limits precision types",
     1: "segment scan advantage weight loss reward_shaping logprob sampling metric rollout packing optim "
     "algorithm testing analysis",
-    2: "text foreign_json border confined model modality reward data environment hub opened option_help "
-    "parsing patience user_files",
+    2: "text foreign_json cores cache_folder file_digest border confined model modality reward data "
+    "environment hub opened option_help parsing patience user_files",
     3: "dist ckpt memory strategy engine sync collect run tools migrate",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}

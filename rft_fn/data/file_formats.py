@@ -7,6 +7,7 @@ whose errors name no line.
 
 import csv
 import gzip
+import hashlib
 import io
 import json
 import logging
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
 
 from rft_fn import opened
 from rft_fn.data.table import InvalidRow, Joined, Listed, Records, Row, Rows, Table, decode
@@ -93,17 +96,37 @@ def _open(path: Path) -> BinaryIO:
 
 def _json_lines(path: Path, file: BinaryIO, key: str | None = None) -> Records:
     """Find the records of a file with one object a line; blank lines are skipped."""
-    starts = array("q")
-    lines = array("q")
+    begins, perhaps_blank, size = _line_begins(file)
+    filled = np.ones(len(begins), bool)
+    for i in perhaps_blank.tolist():
+        file.seek(begins[i])
+        filled[i] = bool(file.readline().strip())
+    starts, lines = array("q"), array("q")
+    starts.frombytes(np.append(begins[filled], size).tobytes())
+    lines.frombytes((np.flatnonzero(filled) + 1).tobytes())
+    return Records(path, file, starts, lines, _parse_object)
+
+
+_BLOCK = 1 << 24  # bytes
+_IS_SPACE = np.array([bytes([byte]).isspace() for byte in range(256)])
+
+
+def _line_begins(file: BinaryIO) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return (where each line begins, which of them begin with a space or with their end, the size)."""
+    found, spaces = [], []
+    pending = np.zeros(1, np.int64)  # where a line begins, if the file does not end there
     at = 0
     file.seek(0)
-    for number, line in enumerate(file, 1):
-        if line.strip():
-            starts.append(at)
-            lines.append(number)
-        at += len(line)
-    starts.append(at)
-    return Records(path, file, starts, lines, _parse_object)
+    while block := file.read(_BLOCK):
+        read = np.frombuffer(block, np.uint8)
+        begins = np.append(pending, np.flatnonzero(read == ord("\n")) + at + 1)
+        here = begins < at + len(read)
+        found.append(begins[here])
+        spaces.append(_IS_SPACE[read[begins[here] - at]])
+        pending = begins[~here]
+        at += len(read)
+    none = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
+    return np.concatenate(found or none[0]), np.flatnonzero(np.concatenate(spaces or none[1])), at
 
 
 def _parse_object(text: str, place: str) -> Row:
@@ -130,18 +153,26 @@ def _json(path: Path, file: BinaryIO, key: str | None) -> Rows:
     if first.startswith(b"["):
         if key is not None:
             raise ValueError(f"expected an object with a list {key!r}, got a list; leave out :{key}")
-        return _objects(parse_json(decode(file.read(), 0, f"{path}, line 1")), str(path), path.parent)
+        rows, digest = _whole(path, file)
+        return _objects(rows, str(path), path.parent, digest)
     if key is None and second and _is_json(first):
         return _json_lines(path, file)
 
     # one object over several lines, or broken lines: reading them as lines names the broken one
     try:
-        whole = parse_json(decode(file.read(), 0, f"{path}, line 1"))
+        whole, digest = _whole(path, file)
     except ValueError:
         return _json_lines(path, file)
     if not isinstance(whole, dict):
         raise ValueError(f"expected a list of rows, or an object with one, got {type(whole).__name__}")
-    return _wrapped(path, whole, key)
+    return _wrapped(path, whole, key, digest)
+
+
+def _whole(path: Path, file: BinaryIO) -> tuple[Any, str]:
+    """Return (the JSON value of a file, the digest of its bytes)."""
+    content = file.read()
+    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+    return parse_json(decode(content, 0, f"{path}, line 1")), digest
 
 
 def _is_json(text: bytes) -> bool:
@@ -152,26 +183,26 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _objects(rows: Sequence[Any], name: str, folder: Path) -> Listed:
+def _objects(rows: Sequence[Any], name: str, folder: Path, digest: str) -> Listed:
     """Return a list of rows. InvalidRow for an element that is no object."""
-    listed = Listed(rows, name, folder)
+    listed = Listed(rows, name, folder, digest)
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise InvalidRow(listed.place(i), f"expected an object of columns, got {type(row).__name__}")
     return listed
 
 
-def _wrapped(path: Path, whole: dict[str, Any], key: str | None) -> Listed:
+def _wrapped(path: Path, whole: dict[str, Any], key: str | None, digest: str) -> Listed:
     """Return the rows of the named or the only list in an object; an object without lists is a row."""
     lists = [name for name, x in whole.items() if _is_table(x)]
     if key is None and not lists:
-        return Listed([whole], str(path), path.parent)
+        return Listed([whole], str(path), path.parent, digest)
     if key is None and len(lists) > 1:
         raise ValueError(f"expected one list of rows, got {', '.join(lists)}; name one, as {path}:{lists[0]}")
     chosen = lists[0] if key is None else key
     if not isinstance(whole.get(chosen), list):
         raise ValueError(f"expected a list {chosen!r}, got an object with {', '.join(map(repr, whole))}")
-    return _objects(whole[chosen], f"{path}, {chosen}", path.parent)
+    return _objects(whole[chosen], f"{path}, {chosen}", path.parent, digest)
 
 
 def _is_table(x: Any) -> bool:

@@ -1,5 +1,6 @@
 """Rows that cannot be used: the first few of them, and one line about all."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from rft_fn.data.table import Part, Table
@@ -42,6 +43,11 @@ class FirstFew:
         self.count += 1
         if len(self.shown) < _SHOWN:
             self.shown.append(x)
+
+    def join(self, count: int, shown: Iterable[Any]) -> None:
+        """Add `count` things of which these are the first few."""
+        self.count += count
+        self.shown = [*self.shown, *shown][:_SHOWN]
 
     def more(self) -> str:
         """Return the count of the others as the end of a line: "; and 4 more"."""

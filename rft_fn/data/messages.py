@@ -130,8 +130,10 @@ def unread(row: Row, read: Collection[str]) -> list[str]:
         known += ["input", "context"]
     names = []
     for name in known:
-        cell = _solid(row.get(name))
-        if name not in read and cell is not None and not (isinstance(cell, _SIZED) and not len(cell)):
+        if name not in row or name in read:
+            continue
+        cell = _solid(row[name])
+        if cell is not None and not (isinstance(cell, _SIZED) and not len(cell)):
             names.append(name)
     return names
 
@@ -253,7 +255,7 @@ def are_messages(cell: Any) -> bool:
 def _listed(cell: Any) -> list[Any] | None:
     """Return a cell as a list, parsed if it is JSON text, else None."""
     if isinstance(cell, str):
-        cell = _json(cell)
+        cell = _json(cell) if cell.lstrip().startswith("[") else None
     if hasattr(cell, "tolist"):  # an array of a table
         cell = cell.tolist()
     return list(cell) if isinstance(cell, (list, tuple)) else None

@@ -2,6 +2,7 @@
 
 import bisect
 import glob
+import hashlib
 import itertools
 import os
 import weakref
@@ -11,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
+import numpy as np
+
+from rft_fn.file_digest import digest, digest_of
 from rft_fn.text import check_text
 
 __all__ = [
@@ -24,6 +28,7 @@ __all__ = [
     "Row",
     "Rows",
     "Table",
+    "content_of",
     "decode",
     "place_of",
     "row_at",
@@ -80,6 +85,10 @@ class Rows(Sequence):
     def place(self, i: int) -> Place:
         """Return the place of row i: FILE, line N or NAME, row N."""
 
+    def content(self) -> str | None:
+        """Return a text that differs for other rows and for other places; None where none is known."""
+        return None
+
 
 def place_of(rows: Table, i: int, name: str) -> Place:
     """Return the place of row i, for an error.
@@ -94,6 +103,17 @@ def place_of(rows: Table, i: int, name: str) -> Place:
     if folder is None and path.parent.is_dir() and (path.is_file() or glob.has_magic(path.name)):
         folder = path.parent
     return Place(f"{name}, row {i + 1}", folder)
+
+
+def content_of(rows: Table) -> str | None:
+    """Return a text that differs for other rows, from the bytes of their files; None for rows in memory."""
+    if isinstance(rows, Rows):
+        return rows.content()
+    files = getattr(rows, "cache_files", None)  # of a table of `datasets`
+    if not files:
+        return None
+    digests = [digest(Path(file["filename"])) for file in files]
+    return repr((type(rows).__name__, getattr(rows, "_fingerprint", ""), digests))
 
 
 def row_at(rows: Table, i: int, name: str) -> tuple[dict[str, Any], Place]:
@@ -139,9 +159,12 @@ class Records(Rows):
     def __len__(self) -> int:
         return len(self._lines)
 
-    def __getitem__(self, i: Any) -> Any:
+    def _check_unchanged(self) -> None:
         if _stamp(self._file) != self._stamp:
             raise ValueError(f"data: {self._path} was changed while it was read; start again")
+
+    def __getitem__(self, i: Any) -> Any:
+        self._check_unchanged()
         i = range(len(self))[i]
         start = self._starts[i]
         self._file.seek(start)
@@ -153,14 +176,22 @@ class Records(Rows):
         """Return FILE, line N: the line where record i begins."""
         return Place(f"{self._path}, line {self._lines[i]}", self._path.parent)
 
+    def content(self) -> str | None:
+        """Return the digest of the file, with its name."""
+        found = digest_of(self._file.fileno())
+        self._check_unchanged()
+        return repr((str(self._path), len(self), found))
+
 
 class Listed(Rows):
     """Rows in memory, with a name for their places."""
 
-    def __init__(self, rows: Table, name: str, folder: Path | None = None):
+    def __init__(self, rows: Table, name: str, folder: Path | None = None, digest: str | None = None):
+        """Keep the rows; `digest` is that of the file that they are of."""
         self._rows = rows
         self._name = name
         self._folder = folder
+        self._digest = digest
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -171,6 +202,10 @@ class Listed(Rows):
     def place(self, i: int) -> Place:
         """Return NAME, row N: counted from 1."""
         return Place(f"{self._name}, row {i + 1}", self._folder)
+
+    def content(self) -> str | None:
+        """Return the digest of the file, with the name; None for rows of no file."""
+        return self._digest and repr((self._name, len(self), self._digest))
 
 
 class Joined(Rows):
@@ -198,6 +233,11 @@ class Joined(Rows):
         rows, at = self._find(i)
         return rows.place(at)
 
+    def content(self) -> str | None:
+        """Return the content of all files; None where that of one is not known."""
+        parts = [part.content() for part in self._parts]
+        return None if None in parts else repr(parts)
+
 
 class Part(Rows):
     """Some of the rows, by their numbers; each keeps its place."""
@@ -221,6 +261,14 @@ class Part(Rows):
     def place(self, i: int) -> Place:
         """Return the place of the row among all."""
         return place_of(self._rows, self._index[i], self._name)
+
+    def content(self) -> str | None:
+        """Return the content of all rows, with the numbers of these."""
+        whole = content_of(self._rows)
+        if whole is None:
+            return None
+        numbers = hashlib.blake2b(np.asarray(self._index, np.int64).tobytes(), digest_size=16).hexdigest()
+        return repr((whole, numbers))
 
 
 def _stamp(file: BinaryIO) -> tuple[int, int]:

@@ -12,8 +12,10 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rft_fn import rng
-from rft_fn.data import sources
+from rft_fn.data import row_cache, sources
 from rft_fn.data.dataset import Dataset, ItemT
 from rft_fn.data.mixture import Mixture
 from rft_fn.data.pairs import pairs_from_rows, pairs_from_task
@@ -28,6 +30,9 @@ __all__ = [
     "LISTS", "PAIRS", "POINTS", "PROMPTS", "STEPS", "Kind", "decide_steps", "held_out", "load",
     "load_for_training", "mix", "plan",
 ]  # fmt: skip
+
+
+_MANY = 10_000  # rows whose hashes take some time
 
 
 class Kind(NamedTuple):
@@ -204,8 +209,14 @@ def held_out(count: int, share: float) -> tuple[array, array]:
     if not 0 < share <= 1:
         raise ValueError(f"eval_share: expected a share in (0, 1], got {share}")
     size = min(max(round(share * count), 1), count - 1)
-    by_hash = sorted(range(count), key=lambda i: rng.fold_in(0, "held out", i))
-    return array("q", sorted(by_hash[size:])), array("q", sorted(by_hash[:size]))
+
+    def by_hash() -> list[int]:
+        return sorted(range(count), key=lambda i: rng.fold_in(0, "held out", i))
+
+    # a million hashes take seconds
+    order = np.asarray(by_hash()) if count < _MANY else row_cache.held(f"held out of {count}", by_hash)
+    kept, held = np.sort(order[size:]), np.sort(order[:size])
+    return array("q", kept.tobytes()), array("q", held.tobytes())
 
 
 def mix(datasets: Sequence[Dataset[ItemT]], shares: Sequence[Fraction]) -> Dataset[ItemT]:

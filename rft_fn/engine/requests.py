@@ -1,5 +1,6 @@
 """Checks requests, finds the end of a response, and assembles the rollout, for all engines."""
 
+import json
 import math
 import warnings
 from bisect import bisect_left
@@ -313,6 +314,40 @@ def end_tokens(lm: nn.Module, tokenizer: Any) -> frozenset[int]:
     return places.union(token for token in ends if token is not None)
 
 
+_ANYWHERE = {" ", "\ufffd"}  # what decoders put between tokens, or in place of a part of a character
+
+
+def _adds_its_text(tokenizer: Any) -> bool:
+    """Return whether a token adds to the decoded text what it is alone, beside `_ANYWHERE`.
+
+    It does where all that decodes is known to join the tokens' own texts.
+    """
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is None:
+        return False
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    if (
+        kind.decode is not PreTrainedTokenizerBase.decode
+        or kind._decode is not PreTrainedTokenizerFast._decode
+    ):
+        return False
+    return core.decoder is None or _joins(json.loads(core.decoder.__getstate__()))
+
+
+def _joins(decoder: Mapping[str, Any]) -> bool:
+    """Return whether a decoder, as its library writes it, joins the texts of tokens."""
+    kind = decoder["type"]
+    if kind == "Sequence":
+        return all(map(_joins, decoder["decoders"]))
+    if kind == "Replace":
+        return len(decoder["pattern"].get("String", "")) == 1
+    if kind == "Strip":
+        return decoder["content"] == " "
+    return kind in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "BPEDecoder")
+
+
 class Stop:
     """Decides whether a response ends with its last token.
 
@@ -324,13 +359,29 @@ class Stop:
         self.tokenizer = tokenizer
         self.ids = ends | {x for x in stop if not isinstance(x, str)}
         self.texts = [x for x in stop if isinstance(x, str)]
+        self._may: dict[int, bool] = {}  # whether a token may complete a text
+        last = {x[-1] for x in self.texts}
+        self._told_by_token = bool(last) and last.isdisjoint(_ANYWHERE) and _adds_its_text(tokenizer)
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Return whether the response `tokens` ends with the last of them."""
         if tokens[-1] in self.ids or not self.texts:
             return tokens[-1] in self.ids
+        if not self._may_complete(tokens[-1]):  # nearly all: decoding the tail takes a hundred times as long
+            return False
         tail = self._tail(tokens)
         return any(text in tail for text in self.texts)
+
+    def _may_complete(self, token: int) -> bool:
+        """Return whether a text can be complete with this token, and was not before it."""
+        if not self._told_by_token:
+            return True
+        may = self._may.get(token)
+        if may is None:
+            own = self._text([token])
+            # a part of a character shows only beside the others
+            may = self._may[token] = "\ufffd" in own or any(x[-1] in own for x in self.texts)
+        return may
 
     def first_end(self, tokens: Sequence[int]) -> int | None:
         """Return the number of tokens up to the first one that ends a response, None if none does."""

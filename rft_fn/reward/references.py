@@ -12,6 +12,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from rft_fn.data.invalid_rows import FirstFew
+from rft_fn.data.row_cache import described
 from rft_fn.data.row_paths import value_at
 from rft_fn.reward.combine import components_of
 from rft_fn.reward.mathematics import close
@@ -64,9 +65,13 @@ def _reference(x: Any, column: str) -> Reference:
 
 
 class Survey:
-    """What the references of a file read as, by reward; see `see`."""
+    """What the references of a file read as, by reward; see `see`.
+
+    It is a `data.recipe.Survey`, so that what it saw of a file is kept for the next start.
+    """
 
     def __init__(self, score: Any):
+        self._score = score
         self._rows = 0
         self._parts = {}
         for name, (reward, weight) in components_of(score).items():
@@ -78,6 +83,36 @@ class Survey:
         """Add the references of a row that is at that place."""
         for part in self._parts.values():
             part.see(row, place)
+
+    __call__ = see
+
+    def key(self) -> str | None:
+        """Return the description of the rewards; None for one of a stranger, which may read anything."""
+        return described({name: (x.column, x.kind, x.weight) for name, x in self._parts.items()})
+
+    def fresh(self) -> "Survey":
+        """Return a survey of the same rewards that has seen nothing."""
+        return Survey(self._score)
+
+    def state(self) -> dict[str, Any]:
+        """Return what was seen, as JSON."""
+        return {
+            name: {
+                "count": x.count,
+                "kinds": x.kinds,
+                "refused": [x.refused.count, x.refused.shown],
+                "lost": [x.lost.count, x.lost.shown],
+            }
+            for name, x in self._parts.items()
+        }
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Add the `state` of another survey of these rewards."""
+        for name, part in self._parts.items():
+            part.count += state[name]["count"]
+            part.kinds.update(state[name]["kinds"])
+            part.refused.join(*state[name]["refused"])
+            part.lost.join(*state[name]["lost"])
 
     def refused(self) -> str:
         """Return the line about references that stop a run when they are drawn; "" for none."""

@@ -10,7 +10,7 @@ A new reward is a factory here; a row of `_NAMED` in `from_spec` gives it a name
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -87,10 +87,19 @@ def _column(columns: Columns, name: str, count: int) -> list[Any]:
     return list(values)
 
 
+Pair = tuple[str, Reference]
+"""A completion and one of its right answers."""
+
+
+def _each(same: Callable[[str, Reference], float]) -> Callable[[Iterable[Pair]], list[float]]:
+    """Return the function that compares pairs one by one."""
+    return lambda pairs: [float(same(completion, reference)) for completion, reference in pairs]
+
+
 def _compare(
-    same: Callable[[str, Reference], float], column: str, kind: Callable[[Reference], str]
+    same: Callable[[Iterable[Pair]], list[float]], column: str, kind: Callable[[Reference], str]
 ) -> Reward:
-    """Return the reward that scores each completion with same(completion, reference).
+    """Return the reward that scores each completion by same([(completion, reference), ...]).
 
     A reference that is a list has alternatives, and the best one counts. `kind` says what a reference reads
     as; see `references`.
@@ -99,10 +108,16 @@ def _compare(
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
     ) -> list[float]:
-        scores = []
-        for completion, cell in zip(completions, _column(columns, column, len(completions)), strict=True):
-            given = text(completion)
-            scores.append(max(float(same(given, x)) for x in references.alternatives(cell, column)))
+        counts = []
+
+        def pairs() -> Iterator[Pair]:
+            for completion, cell in zip(completions, _column(columns, column, len(completions)), strict=True):
+                right = references.alternatives(cell, column)
+                counts.append(len(right))
+                yield from zip([text(completion)] * len(right), right)
+
+        scores = iter(same(pairs()))
+        scores = [max(itertools.islice(scores, count)) for count in counts]
         return scores
 
     return replace(as_reward(reward), columns=(column,), state=False, references=(column, kind))
@@ -139,7 +154,7 @@ def numeric(column: str = "answer", *, boxed: bool = False) -> Reward:
         given = value_of(extract_number(read))
         return given is not None and reference.equals(given, expected)
 
-    return _compare(same, column, partial(_kind_of_number, column=column))
+    return _compare(_each(same), column, partial(_kind_of_number, column=column))
 
 
 def _number_in(reference: Reference, column: str) -> Fraction:
@@ -174,7 +189,7 @@ def exact(column: str = "answer", *, boxed: bool = False) -> Reward:
             return reference.equals(given, Fraction(reference.text))
         return read.strip() == reference.text.strip()
 
-    return _compare(same, column, lambda reference: "a number" if reference.is_number else "text")
+    return _compare(_each(same), column, lambda reference: "a number" if reference.is_number else "text")
 
 
 # the columns of a task's rows that no verifier reads
@@ -218,7 +233,8 @@ def math(column: str = "answer", *, timeout: int = 5) -> Reward:
     comparison scores 0.
 
     A response such as "10^{10^{10}}" keeps sympy busy for ever, so parsing and comparing get `timeout`
-    seconds each: by a signal in Python's main thread, in a child process in any other.
+    seconds each, and all different answers of a call a minute and 0.2 s for each of them: the rest then
+    scores 0, with a warning. Many are compared by child processes, a few in Python's main thread by itself.
     """
     if find_spec("math_verify") is None:
         raise ModuleNotFoundError(
@@ -226,11 +242,14 @@ def math(column: str = "answer", *, timeout: int = 5) -> Reward:
             "pip install 'math-verify[antlr4_13_2]'"
         )
 
-    def same(completion: str, reference: Reference) -> bool:
+    def question(completion: str, reference: Reference) -> mathematics.Question:
         boxed = extract_boxed(completion)
         answer = completion[-_UNBOXED_TAIL:] if boxed is None else boxed
-        gold = _gold(reference)
-        return mathematics.equal(gold, answer, boxed=boxed is not None, seconds=timeout)
+        return mathematics.Question(_gold(reference), answer, boxed is not None)
+
+    def same(pairs: Iterable[Pair]) -> list[float]:
+        verdicts = mathematics.equal_all([question(*pair) for pair in pairs], seconds=timeout)
+        return [float(verdict) for verdict in verdicts]
 
     return _compare(same, column, partial(_kind_of_mathematics, seconds=timeout, tried=itertools.count()))
 

@@ -4,19 +4,18 @@ A file of weights, or the config that says what they compute, may not change und
 announced. Rows and media have digests of their own, and libraries, caches and hidden files are free.
 """
 
-import hashlib
 import json
 import os
 import site
 import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rft_fn import border, opened
+from rft_fn.file_digest import LARGE, digest
 from rft_fn.model.model_names import cache_dir
 from rft_fn.run.files import write_whole
 
@@ -26,8 +25,6 @@ __all__ = [
 ]  # fmt: skip
 
 NAME = "manifest.json"
-_PIECE = 1 << 26  # bytes that one thread hashes
-_BLOCK = 1 << 20
 
 
 class Changes(NamedTuple):
@@ -37,29 +34,10 @@ class Changes(NamedTuple):
     announced: dict[str, str]
 
 
-def digest(path: Path) -> str:
-    """Return the BLAKE2b digest of a file; of a large one that of the digests of its pieces, by threads."""
-    size = path.stat().st_size
-    if size <= _PIECE:
-        return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        pieces = threads.map(lambda start: _piece(path, start), range(0, size, _PIECE))
-        return hashlib.blake2b(b"".join(pieces), digest_size=16).hexdigest()
-
-
-def _piece(path: Path, start: int) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        for _ in range(_PIECE // _BLOCK):
-            found.update(file.read(_BLOCK))
-    return found.digest()
-
-
 def _described(path: Path, old: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entry of a file; `old` is an earlier one, which stays where a large file is untouched."""
     about = path.stat()
-    if about.st_size <= _PIECE:
+    if about.st_size <= LARGE:
         return {"digest": digest(path)}
     stamp = [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]  # nobody can set st_ctime
     known = old.get("stamp") == stamp

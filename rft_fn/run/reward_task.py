@@ -305,7 +305,7 @@ def load_task(cfg: options.Reinforcement, st: Strategy, **more: Any) -> Task:
         max_prompt=cfg.max_prompt,
         window=model.read_window(cfg.model),
         max_new=cfg.max_new,
-        survey=survey.see,
+        survey=survey,
         **more,
     )
     _tell_references(cfg, st, survey)

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 from torch.cuda import nccl
 
-from rft_fn import hub
+from rft_fn import cores, hub
 from rft_fn.engine import ENGINES
 from rft_fn.tools.fact import Fact
 from rft_fn.tools.packages import EXTRAS, numbers, version
@@ -27,9 +27,8 @@ _FEW_GIB = 5  # of disk: below it a checkpoint of a small model does not fit
 
 def devices() -> list[Fact]:
     """Return the processor, what multiplies on it, the GPUs, and what processes talk through."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     vector = torch.backends.cpu.get_cpu_capability()
-    facts = [Fact("cpu", f"{usable} cores, {torch.get_num_threads()} threads of torch, {vector}")]
+    facts = [Fact("cpu", f"{cores.usable()} cores, {torch.get_num_threads()} threads of torch, {vector}")]
     facts.append(Fact("float32 products", _products()))
     facts += _gpus()
     facts.append(Fact("log-probs", _log_probs()))

@@ -167,6 +167,45 @@ def test_math_has_its_limit_in_every_thread():
     assert found[:2] == [False, True]
 
 
+def formulas(count):
+    """Questions that need mathematics, half of them with the right answer."""
+    made = [(f"x^{i % 9}+{i}", f"{i + i % 2}+x^{i % 9}", True) for i in range(2, count + 2)]
+    return [mathematics.Question(*x) for x in made]
+
+
+def test_many_different_answers_are_compared_by_children_and_alike(monkeypatch):
+    questions = formulas(30)
+    alone = mathematics.equal_all(questions, seconds=60)
+    assert 0 < sum(alone) < 30
+    asked = []
+    monkeypatch.setattr(mathematics, "_FEW", 20)
+    ask = mathematics._children.ask
+    monkeypatch.setattr(mathematics._children, "ask", lambda x, *rest: asked.append(list(x)) or ask(x, *rest))
+    assert mathematics.equal_all([*questions, *questions], seconds=60) == [*alone, *alone]
+    assert asked == [questions]  # equal ones once
+    assert mathematics.equal_all(questions[:20], seconds=60) == alone[:20] and len(asked) == 1
+    fn = reward.math()
+    completions = [rf"so \boxed{{{x.answer}}}" for x in questions]
+    scores = fn(prompts=completions, completions=completions, answer=[["0", x.reference] for x in questions])
+    assert scores == [float(x) for x in alone] and len(asked) == 2
+
+
+def test_the_limits_of_hard_answers_do_not_add_up(monkeypatch):
+    """A call has a limit of its own: what is not compared by then scores 0, and the next call goes on."""
+    mathematics.equal_all(formulas(1), seconds=60)
+    hard = [mathematics.Question(f"{i}", rf"10^{{10^{{{i}}}}}", True) for i in range(11, 61)]
+    for few in (100, 0):
+        monkeypatch.setattr(mathematics, "_FEW", few)
+        monkeypatch.setattr(mathematics, "_MINUTE", 2.0)
+        monkeypatch.setattr(mathematics, "_A_QUESTION", 0.0)
+        start = time.perf_counter()
+        with pytest.warns(UserWarning, match=r"reward 'math': \d+ of 50 different answers were not compared"):
+            assert not any(mathematics.equal_all(hard, seconds=1))
+        assert time.perf_counter() - start < 50
+        monkeypatch.setattr(mathematics, "_MINUTE", 60.0)
+        assert mathematics.equal_all(formulas(4), seconds=60)
+
+
 ROWS = [
     {"question": "a", "answer": "7 apples."},
     {"question": "b", "answer": "8"},

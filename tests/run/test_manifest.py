@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rft_fn import model, opened, reward, types
+from rft_fn import file_digest, model, opened, reward, types
 from rft_fn.run import manifest, opening, options, rollout_files
 from rft_fn.strategy import get_fake_strategy
 
@@ -184,8 +184,8 @@ def test_a_large_file_is_hashed_in_pieces_and_once(tmp_path, monkeypatch):
     path = tmp_path / "x.bin"
     path.write_bytes(bytes(range(256)) * 4)
     whole = manifest.digest(path)
-    monkeypatch.setattr(manifest, "_PIECE", 300)
-    monkeypatch.setattr(manifest, "_BLOCK", 100)
+    monkeypatch.setattr(file_digest, "LARGE", 300)
+    monkeypatch.setattr(file_digest, "_BLOCK", 100)
     assert manifest.digest(path) == manifest.digest(path) != whole
     first = manifest.digest(path)
     for at in (0, 299, 300, 1023):

@@ -16,6 +16,7 @@ from typing import Any
 
 import axes
 import comm
+import load
 import show
 from record import made
 
@@ -23,7 +24,7 @@ import rft_fn as rft
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tests"))  # where `ranks` is
-PARTS = ("axes", "ranks", "gather", "comm")
+PARTS = ("axes", "ranks", "gather", "comm", "load")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ def measured(cfg: Config, part: str) -> Any:
         return {str(n): ranks.run(n, "bench.growth.axes:rank") for n in (1, 2, 4)}
     if part == "gather":
         return gathered(cfg)
+    if part == "load":
+        return load.measured()
     found = {"counted": ranks.run(4, "bench.growth.comm:count")[0], "assumed": comm.assumptions(cfg.network)}
     return found | {"tables": {name: comm.table(net) for name, net in comm.slower(cfg.network).items()}}
 

@@ -94,6 +94,16 @@ def comm_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def load_table(found: list[dict[str, float]]) -> str:
+    """A row for each start, with its exponent."""
+    lines = ["| start | " + " | ".join(f"{x['x']:,} rows" for x in found) + " | exponent |"]
+    lines.append("|---" * (len(found) + 2) + "|")
+    for start in ("first", "second"):
+        cells = [start, *(f"{x[start]:.2f} s" for x in found), f"{power(found, start):.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def tables(found: dict[str, Any]) -> dict[str, str]:
     """The tables of what has been measured, by their marks in the document."""
     out = {}
@@ -101,6 +111,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
         "axes": ("growth", growth_table),
         "ranks": ("ranks", ranks_table),
         "gather": ("gather", gather_table),
+        "load": ("load", load_table),
     }
     for part, (mark, make) in makers.items():
         if part in found:
