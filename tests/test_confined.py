@@ -57,7 +57,7 @@ def test_a_child_that_misbehaves_is_one_line(name, monkeypatch):
     monkeypatch.setattr(confined, "_WAIT", 2)
     function, line = ENDS[name]
     with pytest.raises(ValueError, match=line):
-        confined.call("x", function, seconds=30 if "takes" in name else 1)
+        confined.call("x", function, seconds=1 if "no end" in line else 30)
 
 
 def children():
