@@ -99,7 +99,7 @@ def _json_lines(path: Path, file: BinaryIO, key: str | None = None) -> Records:
     begins, perhaps_blank, size = _line_begins(file)
     filled = np.ones(len(begins), bool)
     for i in perhaps_blank.tolist():
-        file.seek(begins[i])
+        file.seek(int(begins[i]))
         filled[i] = bool(file.readline().strip())
     starts, lines = array("q"), array("q")
     starts.frombytes(np.append(begins[filled], size).tobytes())

@@ -34,7 +34,7 @@ class _Worker(NamedTuple):
     """A process that looks at rows, and the pipe to it."""
 
     process: "subprocess.Popen[bytes]"
-    pipe: Connection
+    pipe: Any  # a connection
 
 
 def _started(begin: bytes) -> _Worker:
