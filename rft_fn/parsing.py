@@ -157,8 +157,8 @@ def _line(sections: list[list[str]]) -> str:
     error = " ".join(sections[0])
     if found := re.match(r"Error parsing --(\S+): ", error):
         return _no_value(_name(found[1]), error, sections)
-    if found := re.match(r"Error parsing \S+: (.*)", error):  # raised by the config itself
-        return found[1]
+    if found := re.match(r"Error parsing (\S+): (.*)", error):  # raised by the config or a part of it
+        return f"{found[1]}.{found[2]}" if found[1] in WHOLE else found[2]
     if found := re.match(r"invalid choice '(.*)' for argument '--(.*)'. Expected one of \((.*?),?\)", error):
         choices = re.sub(r"'(\w[^']*)'", r"\1", found[3])
         return f"{_name(found[2])}: expected one of {choices}, got {found[1]!r}"

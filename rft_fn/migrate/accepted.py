@@ -70,7 +70,7 @@ def _wrong(config: type, flag: str, values: Sequence[str]) -> str:
         what = "an integer" if number is int else "a number"
         return f"{name}: expected {what}{', or None' * (NoneType in kinds)}, got {values[0]!r}"
     try:
-        limits.field(last, x, hint)
+        limits.field(name if part in parsing.WHOLE else last, x, hint)
     except ValueError as error:
         return str(error)
     return ""
