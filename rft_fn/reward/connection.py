@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 import zlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
@@ -247,20 +247,55 @@ async def exchange(
     if token:
         sent["Authorization"] = f"Bearer {token}"
     method = "GET" if body is None else "POST"
+    events: set[str] = set()
+
+    async def note(event: str, _: Any) -> None:
+        events.add(event)
+
     try:
-        async with client.stream(method, address, content=body, headers=sent) as response:
-            data, words = b"", ""
-            if response.is_success:
-                data = await _read(response, max_bytes, token)
-            elif not response.is_redirect:
-                text = masked((await _beginning(response)).decode(errors="replace"), token)
-                words = " ".join(text.split())[:_SHOWN]
-            return Answer(response.status_code, response.headers, data, words)
-    except httpx2.TransportError as error:
-        line = f"{type(error).__name__}: {error}".rstrip(": ")  # it may quote the server
-        raise Broken(masked(line, token)[:_SHOWN]) from error
+        while True:
+            try:
+                return await _exchanged(client, method, address, body, sent, token, max_bytes, note)
+            except httpx2.TransportError as error:
+                if _was_kept(events):
+                    events.clear()  # the client has dropped that connection, and takes another
+                    continue
+                line = f"{type(error).__name__}: {error}".rstrip(": ")  # it may quote the server
+                raise Broken(masked(line, token)[:_SHOWN]) from error
     except (httpx2.InvalidURL, UnicodeError):
         raise ValueError("expected an address like https://HOST:PORT, got another text") from None
+
+
+async def _exchanged(
+    client: "httpx2.AsyncClient",
+    method: str,
+    address: str,
+    body: bytes | None,
+    headers: Mapping[str, str],
+    token: str,
+    max_bytes: int,
+    note: Callable[[str, Any], Awaitable[None]],
+) -> Answer:
+    """Return the answer to a request; `note` is told what happens on its connection."""
+    told = {"trace": note}
+    async with client.stream(method, address, content=body, headers=headers, extensions=told) as response:
+        data, words = b"", ""
+        if response.is_success:
+            data = await _read(response, max_bytes, token)
+        elif not response.is_redirect:
+            text = masked((await _beginning(response)).decode(errors="replace"), token)
+            words = " ".join(text.split())[:_SHOWN]
+        return Answer(response.status_code, response.headers, data, words)
+
+
+def _was_kept(events: Collection[str]) -> bool:
+    """Return whether a request failed unanswered on a connection that was kept from an earlier one.
+
+    A server may close it at any time, also while the request is on its way, which says nothing of the server.
+    """
+    sent = "http11.send_request_headers.started" in events
+    connected = "connection.connect_tcp.started" in events
+    return sent and not connected and "http11.receive_response_headers.complete" not in events
 
 
 async def _read(response: "httpx2.Response", max_bytes: int, token: str) -> bytes:

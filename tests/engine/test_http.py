@@ -69,6 +69,23 @@ def answering(text, status="200 OK", asked=None):
     return serve
 
 
+def test_a_connection_that_the_server_has_closed_is_no_fault():
+    """Each one answers once, and closes when it is asked again: the second request takes a new one."""
+    opened = []
+
+    def once(connection):
+        opened.append(connection)
+        request_of(connection)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n7")
+        request_of(connection)
+        connection.close()
+
+    client = Client()
+    with raw(once) as url:
+        assert [client.call(url, "/y", seconds=5) for _ in range(3)] == [7, 7, 7]
+    assert len(opened) == 3
+
+
 def test_a_call_is_a_post_of_json_with_the_key(monkeypatch):
     monkeypatch.setenv("RFT_SERVER_KEY", "secret")
     asked = []

@@ -230,7 +230,7 @@ def policy(cfg: Any, x: dict[str, Tensor], logp: Tensor) -> Tensor:
         adv, _ = algo.advantage(token_reward, x["old_value"], mask)
         adv = rft.advantage.whiten(adv, mask) if cfg.whiten else adv
     else:
-        algo = rft.run.objective(cfg)
+        algo = rft.run.objective(cfg.algorithm, cfg, advantage=getattr(cfg, "advantage", None))
         if cfg.reward_norm:
             reward = rft.reward.scales.standardized(reward, over=cfg.reward_norm)
         more = {"greedy_reward": x["reward"][1][:4]} if algo.greedy else {}

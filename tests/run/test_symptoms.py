@@ -11,6 +11,7 @@ from test_house import load_script
 from test_run_page import blocks
 
 from bench import record
+from rft_fn import parsing
 from rft_fn import run as runs
 from rft_fn.run import plot
 from rft_fn.run.symptoms import RULES, symptoms
@@ -255,10 +256,10 @@ def test_every_rule_is_in_the_documentation():
 
 
 def test_options_that_remedies_name_exist():
-    fields = load_script("grpo").Config.__dataclass_fields__
+    known = parsing.names(load_script("grpo").Config)
     for rule in RULES:
         for option in re.findall(r"--([\w-]+)", rule.remedy):
-            assert option.replace("-", "_") in fields, option
+            assert option.replace("-", "_") in known, option
 
 
 def test_symptoms_are_json():
