@@ -310,3 +310,14 @@ def test_lines_are_found_block_by_block(tmp_path, monkeypatch):
             rows = file_formats._json_lines(path, file)
             assert [*zip(rows._starts, rows._lines)] == expected
             assert rows._starts[-1] == at and len(rows._starts) == len(expected) + 1
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 4), ("1", 0)])
+def test_one_process_of_a_node_tells_how_far_it_is(rank, lines, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(recipe, "_QUIET", 0)
+    monkeypatch.setattr(recipe, "_BETWEEN", (0, 0))
+    assert list(recipe._tracked(range(5), 5, "some.jsonl")) == list(range(5))
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == lines
+    assert not lines or told[0].startswith("data: 2 of 5 rows of some.jsonl, ")

@@ -316,3 +316,17 @@ def test_a_missing_package_ends_a_script_with_one_line(package, act, monkeypatch
         guard(lambda _: act(), None)
     printed = capsys.readouterr().err
     assert end.value.code == 2 and "install" in printed and len(printed.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("every", "want"),
+    [
+        (None, [None, False, False, None]),  # where the usual packs are halves already
+        (5, [True, False, True, True]),
+        (0, [False, False, False, False]),
+    ],
+)
+def test_the_noise_is_of_the_first_update_of_some_steps(every, want):
+    cfg = Config(noise_every=every)
+    assert [cfg.halves(step) for step in (0, 4, 5, 10)] == want
+    assert [cfg.halves(step, 1) for step in (0, 5, 10)] == [False] * 3
