@@ -213,7 +213,12 @@ def test_weights_of_a_minibatch(tmp_path):
     )  # fmt: skip
     cfg = script().Config(minibatches=2, epochs=2, positive_nll=0.3)
     row = rft.algorithm.get_actor_critic("ppo")
-    parts = list(script().minibatches(cfg, row, exp, 7))
+
+    def minibatches():
+        parts = rft.run.minibatches(cfg, exp, 7, name="minibatch")
+        return [script().weighted(cfg, row, part) for part in parts]
+
+    parts = minibatches()
     assert len(parts) == 4
     for x in parts:
         assert x.w.sum() == pytest.approx(1) and ((x.w > 0) == x.mask).all()
@@ -222,8 +227,7 @@ def test_weights_of_a_minibatch(tmp_path):
         assert (x.w * x.extra["positive"] * -x.old_logp).sum() == pytest.approx(float(want))
     orders = [tuple(x.tokens[:, 0].tolist()) for x in parts]
     assert sorted(orders[0] + orders[1]) == sorted(orders[2] + orders[3]) and orders[:2] != orders[2:]
-    again = script().minibatches(cfg, row, exp, 7)
-    assert [tuple(x.tokens[:, 0].tolist()) for x in again] == orders
+    assert [tuple(x.tokens[:, 0].tolist()) for x in minibatches()] == orders
 
 
 def test_examples_are_a_function_of_the_update():
