@@ -47,7 +47,7 @@ def test_the_edits_of_a_copied_script_run(tmp_path):
     texts = {name: (HOWTO / f"own_{name}.md").read_text() for name in ("loss", "advantage")}
     (loss,) = re.findall(r"^    (algo = .*)$", texts["loss"], re.M)
     (advantage,) = re.findall(r"^    (adv = .*)$", texts["advantage"], re.M)
-    made = "    algo = rft.run.objective(cfg)\n"
+    made = "    algo = rft.run.objective(cfg.algorithm, cfg, advantage=cfg.advantage)\n"
     assert text.count(made) == 1
     text = text.replace(made, f"{made}    {loss}\n")
     text, count = re.subn(r"adv = algo\.advantage\(.*\)", advantage, text)
