@@ -109,7 +109,7 @@ def described(x: Any) -> str | None:
 
 
 def _described(x: Any) -> Any:
-    """Return a description of an option, whose `repr` is equal for equal ones. _Unknown for a stranger."""
+    """Return plain values whose `repr` is the same for equal options. _Unknown for code of strangers."""
     if x is None or isinstance(x, (str, int, float, bytes)):
         return (type(x).__name__, x)
     if isinstance(x, Mapping):

@@ -63,7 +63,7 @@ def has_gradient(loss_fn: LossFn, b: Packed) -> bool:
 
 
 def _has_gradient(loss_fn: LossFn, b: Packed, scale: Tensor, generator: torch.Generator) -> bool:
-    """Return whether there is a gradient at outputs whose log-probs have these scales, [T] i64."""
+    """Return whether one draw of outputs has a gradient; `scale` [T] indexes the spread of each."""
 
     def uniform(*shape: int) -> Tensor:
         return torch.rand(len(b.tokens), *shape, generator=generator).to(b.w).requires_grad_()

@@ -152,9 +152,6 @@ def _split_weight(spec: str) -> tuple[str, float]:
     raise ValueError(f"reward {spec!r}: expected NAME=WEIGHT with a number, got {weight!r}")
 
 
-# ---------- the parts of a text
-
-
 class Spec(NamedTuple):
     """The parts of a text."""
 
@@ -230,9 +227,6 @@ def _arguments(text: str, call: ast.Call) -> tuple[tuple[Any, ...], Mapping[str,
             f"True, got {ast.unparse(call)[1:]}"
         ) from None
     return places, named
-
-
-# ---------- what they name
 
 
 def _found(spec: Spec, sources: Mapping[str, Source]) -> Any:
@@ -328,9 +322,6 @@ def _adapted(spec: Spec, found: Any) -> Reward:
     return spec.convention.adapt(found)
 
 
-# ---------- the names of the parts
-
-
 class _Names(NamedTuple):
     """The names that a reward may have."""
 
@@ -378,9 +369,6 @@ def _distinct(specs: Sequence[Spec], known_as: Sequence[_Names]) -> list[str]:
         if name != names[i] or any(name in other for other in others):
             raise ValueError(f"reward: expected a name that no other reward has, got name={name!r}")
     return names
-
-
-# ---------- functions that are not of the convention that their text says
 
 
 def _check_convention(spec: Spec, fn: Callable[..., Any]) -> None:
@@ -444,9 +432,6 @@ def _wrapper(spec: Spec, fn: Callable[..., Any], names: Sequence[str], owner: st
         f"; or write three lines into a file beside it: `from {module} import "
         f"{(owner or name).split('.')[0]}`, `{define} reward({given}):`, `    {body}`"
     )
-
-
-# ---------- rewards by a column of the data: each kind of row has its rewards and weights
 
 
 def by_column(column: str, recipes: Mapping[str, Weighted | Mapping[str, float]]) -> Weighted:
