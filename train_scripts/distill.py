@@ -120,14 +120,15 @@ def main(cfg: Config) -> None:
         # learn: passes over the minibatches
         logs = []
         with env.phase("train"):
-            for part in rft.run.minibatches(cfg, exp, step):
-                packs = st.shard(weighted(algo, part), cfg.budget, halves=cfg.halves(step, len(logs)))
+            for whole in rft.run.minibatches(cfg, exp, step):
+                part = rft.run.learning_rows(cfg, weighted(algo, whole), loss_fn, len(logs))
+                packs = st.shard(part, cfg.budget, halves=cfg.halves(step, len(logs)))
                 grads, metrics = st.grad(state, apply, loss_fn, packs)
                 if sampled and not logs:  # before the first update trainer and sampler have the same weights
                     gap, floor = rft.run.check_gap(env, loop.floor, metrics, own, rollout, state, packs)
                 rate = env.policy.schedule(rft.optim.count(state.opt))
                 state, more = st.update(state, grads)
-                logs.append(rft.metric.results(metrics | more))
+                logs.append(rft.metric.results(metrics | more) | {"train/rows": len(part.tokens)})
         moved = rft.run.update_kl(env, state, learned, own) if sampled else {}
         tokens.after(step, state.params, exp, batch.prompts, batch.judged, rollout)
         env.push(state, version=step + 1)

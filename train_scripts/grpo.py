@@ -100,16 +100,15 @@ def main(cfg: Config) -> None:
         # learn: passes over the minibatches
         logs = []
         with env.phase("train"):
-            for part in rft.run.minibatches(cfg, exp, step, unit=unit):
-                packs = st.shard(
-                    weighted(algo, part), cfg.budget, unit=unit, halves=cfg.halves(step, len(logs))
-                )
+            for whole in rft.run.minibatches(cfg, exp, step, unit=unit):
+                part = rft.run.learning_rows(cfg, weighted(algo, whole), loss_fn, len(logs), unit=unit)
+                packs = st.shard(part, cfg.budget, unit=unit, halves=cfg.halves(step, len(logs)))
                 grads, metrics = st.grad(state, apply, loss_fn, packs)
                 if not logs:  # before the first update trainer and sampler have the same weights
                     gap, floor = rft.run.check_gap(env, loop.floor, metrics, own, rollout, state, packs)
                 rate = env.policy.schedule(rft.optim.count(state.opt))
                 state, more = st.update(state, grads)
-                logs.append(rft.metric.results(metrics | more))
+                logs.append(rft.metric.results(metrics | more) | {"train/rows": len(part.tokens)})
         values |= rft.run.update_kl(env, state, learned, own)
         tokens.after(step, state.params, weighted(algo, exp), batch.prompts, batch.judged, rollout)
         env.push(state, version=step + 1)

@@ -25,6 +25,7 @@ class Config(
     options.Evaluation,
     options.Optimizer,
     options.Rollouts,
+    options.FlatRows,
     options.Policy,
     options.Prompts,
     options.Model,
@@ -194,7 +195,8 @@ def main(cfg: Config) -> None:
 
         # learn: one update
         with env.phase("train"):
-            packs = st.shard(exp, cfg.budget, unit=unit, halves=cfg.halves(step))
+            part = rft.run.learning_rows(cfg, exp, loss_fn, unit=unit)
+            packs = st.shard(part, cfg.budget, unit=unit, halves=cfg.halves(step))
             grads, metrics = st.grad(state, env.policy.apply, loss_fn, packs)
             gap, floor = rft.run.check_gap(env, loop.floor, metrics, own, rollout, state, packs)
             rate = env.policy.schedule(rft.optim.count(state.opt))
@@ -204,7 +206,7 @@ def main(cfg: Config) -> None:
         env.push(state, version=step + 1)
 
         # report, evaluate, save, and stop where a signal asked for it
-        values |= rft.metric.results(metrics | more) | gap | {"lr": rate}
+        values |= rft.metric.results(metrics | more) | gap | {"train/rows": len(part.tokens), "lr": rate}
         values |= rft.metric.spread("adv", exp.adv, mask)
         if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
             values |= evaluate(env, world, step)

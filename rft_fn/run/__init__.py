@@ -8,7 +8,15 @@ from rft_fn.run.card import save_card
 from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.distillation import Distillation, DistillationRun, load_taught_task, teacher_modules
 from rft_fn.run.earlier_run import last_model, settings
-from rft_fn.run.objective import actor_critic, greedy_baseline, minibatches, next_kl, objective, shaping
+from rft_fn.run.objective import (
+    actor_critic,
+    greedy_baseline,
+    learning_rows,
+    minibatches,
+    next_kl,
+    objective,
+    shaping,
+)
 from rft_fn.run.off_policy import check_gap, trainer_logp, update_kl
 from rft_fn.run.opening import (
     data_options,
@@ -71,6 +79,7 @@ __all__ = [
     "draw_examples",
     "greedy_baseline",
     "last_model",
+    "learning_rows",
     "load_critic",
     "load_data",
     "load_labelled",

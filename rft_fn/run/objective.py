@@ -8,9 +8,11 @@ from rft_fn import algorithm, packing, reward_shaping, rng
 from rft_fn.collect import Batch
 from rft_fn.run import options
 from rft_fn.run.opening import updates_per_pass
-from rft_fn.types import Experience
+from rft_fn.types import Experience, LossFn
 
-__all__ = ["actor_critic", "greedy_baseline", "minibatches", "next_kl", "objective", "shaping"]
+__all__ = [
+    "actor_critic", "greedy_baseline", "learning_rows", "minibatches", "next_kl", "objective", "shaping",
+]  # fmt: skip
 
 
 def objective(name: str, cfg: options.Updates, *, advantage: str | None = None) -> algorithm.Algorithm:
@@ -79,3 +81,15 @@ def minibatches(
     for epoch in range(cfg.epochs):
         key = rng.fold_in(cfg.seed, name, step, epoch)
         yield from packing.minibatches(exp, updates_per_pass(cfg), key, unit=unit)
+
+
+def learning_rows(
+    cfg: options.FlatRows, exp: Experience, loss_fn: LossFn, update: int = 0, *, unit: int = 1
+) -> Experience:
+    """Return the rows of a minibatch that add to its gradient; all with `keep_flat`.
+
+    In the first update of a step a pack of the others stays, so that trainer and sampler are compared there.
+    """
+    if cfg.keep_flat:
+        return exp
+    return packing.drop_flat(exp, loss_fn, unit=unit, spare=0 if update else cfg.budget)

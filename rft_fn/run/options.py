@@ -44,9 +44,9 @@ from rft_fn.strategy import StrategyConfig
 
 __all__ = [
     "ENGINE", "ActorCritic", "ActorCriticRun", "Collect", "Data", "Entropy", "Evaluation", "Examples",
-    "Heads", "HeldOut", "Labelled", "Length", "Limits", "Model", "Optimizer", "Options", "Policy", "Prompts",
-    "Ptx", "Recorded", "Reference", "Reinforcement", "ReinforcementRun", "Reward", "Rollouts", "Run",
-    "Sampling", "ScoredRun", "Script", "Shaping", "Updates", "of",
+    "FlatRows", "Heads", "HeldOut", "Labelled", "Length", "Limits", "Model", "Optimizer", "Options",
+    "Policy", "Prompts", "Ptx", "Recorded", "Reference", "Reinforcement", "ReinforcementRun", "Reward",
+    "Rollouts", "Run", "Sampling", "ScoredRun", "Script", "Shaping", "Updates", "of",
 ]  # fmt: skip
 
 
@@ -97,7 +97,14 @@ class Rollouts(Sampling, subject="Rollouts", first=("prompts", "group", "strateg
 
 
 @dataclass(frozen=True)
-class Collect(Rollouts, subject="Rollouts", excludes=EXCLUDES):
+class FlatRows(Policy, subject="Updates"):
+    """Rows that add nothing to a gradient."""
+
+    keep_flat: bool = False  # compute rows without a gradient too, as those of a group of equal rewards
+
+
+@dataclass(frozen=True)
+class Collect(Rollouts, FlatRows, subject="Rollouts", excludes=EXCLUDES):
     """How prompts become the groups that a step learns from."""
 
     rounds: Count = 1  # most sampling rounds per step, until enough groups have unequal rewards (DAPO)

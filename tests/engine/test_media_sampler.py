@@ -2,6 +2,7 @@
 
 import copy
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -200,6 +201,15 @@ def test_a_text_model_takes_no_media():
     message = r"text alone for a text model, got media \(pixel_values\) in prompt 1"
     with pytest.raises(requests.BadPrompt, match=message):
         eng.generate([[3, 4], prompt], KEYS[:2], sampling=SAMPLING)
+
+
+@pytest.mark.parametrize("names", [(), ("pixel_values",)])
+def test_an_engine_is_asked_about_media_where_the_first_prompts_have_some(names, monkeypatch):
+    asked, prompts = [], [SimpleNamespace(media_names=()), SimpleNamespace(media_names=names)]
+    monkeypatch.setattr(rft.data, "take", lambda *args: (prompts, None))
+    monkeypatch.setattr(engine, "check_media", lambda *args: asked.append(args))
+    rft.run.check_engine_media(rft.strategy.get_strategy(), "tiny", None)
+    assert len(asked) == len(names)
 
 
 class Torn:

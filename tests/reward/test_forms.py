@@ -147,6 +147,8 @@ def test_quotes_keep_the_text_and_hold_no_delimiter(text):
     assert json.loads(forms.as_json(text)) == text
     assert "<" not in forms.as_json(text) and '"' not in forms.as_json(text)[1:-1].replace('\\"', "")
     assert ":" not in forms.flat(text) and len(forms.flat(text)) == len(text)
+    alike = [c for c in text if ord(c) > 127 and not 0xD800 <= ord(c) < 0xE000]
+    assert all(c in forms.as_json(text) for c in alike), "a judge reads letters, not their numbers"
 
 
 def test_the_usual_forms_show_what_is_judged_and_what_is_asked():

@@ -113,6 +113,10 @@ def test_flags_win():
 def test_json_is_read_too_and_a_first_argument_stays_one():
     assert given('{"lr": 0.01, "strategy": {"bf16": true}}', name="a.json") == parsed("--lr", ".01", "--bf16")
     assert given("best: true", "runs/a", script="export") == parsed("runs/a", "--best", script="export")
+    with pytest.raises(ValueError, match=r"^config run.yaml: unrecognized options: run; "):
+        given("run: runs/b", "runs/a", script="export")
+    with pytest.raises(ValueError, match=r"^config run.yaml: unrecognized options: strategy.extra"):
+        given("strategy: {extra: 1}")  # a mapping that only Python gives
 
 
 WRONG = {

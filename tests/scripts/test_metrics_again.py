@@ -114,6 +114,7 @@ def again(step, rollout, reward, folder, seen):
         "mismatch/cut": (cut != ratio)[m].mean(),
         "entropy/threshold": least,
         "lr": LR,
+        "train/rows": len(rollout.tokens),  # a KL is of every row
         "reward/mean": raw.mean(),
         "reward/task:sort_digits": raw.mean(),
         "reward/std": shaped.std(),

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -88,6 +89,14 @@ def test_it_learns_from_the_built_in_pairs(tmp_path):
 
 def entropy(p):
     return -p * math.log(p) - (1 - p) * math.log(1 - p)
+
+
+def test_the_kinds_of_wrong_answers_are_for_tasks():
+    config = train_rm.Config(negatives=("noise",), data=("sort_digits",))
+    rft.run.check_labelled(config)
+    rft.run.check_labelled(replace(config, data=("a.jsonl",), eval_data=("sort_digits",)))
+    with pytest.raises(ValueError, match=r"negatives: .*only built-in tasks make wrong answers"):
+        rft.run.check_labelled(replace(config, data=("a.jsonl",)))
 
 
 def constant_loss(kind, negatives):
