@@ -63,7 +63,8 @@ def logged(folder):
     return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-MEASURED = {"step", "grad/snr", "grad/noise_scale"}  # the last two by tests/analysis/test_noise.py
+# by tests/analysis/test_noise.py, and by tests/scripts/test_flat_rows_of_runs.py
+MEASURED = {"step", "grad/snr", "grad/noise_scale", "train/rows"}
 
 
 def same(found, wanted, tolerance=1e-9):
