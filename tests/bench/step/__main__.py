@@ -5,6 +5,7 @@
     make bench-step STEP='--rounds 1 --append'               # one more round, beside those in the folder
     python tests/bench/step --sides rft_fn products          # without TRL
     python tests/bench/step --sides rft_fn every_token       # with and without shared prompts
+    make bench-step STEP='--flat 0.67'                       # two thirds of the groups have equal rewards
 
 Same weights, prompts, number and length of responses. Each turn is a process: it loads the model, makes a
 step that is not counted, and measures the next one. All seconds stand in the results by the clock on
@@ -26,7 +27,7 @@ from case import LENGTHS, Case, weights, window
 from worker import SIDES
 
 import rft_fn as rft
-from rft_fn.limits import Count
+from rft_fn.limits import Count, Share
 
 WORKER = Path(__file__).with_name("worker.py")
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,6 +45,7 @@ class Config:
     steps: Count = 1  # measured steps of a turn
     micro: Count = 8  # responses a backward of TRL, which divide prompts x group
     budget: Count = 1024  # tokens a pack of rft_fn
+    flat: Share = 0.0  # of the prompts, whose responses have equal rewards
     liger: bool = False  # Liger's kernels in TRL
     sides: tuple[str, ...] = ("rft_fn", "trl", "products")
     out: str = "runs/bench-step"  # folder of step.json and step.png

@@ -25,6 +25,7 @@ class Case:
     budget: int  # tokens a pack of rft_fn
     liger: bool
     steps: int  # measured ones, after one that is not
+    flat: float = 0.0  # share of the prompts whose responses have equal rewards
     short: bool = False  # prompts of a few characters, for models with a small window
 
 
@@ -72,9 +73,15 @@ def warm_up(case: Case) -> tuple[list[str], list[int]]:
     return texts(case, case.steps), lengths(case)
 
 
-def reward(text: str) -> float:
-    """The share of vowels: any number that differs among responses costs as little."""
-    return sum(c in "aeiou" for c in text) / max(len(text), 1)
+def flat(case: Case) -> frozenset[str]:
+    """The prompts whose responses have equal rewards: the first ones of each step."""
+    count = round(case.flat * case.prompts)
+    return frozenset(p for i in range(case.steps + 1) for p in texts(case, i)[:count])
+
+
+def reward(prompt: str, text: str, flat: frozenset[str]) -> float:
+    """The share of vowels: any number that differs among responses costs as little; 1 for a flat prompt."""
+    return 1.0 if prompt in flat else sum(c in "aeiou" for c in text) / max(len(text), 1)
 
 
 def weights(model: str) -> tuple[str, str]:

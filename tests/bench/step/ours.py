@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from case import Case, lengths, reward, texts, warm_up
+from case import Case, flat, lengths, reward, texts, warm_up
 from clock import Clock
 
 import rft_fn as rft
@@ -34,7 +34,7 @@ def steps(case: Case, clock: Clock, *, share_prefixes: bool = True) -> list[dict
         return loss, metrics | rft.metric.policy(out, b)
 
     work = [warm_up(case)] + [(texts(case, i), lengths(case)) for i in range(case.steps)]
-    rows = []
+    rows, equal = [], flat(case)
     for i, (prompts, most) in enumerate(work):
         clock.clear()
         with clock.phase("generate"):
@@ -44,11 +44,14 @@ def steps(case: Case, clock: Clock, *, share_prefixes: bool = True) -> list[dict
             how = {"n": case.group, "sampling": sampled, "max_new": most}
             rollout = rft.collect.gather_and_generate(eng, st, ids, keys, **how)
         with clock.phase("judge"):
-            scores = [reward(text) for text in rft.reward.responses(rollout, tokenizer)]
+            asked = [p for p in prompts for _ in range(case.group)]
+            said = rft.reward.responses(rollout, tokenizer)
+            scores = [reward(p, text, equal) for p, text in zip(asked, said)]
             rewards = torch.tensor(scores).view(case.prompts, case.group)
             adv = algo.advantage(rewards, rollout)
         with clock.phase("gradients"):
             exp = rft.experience(rollout, adv=adv, w=algo.weight(rollout.mask))
+            exp = rft.packing.drop_flat(exp, loss_fn, spare=case.budget)  # as grpo.py does
             grads, _ = st.grad(state, apply, loss_fn, st.shard(exp, case.budget))
         with clock.phase("update"):
             state, _ = st.update(state, grads)

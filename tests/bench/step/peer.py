@@ -1,10 +1,11 @@
 """The same step by TRL's GRPOTrainer, with its own loop; the phases are the methods that it calls."""
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from case import Case, lengths, reward, texts, warm_up
+from case import Case, flat, lengths, reward, texts, warm_up
 from clock import Clock
 from datasets import Dataset
 from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
@@ -58,7 +59,7 @@ def steps(case: Case, clock: Clock) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=case.model,
-            reward_funcs=score,
+            reward_funcs=scorer(case),
             args=options(case, most, folder),
             train_dataset=Dataset.from_dict({"prompt": [p for prompts, _ in work for p in prompts]}),
             callbacks=[watched],
@@ -69,9 +70,14 @@ def steps(case: Case, clock: Clock) -> list[dict]:
     return watched.rows
 
 
-def score(completions: list[str], **columns: Any) -> list[float]:
-    """The reward of each response."""
-    return [reward(text) for text in completions]
+def scorer(case: Case) -> Callable[..., list[float]]:
+    """A function of the reward of each response."""
+    equal = flat(case)
+
+    def score(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        return [reward(prompt, text, equal) for prompt, text in zip(prompts, completions)]
+
+    return score
 
 
 def options(case: Case, most: int, folder: str) -> GRPOConfig:
