@@ -370,6 +370,21 @@ def mismatch(trainer, sampler, mask):
     return *gaps, sum(kl) / len(kl), -sum(d) / len(d), chi2, effective_share(ratio)
 
 
+def gap_by_depth(d, mask):
+    """Mean |d| [B, S] of the tokens in mask by their position and by the turn of the policy, by name."""
+    found = {}
+    for row, learned in zip(np.asarray(d, float), np.asarray(mask, bool)):
+        turn = 0
+        for i, (x, m) in enumerate(zip(row, learned)):
+            turn += bool(m and not (i and learned[i - 1]))
+            if m:
+                deep = ("1k", "4k", "16k", "64k", "more")[sum(i >= end for end in (1024, 4096, 16384, 65536))]
+                later = ("turn1", "turn2", "turn4", "turn8", "turns_more")
+                for name in (deep, later[sum(turn > end for end in (1, 2, 4, 8))]):
+                    found.setdefault(f"mismatch/gap@{name}", []).append(abs(x))
+    return {name: sum(xs) / len(xs) for name, xs in found.items()}
+
+
 def effective_share(weights):
     """Kish's effective sample size as a share of the samples."""
     return sum(weights) ** 2 / len(weights) / sum(x * x for x in weights)

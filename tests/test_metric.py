@@ -8,7 +8,7 @@ import pytest
 import ref
 import ref_rewards
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rft_fn import collect, metric, packing, testing, tree
@@ -178,7 +178,8 @@ def test_the_gap_to_a_sampler_that_excludes_the_same_token_is_0():
     old = torch.where(torch.arange(len(b.adv)) == at, -torch.inf, b.old_logp)
     got = metric.results(metric.policy(TokenOut(logp=old), tree.replace(b, old_logp=old)))
     assert got.pop("policy/ess_sampler") == 1.0
-    assert set(got) == {*collect.MISMATCH} - {"policy/ess_sampler"} and set(got.values()) == {0.0}
+    depths = {"mismatch/gap@1k", "mismatch/gap@turn1", "mismatch/gap@turn2"}
+    assert set(got) == {*collect.MISMATCH, *depths} - {"policy/ess_sampler"} and set(got.values()) == {0.0}
 
 
 def test_the_mismatch_of_two_log_probs_by_hand():
@@ -205,7 +206,8 @@ def test_the_metrics_of_a_policy_are_over_its_own_tokens():
     b = packing.pack(testing.case(0).exp, range(8))
     logp, x = b.old_logp + torch.linspace(0, 1, len(b.adv)), torch.linspace(1, 3, len(b.adv))
     found = metric.results(metric.policy(TokenOut(logp=logp), b))
-    assert found == metric.results(metric.mismatch(logp, b.old_logp, b.mask))
+    whole = {name: x for name, x in found.items() if not name.startswith(metric.GAP_AT)}
+    assert whole == metric.results(metric.mismatch(logp, b.old_logp, b.mask))
     found = metric.results(metric.policy(TokenOut(logp=logp, entropy=x), b))
     assert found["policy/entropy"] == pytest.approx(float(x[b.mask].mean()), rel=1e-6)
     found = metric.results(metric.router(TokenOut(logp=logp, aux=x, expert_share=2 * x), b))
@@ -358,3 +360,36 @@ def test_metrics_of_lists_are_those_of_their_pairs(rows):
             highest = max(own, key=lambda i: (score[i], -i))
             tops.append(rank[highest] == min(rank[i] for i in own))
     assert got["x/top"] == pytest.approx(sum(tops) / len(tops))
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=20)
+def test_the_gap_by_depth_is_its_definition_in_rows_and_in_packs(seed):
+    """Rows of up to 70,000 tokens, whose masks have any number of turns."""
+    rng_ = np.random.default_rng(seed)
+    sizes = [int(10 ** rng_.uniform(0.5, 4.9)) for _ in range(3)]
+    mask = torch.zeros(3, max(sizes), dtype=torch.bool)
+    for row, size in zip(mask, sizes):
+        cuts = np.sort(rng_.integers(1, max(size, 2), 2 * rng_.integers(1, 12)))
+        for first, last in cuts.reshape(-1, 2):
+            row[first : min(last, size)] = True
+    d = torch.from_numpy(rng_.normal(size=mask.shape))
+    want = ref.gap_by_depth(d, mask)
+
+    # rows
+    at = torch.arange(mask.shape[1]).expand_as(mask)
+    found = metric.by_depth(d, mask, position=at, turn=metric.turn_of(mask, at))
+    assert metric.results(found) == pytest.approx(want, rel=1e-9)
+
+    # the same tokens behind each other: an input's target is one position later
+    flat, inside, pos = (
+        torch.cat([x[row, 1:size] for row, size in enumerate(sizes)]) for x in (d, mask, at - 1)
+    )
+    found = metric.by_depth(flat, inside, position=pos + 1, turn=metric.turn_of(inside, pos))
+    assert metric.results(found) == pytest.approx(want, rel=1e-9)
+
+
+def test_a_depth_that_has_all_tokens_is_not_told():
+    values = {"loss": 1.0, "mismatch/gap@1k": 0.1, "mismatch/gap@turn1": 0.1, "mismatch/gap@turn2": 0.2}
+    assert set(metric.told(values)) == {"loss", "mismatch/gap@turn1", "mismatch/gap@turn2"}
+    assert set(metric.told(values | {"mismatch/gap@16k": 0.3})) == {*values, "mismatch/gap@16k"}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rft_fn import check, metric, model, packing, tree
+from rft_fn import check, logprob, metric, model, packing, tree
 from rft_fn.model.bind import Scorer
 from rft_fn.model.packing_probe import thresholds
 from rft_fn.types import Apply, Engine, Packed, Rollout, Sampling
@@ -37,11 +37,15 @@ def mismatch_metrics(trainer: Tensor, rollout: Rollout) -> dict[str, float]:
     """Return the mismatch of the trainer's log-probs [B, S] with the sampler's, in nats per token.
 
     Mean and largest |difference|, and on the sampler's own tokens KL(sampler, trainer) by k3 and by k1, the
-    chi-square divergence, and the effective share of the tokens. The names are in `MISMATCH`; `metric.policy`
-    gives them for an update from the sampler's log-probs.
+    chi-square divergence, and the effective share of the tokens. The names are in `MISMATCH`, and those of
+    `metric.by_depth` follow; `metric.policy` gives them for an update from the sampler's log-probs.
     """
     check.shapes(trainer=(trainer, "B S"), logp=(rollout.logp, "B S"), mask=(rollout.mask, "B S"))
-    return metric.results(metric.mismatch(trainer, rollout.logp, rollout.mask))
+    mask = rollout.mask
+    position = torch.arange(mask.shape[-1], device=mask.device).expand_as(mask)
+    gap, turn = logprob.log_ratio(trainer, rollout.logp), metric.turn_of(mask, position)
+    found = metric.mismatch(trainer, rollout.logp, mask)
+    return metric.results(found | metric.by_depth(gap, mask, position=position, turn=turn))
 
 
 def staleness(rollout: Rollout, version: int) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Metrics that merge over packs and ranks in any order, without a mean of means."""
 
+from rft_fn.metric.by_depth import GAP_AT, by_depth, told, turn_of
 from rft_fn.metric.calibration import (
     Calibration,
     calibration,
@@ -38,6 +39,7 @@ from rft_fn.metric.of_rollout import (
 )
 
 __all__ = [
-    "average", "calibration", "effective_share", "labelled", "max", "mean", "merge", "pairs", "pass_at_k",
-    "policy", "preference", "ranking", "reliability", "results", "rollout", "router", "spread", "sum",
+    "GAP_AT", "average", "by_depth", "calibration", "effective_share", "labelled", "max", "mean", "merge",
+    "pairs", "pass_at_k", "policy", "preference", "ranking", "reliability", "results", "rollout", "router",
+    "spread", "sum", "told", "turn_of",
 ]  # fmt: skip

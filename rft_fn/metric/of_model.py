@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rft_fn.logprob import log_ratio
+from rft_fn.metric.by_depth import by_depth, turn_of
 from rft_fn.metric.kinds import Metric, effective_share, max, mean
 from rft_fn.types import Packed, TokenOut
 
@@ -36,9 +37,12 @@ def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
 
     The mismatch is in nats per token; the entropy is there if the model gives it. In the first update on a
     rollout with the sampler's log-probs as old_logp, `policy/logp_gap` is the mismatch of trainer and
-    sampler on the same tokens and weights: 1e-6 in float32, and a bug if it is not small.
+    sampler on the same tokens and weights: 1e-6 in float32, and a bug if it is not small. `by_depth` says
+    where it is.
     """
     metrics = mismatch(out.logp, b.old_logp, b.mask)
+    gap, turn = log_ratio(out.logp.detach(), b.old_logp), turn_of(b.mask, b.pos)
+    metrics |= by_depth(gap, b.mask, position=b.pos + 1, turn=turn)
     if out.entropy is not None:
         metrics["policy/entropy"] = mean(out.entropy, b.mask)
     return metrics

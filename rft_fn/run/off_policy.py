@@ -188,7 +188,7 @@ def limited_gap(
     engine: Engine | None = None,
     config: strategy.StrategyConfig | None = None,
 ) -> tuple[dict[str, float], float]:
-    """Return (the numbers of `collect.MISMATCH` among `values`, their floor), within the limits.
+    """Return (the numbers of a mismatch among `values`, also by depth, and their floor), within the limits.
 
     The first gap of a run is its noise floor, for later steps and for a resumed run; before it `floor` is 0.
     Unless max_gap is given, it is the rounding of the coarser of the types that both compute in, or of the
@@ -196,7 +196,9 @@ def limited_gap(
     Stale rows differ by more than noise: where they are corrected or asked for they have no limit.
     ValueError, with an explanation, for a gap above the limit; an `engine` that is idle helps to find it.
     """
-    found = {name: values[name] for name in collect.MISMATCH if name in values}
+    found = {
+        name: x for name, x in values.items() if name in collect.MISMATCH or name.startswith(metric.GAP_AT)
+    }
     if not found:  # no token is learned from, so nothing was measured
         return found, floor
     expected = Correction.of(cfg).name != "none" or cfg.ahead > 0 or cfg.partial > 0

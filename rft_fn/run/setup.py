@@ -167,7 +167,8 @@ class Setup:
         `values` are joined by what one reads of the rollout, and of its rewards; `learned` [N, G] are the
         rewards after shaping.
         """
-        values = {**values, **metric.rollout(batch.rollout, learned), **reward.means(batch.judged, "reward")}
+        of_rollout = metric.rollout(batch.rollout, learned)
+        values = metric.told(values) | of_rollout | reward.means(batch.judged, "reward")
         if self.samples is not None:
             self.run.beside("engine", self.samples.busy())
         self.run.write(step, values, tokens=int(batch.rollout.length.sum()))

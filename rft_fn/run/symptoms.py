@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+from rft_fn.metric.by_depth import DEPTHS, GAP_AT, TURNS
+
 __all__ = ["RULES", "WARNING", "WINDOW", "Rule", "Symptom", "Warnings", "symptoms"]
 
 
@@ -20,6 +22,7 @@ ENTROPY_FLOOR = 0.02  # nats per token
 CLIPPED = 0.5  # of the tokens
 GAP_GROWTH = 10.0  # of the mismatch, since the first window
 GAP_FLOOR = 1e-3  # nats per token, below which a mismatch is rounding
+DEEPER = 4.0  # the mismatch of the deepest tokens over that of the first ones
 LENGTH_GROWTH = 1.5  # of the responses, over three windows
 GRADIENT_SHARE = 1e-3  # of the norm in the first window
 FAR = 10.0  # of the batch, from the noise scale of its gradients
@@ -147,6 +150,20 @@ def _mismatch(rows: Sequence[Row]) -> str:
     )
 
 
+def _depth(rows: Sequence[Row]) -> str:
+    for names in (DEPTHS, TURNS):
+        known = [(name, gap) for name in names if not math.isnan(gap := _last(rows, GAP_AT + name))]
+        if len(known) < 2:
+            continue
+        (_, first), (deepest, last) = known[0], known[-1]
+        if last > max(DEEPER * first, GAP_FLOOR):
+            return (
+                f"trainer and sampler differ by {last:.2g} nats per token at mismatch/gap@{deepest}, and by "
+                f"{first:.2g} in the first ones, so late tokens are not scored as they were sampled"
+            )
+    return ""
+
+
 def _length(rows: Sequence[Row]) -> str:
     before = _last(rows, "rollout/length_mean", back=2)
     after = _last(rows, "rollout/length_mean")
@@ -267,6 +284,14 @@ RULES = (
         "give --mismatch tis, and look for what the engine computes otherwise: precision, sampling, stale "
         "weights",
         _mismatch,
+    ),
+    Rule(
+        "depth",
+        f"trainer and sampler differ over {DEEPER:.0f} times as much at the deepest positions or turns as at "
+        f"the first (mismatch/gap@...), and by over {GAP_FLOOR} nats per token, over {WINDOW} steps",
+        "look for what the engine computes otherwise in late tokens: RoPE, a window, YaRN, states of "
+        "recurrent layers, templates; rft check-engine MODEL finds the position",
+        _depth,
     ),
     Rule(
         "length",

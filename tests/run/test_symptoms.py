@@ -80,6 +80,10 @@ CASES = {
         history(60, policy__logp_gap=late(0.0051, 5e-4)),
         history(60, policy__logp_gap=late(0.0049, 5e-4)),
     ),
+    "depth": (
+        history(60, **{"mismatch/gap@1k": late(5e-4, 5e-4), "mismatch/gap@16k": late(0.0021, 5e-4)}),
+        history(60, **{"mismatch/gap@1k": late(5e-4, 5e-4), "mismatch/gap@16k": late(0.0019, 5e-4)}),
+    ),
     "length": (
         history(60, rollout__length_mean=late(151, 100)),
         history(60, rollout__length_mean=late(151, 100), reward__mean=late(0.52, 0.5)),
@@ -116,10 +120,10 @@ def read_by_rules():
 def check_written(rows):
     """Each metric that a rule reads is in each of a script's rows; that of evaluations in one of them."""
     names = read_by_rules()
-    assert len(names) == 12
+    assert len(names) == 12 + 10  # and depths, of which short runs have one
     for name in names:
         here = [row.get(name) is not None for row in rows]
-        if not name.startswith(("grad/snr", "grad/noise")):  # they need two packs of whole prompts
+        if not name.startswith(("grad/snr", "grad/noise", "mismatch/gap@")):  # in some batches alone
             assert any(here) if name == "eval/mean" else all(here), (name, here)
 
 
