@@ -367,6 +367,7 @@ def readers_of(script):
         "multi_turn",
         "evaluate",
         "export",
+        "check_engine",
         "compare",
         "sweep",
         "replay",

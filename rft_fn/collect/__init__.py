@@ -2,6 +2,7 @@
 
 from rft_fn.collect.asynchronous import AsyncSampler, due, sample_ahead, version_of
 from rft_fn.collect.batches import Batch, Collector, Source, collector
+from rft_fn.collect.engine_check import Depth, depths, gaps_of, random_prompts
 from rft_fn.collect.engine_worker import EngineWorker, Weights
 from rft_fn.collect.episodes import Played
 from rft_fn.collect.importance import CORRECTIONS, correction
@@ -29,8 +30,9 @@ from rft_fn.collect.varied_groups import VariedGroups, judged_groups, sample_var
 from rft_fn.engine import gather_and_generate
 
 __all__ = [
-    "AsyncSampler", "Batch", "Collector", "Played", "Source", "check_reward", "collector", "due",
-    "gather_and_generate", "gather_and_judge", "gather_and_judge_rows", "inference_engine_status",
-    "play", "sample_ahead", "sample_partial", "sample_varied_groups", "setup_inference_engine",
-    "sleep_inference_engine", "update_engine_weights", "version_of", "wakeup_inference_engine",
+    "AsyncSampler", "Batch", "Collector", "Depth", "Played", "Source", "check_reward", "collector", "depths",
+    "due", "gaps_of", "gather_and_generate", "gather_and_judge", "gather_and_judge_rows",
+    "inference_engine_status", "play", "random_prompts", "sample_ahead", "sample_partial",
+    "sample_varied_groups", "setup_inference_engine", "sleep_inference_engine", "update_engine_weights",
+    "version_of", "wakeup_inference_engine",
 ]  # fmt: skip

@@ -39,7 +39,6 @@ from rft_fn.metric.of_rollout import (
 )
 
 __all__ = [
-    "GAP_AT", "average", "by_depth", "calibration", "effective_share", "labelled", "max", "mean", "merge",
-    "pairs", "pass_at_k", "policy", "preference", "ranking", "reliability", "results", "rollout", "router",
-    "spread", "sum", "told", "turn_of",
+    "average", "calibration", "effective_share", "labelled", "max", "mean", "merge", "pairs", "pass_at_k",
+    "policy", "preference", "ranking", "reliability", "results", "rollout", "router", "spread", "sum",
 ]  # fmt: skip

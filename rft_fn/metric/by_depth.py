@@ -44,7 +44,7 @@ def _bins(gap: Tensor, mask: Tensor, x: Tensor, ends: Mapping[str, int]) -> dict
 
 
 def turn_of(mask: Tensor, position: Tensor) -> Tensor:
-    """Return the turn of each token [..., T] i64: 1 where the policy first samples in a sequence, and so on.
+    """Return the turn of each token [..., T] i64: 1 from where the policy first samples in a sequence.
 
     A turn is a run of tokens in mask, and what follows up to the next one; tokens before the first have 0.
     Sequences follow each other along T, and `position` [..., T] counts from 0 in each.

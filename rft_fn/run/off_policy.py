@@ -188,7 +188,7 @@ def limited_gap(
     engine: Engine | None = None,
     config: strategy.StrategyConfig | None = None,
 ) -> tuple[dict[str, float], float]:
-    """Return (the numbers of a mismatch among `values`, also by depth, and their floor), within the limits.
+    """Return (the numbers of a mismatch among `values`, also by depth; their floor), within limits.
 
     The first gap of a run is its noise floor, for later steps and for a resumed run; before it `floor` is 0.
     Unless max_gap is given, it is the rounding of the coarser of the types that both compute in, or of the

@@ -244,7 +244,7 @@ def words() -> scripts.Words:
     configs = {name: _with_file(scripts.config(path)) for name, path in scripts.named().items()}
     words: dict[str, scripts.Options | dict[str, scripts.Options]] = {}
     for name, command in COMMANDS.items():
-        words[name] = command.options or configs[name]
+        words[name] = command.options or configs[_script_of(name)]
     names = dict.fromkeys(configs, Nothing)
     words |= {"new": names, "run": configs, "where": names}
     words["completion"] = dict.fromkeys(scripts.SHELLS, Nothing)
@@ -268,6 +268,10 @@ def run_script(args: Sequence[str]) -> Script:
     raise ValueError(f"script: expected first one of {', '.join(scripts.named())}, or a .py file, got {got}")
 
 
+def _script_of(command: str) -> str:
+    return command.replace("-", "_")
+
+
 def _script(name: str, args: Sequence[str]) -> Script:
     return Script(scripts.find(name), args)
 
@@ -286,6 +290,7 @@ COMMANDS = {
     "report": Command(partial(_own, Report, report), Report),
     "export": Command(partial(_script, "export")),
     "evaluate": Command(partial(_script, "evaluate")),
+    "check-engine": Command(partial(_script, "check_engine")),
     "doctor": Command(partial(_own, Doctor, examine), Doctor),
     "migrate": Command(partial(_own, Migrate, migrate), Migrate),
     "certify": Command(partial(_own, Certify, certify), Certify),
@@ -335,7 +340,7 @@ def _usage() -> str:
     about = {}
     for name, command in COMMANDS.items():
         if command.options is None:
-            about[name] = scripts.summary(scripts.find(name))
+            about[name] = scripts.summary(scripts.find(_script_of(name)))
         else:
             about[name] = (command.options.__doc__ or "").partition("\n")[0]
     return "usage: rft COMMAND ...; rft COMMAND --help lists the options\n\n" + _listed(about)

@@ -100,15 +100,15 @@ def test_mistakes_are_one_line_and_lose_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("my work")
     cases = [
-        (["new", "grop"], "script: expected one of compare, distill", "'grop'; did you mean grpo?"),
+        (["new", "grop"], "script: expected one of check_engine, compare", "'grop'; did you mean grpo?"),
         (["new", "grpo", "mine.py"], "to: expected a new file, got mine.py, which is there already"),
         (["new", "grpo", "mine.txt"], "to: expected a folder that is there, or a file that ends in .py"),
         (["new", "grpo", "torch.py"], "to: expected a name that no library has", "torch.py, which"),
         (["new", "grpo", "json.py"], "which would hide Python's own json"),
         (["new", "grpo", "a.py", "b.py"], "b.py"),
-        (["run"], "script: expected first one of compare, distill, dpo", "got none"),
+        (["run"], "script: expected first one of check_engine, compare, distill, dpo", "got none"),
         (["run", "no.py"], "script: expected a file, got no.py, which is not there"),
-        (["run", "--steps", "3"], "script: expected first one of compare, distill, dpo", "got --steps"),
+        (["run", "--steps", "3"], "script: expected first one of check_engine, compare, distill, dpo", "got --steps"),
         (["where", "gpro"], "did you mean grpo?"),
         (["trian"], "command: expected one of new, run", "got 'trian'; did you mean rft run SCRIPT?"),
         (["grop"], "command: expected one of new, run", "got 'grop'; did you mean rft run grpo?"),
