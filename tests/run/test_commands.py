@@ -108,7 +108,7 @@ def test_mistakes_are_one_line_and_lose_nothing(tmp_path, monkeypatch, capsys):
         (["new", "grpo", "a.py", "b.py"], "b.py"),
         (["run"], "script: expected first one of check_engine, compare, distill, dpo", "got none"),
         (["run", "no.py"], "script: expected a file, got no.py, which is not there"),
-        (["run", "--steps", "3"], "script: expected first one of check_engine, compare, distill, dpo", "got --steps"),
+        (["run", "--steps", "3"], "script: expected first one of check_engine, compare", "got --steps"),
         (["where", "gpro"], "did you mean grpo?"),
         (["trian"], "command: expected one of new, run", "got 'trian'; did you mean rft run SCRIPT?"),
         (["grop"], "command: expected one of new, run", "got 'grop'; did you mean rft run grpo?"),
