@@ -90,8 +90,7 @@ def main(cfg: Config) -> None:
     for i, size in enumerate(rft.run.track(sizes, "lengths", rank=st.rank)):
         new = max(min(cfg.new, size // 2), 1)
         prompts = rft.collect.random_prompts(known, [size - new] * cfg.rows, rft.rng.fold_in(cfg.seed, i))
-        sampling = rft.Sampling(max_new=new)
-        drawn, given = rft.collect.gaps_of(eng, st, apply, params, prompts, sampling=sampling, seed=i)
+        drawn, given = rft.collect.gaps_of(eng, st, apply, params, prompts, new=new, seed=i)
         sampled.append(drawn)
         scored += [] if given is None else [given]
 

@@ -41,14 +41,15 @@ def gaps_of(
     params: Any,
     prompts: Sequence[Sequence[int]],
     *,
-    sampling: Sampling,
+    new: int,
     seed: int = 0,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-    """Return (|gap|, mask) [B, S] of what an engine samples after prompts, and of what it scores.
+    """Return (|gap|, mask) [B, S] of `new` tokens that an engine samples, and of what it scores.
 
-    The gap is the engine's log-prob of a token minus the trainer's, with the same weights. All tokens but the
-    first of a row are scored; None where the engine scores none.
+    The gap is the engine's log-prob of a token minus the trainer's, of the model's softmax and with the same
+    weights. All tokens but the first of a row are scored; None where the engine scores none.
     """
+    sampling = Sampling(max_new=new)
     keys = [rng.fold_in(seed, "row", i) for i in range(len(prompts))]
     rollout = gather_and_generate(engine, st, list(prompts), keys, n=1, sampling=sampling)
     places = torch.arange(rollout.tokens.shape[1])
@@ -56,14 +57,14 @@ def gaps_of(
     budget = int(rollout.length.max())
     trainer = st.score(apply, params, every, budget).logp
     sampled = (trainer - rollout.logp).abs() * rollout.mask, rollout.mask
-    scored = _scored(engine, every, sampling)
+    scored = _scored(engine, every)
     return sampled, None if scored is None else ((trainer - scored).abs() * every.mask, every.mask)
 
 
-def _scored(engine: Engine, rollout: Rollout, sampling: Sampling) -> Tensor | None:
+def _scored(engine: Engine, rollout: Rollout) -> Tensor | None:
     """Return the engine's log-probs of given tokens; None where it refuses to give them, and lives on."""
     try:
-        return engine.score(rollout, sampling=sampling)
+        return engine.score(rollout)
     except ValueError:
         if inference_engine_status(engine) == "dead":
             raise

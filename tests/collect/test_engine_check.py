@@ -83,8 +83,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named_by_its_depth(fault):
     trainer, sampler, begins = FAULTS[fault]
-    st, sampling = get_fake_strategy(), rft.Sampling(max_new=32)
-    apply, params = st.bind(trainer(), sampling=sampling)
+    st = get_fake_strategy()
+    apply, params = st.bind(trainer(), sampling=rft.Sampling())
     module = sampler()
     engine = rft.engine.hf(module, tiny.tokenizer())
     if fault == "a state that is not reset":
@@ -92,7 +92,7 @@ def test_a_planted_fault_is_named_by_its_depth(fault):
     both = [], []
     for i, size in enumerate((64, 128, 256, 512)):
         prompts = rft.collect.random_prompts(WORDS, [size - 32] * 4, i)
-        found = rft.collect.gaps_of(engine, st, apply, params, prompts, sampling=sampling, seed=i)
+        found = rft.collect.gaps_of(engine, st, apply, params, prompts, new=32, seed=i)
         for parts, part in zip(both, found):
             parts.append(part)
     check_engine = load_script("check_engine")

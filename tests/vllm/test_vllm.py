@@ -133,6 +133,15 @@ def test_score_is_of_the_models_softmax_whatever_was_sampled(vllm, hf):
     assert vllm.status()["alive"]
 
 
+def test_it_agrees_with_the_trainer_at_every_depth(vllm):
+    st = rft.strategy.get_fake_strategy()
+    apply, params = st.bind(model.load(NAME), sampling=rft.Sampling())
+    prompts = rft.collect.random_prompts(range(3, 20), [32, 64, 100], 0)
+    for part in rft.collect.gaps_of(vllm, st, apply, params, prompts, new=20):
+        found = rft.collect.depths(*part)
+        assert [x.first for x in found] == [0, 64] and all(x.mean < 1e-5 for x in found)
+
+
 def test_a_key_names_its_sample_in_any_company(vllm):
     prompts = prompts_of(16)
     together = vllm.generate(prompts, range(16), n=3, sampling=SAMPLED)
