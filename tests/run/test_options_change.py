@@ -631,6 +631,7 @@ OTHER = {
     "vocabulary": "top_k",  # words that are compared: tests/scripts/test_distill_script.py
     "alarm": "max_gap gap_factor canary rebuilds",
     "memory": "budget gradient_checkpointing",
+    "rows": "keep_flat",  # which are computed: tests/scripts/test_flat_rows_of_runs.py
     "schedule": "steps data_epochs epochs minibatches batch freeze_actor_steps lr schedule lr_end warmup "
     "critic_lr",
     "optimizer": "ema beta1 beta2 weight_decay max_norm",
