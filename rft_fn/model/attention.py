@@ -14,14 +14,15 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from rft_fn.model import packed_states
 from rft_fn.model.bounds import SequenceBounds, find_prefixes
 from rft_fn.model.packed_attention import computed_wide, leave_out_plans, packed, warn_once
 from rft_fn.model.parts import inside_adapters, text_config
 from rft_fn.types import Packed
 
 __all__ = [
-    "bounds_of", "complete", "eager_attention", "keeps_scores", "leave_graphs", "needs_all_tokens",
-    "sdpa_attention", "turn_off", "turn_on", "unfit_model", "use",
+    "bounds_of", "complete", "eager_attention", "keep_apart", "keeps_scores", "leave_graphs",
+    "needs_all_tokens", "sdpa_attention", "turn_off", "turn_on", "unfit_model", "use",
 ]  # fmt: skip
 
 # names in transformers' table of attention functions
@@ -97,11 +98,11 @@ def _attend(
     """Attend within each sequence of a pack, as an attention function of transformers.
 
     query [1, H, T, D], key and value [1, H', T, D] -> ([1, T, H, D], weights, which nobody reads). The
-    boundaries are `rft_bounds` among the options. Without them, the model's `usual` attention runs. It
-    also runs, with a [T, T] mask, for a layer that asks for more than causal attention to its own sequence
-    (a window, a cap, a mask); a warning names the reason.
+    boundaries are `rft_bounds` among the options, or those of `packed_states.apart`. Without them, the
+    model's `usual` attention runs. It also runs, with a [T, T] mask, for a layer that asks for more than
+    causal attention to its own sequence (a window, a cap, a mask); a warning names the reason.
     """
-    bounds: SequenceBounds | None = options.pop("rft_bounds", None)
+    bounds: SequenceBounds | None = options.pop("rft_bounds", None) or packed_states.current()
     if bounds is None:
         return usual(module, query, key, value, mask, **options)
 
@@ -234,6 +235,20 @@ def turn_on(lm: nn.Module) -> None:
         return  # its blocks are compiled
     if unfit_model(lm) is None:
         use(lm, EAGER if keeps_scores(lm) else SDPA)
+
+
+def keep_apart(lm: nn.Module, on: bool) -> None:
+    """Name an attention for packs also in a model that hands it no keyword arguments, or the usual again.
+
+    Within `packed_states.apart` it needs none. Whether each layer looks the name up is seen when it is tried.
+    """
+    model = inside_adapters(lm)
+    name = text_config(model)._attn_implementation
+    if unfit_model(model) is None or name in APART.values():
+        return  # `turn_on` has decided, or its blocks are compiled
+    if name in (_usual(model), *OURS):
+        ours = EAGER if keeps_scores(model) else SDPA
+        use(model, ours if on else _usual(model))
 
 
 def leave_graphs(lm: nn.Module) -> None:

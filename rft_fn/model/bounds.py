@@ -185,6 +185,16 @@ class SequenceBounds:
         return self.order.argsort()
 
     @cached_property
+    def batches(self) -> list[list[int]]:
+        """Return the sequences in batches of such as padding at most doubles."""
+        found: list[list[int]] = []
+        for i in sorted(range(len(self.sizes)), key=lambda i: -self.sizes[i]):
+            if not found or 2 * self.sizes[i] < self.sizes[found[-1][0]]:
+                found.append([])
+            found[-1].append(i)
+        return found
+
+    @cached_property
     def tails(self) -> list[Tail]:
         """Return the sequences that keep a token, by their size and number of kept tokens."""
         assert self.prefixes is not None

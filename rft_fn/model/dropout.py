@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from rft_fn.model import packed_states
+
 __all__ = ["checkpointed", "disable_dropout"]
 
 
@@ -20,10 +22,13 @@ class _EvalCheckpoint:
         self.function = function
 
     def __call__(self, forward: Callable[..., Any], *args: Any) -> Any:
+        sequences = packed_states.current()  # of this pack, also when the backward runs the layer again
+
         def in_eval(*inputs: Any) -> Any:
             self.layer.training = False
             try:
-                return forward(*inputs)
+                with packed_states.apart(sequences):
+                    return forward(*inputs)
             finally:
                 self.layer.training = True
 

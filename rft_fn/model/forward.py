@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rft_fn import check, modality
-from rft_fn.model import attention
+from rft_fn.model import attention, packed_states
 from rft_fn.model.bounds import SequenceBounds, take_rows
 from rft_fn.model.media_inputs import described, media_inputs
 from rft_fn.model.parts import inside_adapters
@@ -14,13 +14,15 @@ from rft_fn.model.placeholders import sees_or_hears
 from rft_fn.types import Packed
 
 __all__ = [
-    "BOUNDARIES", "ONE_SEQUENCE", "POSITIONS", "forget_lengths", "rope_grows", "rope_kinds", "rope_switch",
-    "run", "text_inputs",
+    "BOUNDARIES", "MASKED_ROWS", "ONE_SEQUENCE", "POSITIONS", "ROWS", "forget_lengths", "rope_grows",
+    "rope_kinds", "rope_switch", "run", "text_inputs",
 ]  # fmt: skip
 
 # The modes in which a model takes a pack of several sequences.
 POSITIONS = "positions"  # told apart by their positions, or by `SequenceBounds`
-BOUNDARIES = "boundaries"  # and by the keywords that recurrent layers and convolutions read
+BOUNDARIES = "boundaries"  # and by the keywords that the kernels of recurrent layers and convolutions read
+ROWS = "rows"  # told apart by each layer (`packed_states.apart`): those with states read rows of a batch
+MASKED_ROWS = "masked_rows"  # the same, but attention has a [T, T] mask
 ONE_SEQUENCE = "one_sequence"  # not at all: one sequence at a time
 
 
@@ -57,7 +59,7 @@ def text_inputs(
     # The boundaries, so that each sequence attends only to itself.
     tokens = pack.tokens
     pos = pack.pos
-    if bounds is None:
+    if bounds is None and mode != ROWS:
         bounds = attention.bounds_of(lm, pack, share=share and mode == POSITIONS and not both)
     if bounds is not None and bounds.prefixes is not None:
         tokens = tokens[bounds.prefixes.kept]
@@ -65,13 +67,12 @@ def text_inputs(
     inputs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": pos[None], "use_cache": False}
     if bounds is not None:
         inputs["rft_bounds"] = bounds
-    if pack.num_seqs == 1 or bounds is not None:
+    if pack.num_seqs == 1 or bounds is not None or mode == ROWS:
         # With a mask transformers does not look for sequences in the values of pos, which vmap does not have.
         inputs["attention_mask"] = torch.ones(1, tokens.shape[0], device=tokens.device)
     if mode == BOUNDARIES and pack.num_seqs > 1:
         # the sequences by the names that transformers' kernels for states read
-        sizes = torch.unique_consecutive(pack.seq, return_counts=True)[1].tolist()
-        states = SequenceBounds(sizes, pack.seq.device)
+        states = _sequences(pack)
         inputs |= {"cu_seq_lens_q": states.cu, "cu_seq_lens_k": states.cu}
         inputs |= {"max_length_q": states.longest, "max_length_k": states.longest}
         inputs["seq_idx"] = pack.seq[None].to(torch.int32)
@@ -97,8 +98,10 @@ def run(
     ValueError for one with a layer that needs them all.
     """
     inputs = text_inputs(module, pack, bounds, mode=mode, blind=blind, share=share)
+    by_rows = mode in (ROWS, MASKED_ROWS) and pack.num_seqs > 1
     try:
-        out = module(**inputs)
+        with packed_states.apart(_sequences(pack) if by_rows else None):
+            out = module(**inputs)
     except ValueError as error:
         if pack.media is None:
             raise
@@ -121,7 +124,12 @@ def run(
         why = attention.unfit_model(module) or "not all of its layers get the boundaries of sequences"
         raise ValueError(f"sp_size: expected 1 for {type(module).__name__}: {why}")
     attention.turn_off(module, "not all of its layers got the boundaries")
-    return module(**text_inputs(module, pack, mode=mode, blind=blind))
+    return run(module, pack, mode=mode, blind=blind)
+
+
+def _sequences(pack: Packed) -> SequenceBounds:
+    sizes = torch.unique_consecutive(pack.seq, return_counts=True)[1]
+    return SequenceBounds(sizes.tolist(), pack.seq.device)
 
 
 # ---------- rotary factors that depend on the length

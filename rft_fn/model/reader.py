@@ -11,9 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import tree
-from rft_fn.model import attention, head_probe, packed_attention, packing_probe
+from rft_fn.model import attention, head_probe, packed_attention, packed_states, packing_probe
 from rft_fn.model.bounds import SequenceAxis, SequenceBounds
-from rft_fn.model.forward import BOUNDARIES, ONE_SEQUENCE, POSITIONS, forget_lengths, rope_grows, rope_switch
+from rft_fn.model.forward import (
+    BOUNDARIES,
+    MASKED_ROWS,
+    ONE_SEQUENCE,
+    POSITIONS,
+    ROWS,
+    forget_lengths,
+    rope_grows,
+    rope_switch,
+)
 from rft_fn.model.packing_probe import Found, Question
 from rft_fn.model.parts import Parts, find, inside_adapters, text_config
 from rft_fn.model.placeholders import placeholders, sees_or_hears
@@ -197,7 +206,7 @@ def detect_packing(
     """Ask the model of a `Reader` how it takes packs, and set its `mode`, `fused` and `shared`.
 
     The model must have its weights; a module that is no `Reader` is skipped. Takes five short forwards,
-    three more for a model that mixes sequences, and for one whose layers change after some length. `call`
+    up to nine more for a model with states, and three for one whose layers change after some length. `call`
     is the module as it is run (under ZeRO by its engine), `agree(x)` whether x is true on every process.
     ValueError for a model that mixes sequences and was to share its tokens with other processes.
     """
@@ -223,7 +232,7 @@ def detect_packing(
     name = type(root.parts.decoder).__name__
     if root.mode == ONE_SEQUENCE:
         packed_attention.warn_once(f"packs: {name} mixes the sequences of a pack, it gets one at a time")
-    else:
+    elif root.mode != ROWS:  # which takes none of the masks that they tell of
         for each in heard:
             warnings.warn(each.message, each.category, stacklevel=3)
     if root.parts.sequence is not None and root.mode != POSITIONS:
@@ -252,7 +261,10 @@ def _mode(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool
             return ONE_SEQUENCE
         modes = [POSITIONS]
         places = sorted(placeholders(config))[:1]
+    if packed_states.separated(root.parts.text):
+        modes += [ROWS, MASKED_ROWS]
     for mode in modes:
+        attention.keep_apart(root.parts.model, mode == ROWS)
         found = call(packing_probe.question(config, device, mode))
         if mode == POSITIONS:
             root.fused = root.fused and agree(bool(found.plain))
@@ -265,8 +277,12 @@ def _mode(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool
                 warnings.simplefilter("ignore")  # they would tell of thresholds that are not the model's
                 fits = agree(call(packing_probe.question(config, device, mode, near=True)).fits())
         if fits:
-            return mode
-    return ONE_SEQUENCE
+            break
+    else:
+        mode = ONE_SEQUENCE
+    if mode not in (ROWS, MASKED_ROWS):
+        packed_states.joined(root.parts.text)
+    return mode
 
 
 @torch.no_grad()

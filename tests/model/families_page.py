@@ -19,7 +19,8 @@ of transformers, which is called on one sequence at a time. `make families` meas
 
 Packs and gradient are in float64 where a family computes in it, all else in float32. The engine is hf.
 
-* *alone*: the family mixes the sequences of a pack, so it gets one sequence at a time.
+* *alone*: the family mixes the sequences of a pack, so it gets one sequence at a time. BioGpt, Bloom, MPT and
+  XGLM count positions over the whole pack; xLSTM rounds by the length of the rows in a batch, up to 3e-5.
 * *by length*: the engine batches only prompts of equal length; *by row*: one row at a time; *no cache*: it
   reads all tokens again for each new one.
 
@@ -27,6 +28,14 @@ A probe finds how a family is packed and sampled, when a model is bound or an en
 library keeps no list of families. Layers may change behind some number of tokens that the config names: a
 window, a chunk, a step of temperature (Llama 4's `floor_scale`), other rotary factors. The probe asks once
 more with these numbers made small, so that a few tokens lie on both sides of them.
+
+Layers that carry a state from token to token (gated delta nets, Mamba, Mamba 2, lightning attention, RG-LRU,
+RWKV, short convolutions) are transformers' own: for a pack each reads the sequences as rows of batches, padded
+behind their ends to at most twice their tokens, while attention, MLPs and experts read the pack. Where their
+kernels are installed (flash-linear-attention, causal-conv1d) and keep to `seq_idx` and `cu_seq_lens_q`, the
+probe finds that first, and the pack is one row: not run on a GPU yet. `tests/model/test_packed_states.py` holds
+log-probs and gradients in float64 to 1e-10, to 5e-6 where a layer computes in float32; there also the newer
+BailingHybrid, InklingText, LaraMini, Lfm3 and Qwen4ExpText. Sequence parallelism needs layers without states.
 
 LongRoPE (Phi-3, Phimoe) has other rotary factors for all of a sequence as soon as it has more than
 `original_max_position_embeddings` tokens. Such a model gets one sequence at a time, and samples prompts of

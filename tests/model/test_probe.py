@@ -17,9 +17,9 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import model, optim, packing, tree
-from rft_fn.model import packing_probe, reader
+from rft_fn.model import packed_states, packing_probe, reader
 from rft_fn.model.bind import wrap_for_training
-from rft_fn.model.forward import BOUNDARIES, ONE_SEQUENCE, POSITIONS
+from rft_fn.model.forward import BOUNDARIES, ONE_SEQUENCE, POSITIONS, ROWS
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
 PACK = (
@@ -36,7 +36,7 @@ PACK = (
     "GraniteSWA",
     "Llama4Text",
 )
-MIX = (
+STATES = (  # layers with states, which read the sequences of a pack as rows of a batch
     "Qwen3Next",
     "Qwen3_5Text",
     "Mamba",
@@ -47,11 +47,8 @@ MIX = (
     "Bamba",
     "NemotronH",
     "RecurrentGemma",
-    "Bloom",
-    "Mpt",
-    "Falcon",
-    "xLSTM",
 )
+MIX = ("Bloom", "Mpt", "Falcon", "xLSTM")
 if version.parse(transformers.__version__) >= version.parse("5.24"):
     MIX = tuple(kind for kind in MIX if kind != "Falcon")  # its attention keeps to the positions
     PACK = (*PACK, "Falcon")
@@ -112,7 +109,7 @@ def quiet(f, *args, **options):
         return f(*args, **options)
 
 
-@pytest.mark.parametrize("kind", [*PACK, *MIX])
+@pytest.mark.parametrize("kind", [*PACK, *STATES, *MIX])
 def test_log_probs_and_gradients_are_those_of_each_row_alone(kind):
     """Packed where the model can be, else a unit one after the other and rows by themselves."""
     dtype = torch.float64
@@ -132,7 +129,14 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(kind):
     agree(apply, params, pairs, plain, atol=atol)
 
 
-@pytest.mark.parametrize("kind", MIX)
+@pytest.fixture
+def no_rows(monkeypatch):
+    """Layers with states read a pack as one row, as transformers' own do."""
+    monkeypatch.setattr(packed_states, "separated", lambda lm: 0)
+
+
+@pytest.mark.usefixtures("no_rows")
+@pytest.mark.parametrize("kind", [*STATES, *MIX])
 def test_small_leaks_are_found_too(kind):
     """With the weights that transformers starts from, where Lfm2's is 0.0016 nats."""
     for dtype in (torch.float32,) if kind in SINGLE else (torch.float64, torch.float32):
@@ -169,6 +173,16 @@ def test_rounding_is_not_a_leak(kind, dtype):
         assert root.mode == POSITIONS
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", STATES)
+def test_layers_with_states_are_packed_in_every_type(kind, dtype):
+    for std in (0, 0.3):
+        root = wrap_for_training(small(kind, dtype, std=std))
+        quiet(reader.detect_packing, root)
+        assert root.mode == ROWS
+
+
+@pytest.mark.usefixtures("no_rows")
 @pytest.mark.parametrize("kind", ["Qwen3Next", "Mamba2", "Bloom", "RecurrentGemma"])
 def test_a_leak_is_found_in_16_bits(kind):
     root = wrap_for_training(small(kind, torch.bfloat16))
@@ -177,14 +191,14 @@ def test_a_leak_is_found_in_16_bits(kind):
 
 
 def test_packs_by_hand_are_refused_by_name():
-    lm = small("Mamba")
+    lm = small("Mpt")
     apply, params = model.bind(lm)
-    with pytest.raises(ValueError, match=r"one sequence for MambaModel, which mixes .* got 4; cut .*most=1"):
+    with pytest.raises(ValueError, match=r"one sequence for MptModel, which mixes .* got 4; cut .*most=1"):
         apply(params, packing.pack(EXP, range(4)))
-    with pytest.raises(ValueError, match="expected one sequence for MambaModel"):
+    with pytest.raises(ValueError, match="expected one sequence for MptModel"):
         apply(params, packing.pack(EXP, range(4), unit=2))
-    critic = model.load_critic(small("Mamba"))
-    with pytest.raises(ValueError, match="expected one sequence for MambaModel"):  # also without bind
+    critic = model.load_critic(small("Mpt"))
+    with pytest.raises(ValueError, match="expected one sequence for MptModel"):  # also without bind
         critic(packing.pack(EXP, range(4)))
 
 
@@ -193,20 +207,20 @@ def test_a_strategy_cuts_by_what_it_was_asked_to_bind():
     st, other = get_fake_strategy(), get_fake_strategy()
     st.bind(small("Llama"))
     assert [b.num_seqs for b in st.shard(EXP, 1000)] == [4]
-    st.init(model.load_critic(small("Mamba")), optim.adamw(1e-3))
+    st.init(model.load_critic(small("Mpt")), optim.adamw(1e-3))
     assert [b.num_seqs for b in st.shard(EXP, 1000)] == [1] * 4
     assert [b.num_seqs for b in st.shard(EXP, 1000, unit=2)] == [2, 2]
     assert [b.num_seqs for b in other.shard(EXP, 1000)] == [4]
     counted = get_strategy(StrategyConfig(packing_samples=False, micro_train_batch_size=2))
-    counted.bind(small("Mamba"))
+    counted.bind(small("Mpt"))
     assert [b.num_seqs for b in counted.shard(EXP, 1)] == [1] * 4
 
 
 def test_a_unit_with_an_empty_sequence():
     """A row of one token has no place in a pack; the forward runs for it all the same."""
-    lm = small("Mamba")
+    lm = small("Mpt")
     calls = []
-    lm.backbone.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    lm.transformer.blocks[0].register_forward_hook(lambda *_: calls.append(1))
     apply, params = model.bind(lm)
     exp = packing.supervised([([5], [6, 7]), ([8], [9, 9, 9])])
     for empty in (0, 1):
@@ -220,7 +234,7 @@ def test_a_unit_with_an_empty_sequence():
 
 
 def test_words_and_entropies_come_one_after_the_other_too():
-    apply, params = model.bind(small("Mamba"), entropy=True)
+    apply, params = model.bind(small("Mpt"), entropy=True)
     exp = tree.replace(EXP, words=EXP.tokens[..., None] % 7 + torch.arange(3))
     whole = apply(params, packing.pack(exp, range(4), unit=4))
     parts = [apply(params, packing.pack(exp, [i])) for i in range(4)]
@@ -230,7 +244,7 @@ def test_words_and_entropies_come_one_after_the_other_too():
 
 
 def test_values_of_a_critic_that_mixes():
-    critic = model.load_critic(small("Mamba"))
+    critic = model.load_critic(small("Mpt"))
     nn.init.normal_(critic.head.weight)
     apply, params = model.bind(critic)
     got = apply(params, packing.pack(EXP, range(4), unit=4)).value
@@ -274,7 +288,7 @@ def test_boundaries_of_states_are_used_where_they_work(monkeypatch):
     agree(apply, params, packs, plain, atol=logp_rounding(plain))
 
 
-@pytest.mark.parametrize("kind", [*PACK, *MIX])
+@pytest.mark.parametrize("kind", [*PACK, *STATES, *MIX])
 def test_the_head_is_fused_only_where_logits_are_its_output(kind):
     """By values, and on the meta device, where there are none, by whose tensor it is."""
     root = wrap_for_training(small(kind, torch.float32))
@@ -598,13 +612,17 @@ def crossing():
 SHARDED = {"fsdp2": {}, "zero1": {"zero_stage": 1}, "zero3": {"zero_stage": 3}}
 
 
-def two_processes(rank, folder):
-    """What a model that mixes does on each backend, from a folder without memory for it."""
+ALONE = {"FalconH1": [6], "Mpt": [2, 2, 2]}  # the packs of each on one process
+
+
+def two_processes(rank, folders):
+    """What models with states, and that mix, do on each backend, from folders without memory for them."""
     out = {}
-    for name, options in SHARDED.items():
-        st = get_strategy(StrategyConfig(**options))
-        lm = model.load(folder, dtype=torch.float32, meta=True)
-        out[name] = moved(st, lm, uneven(), unit=2)
+    for kind, folder in folders.items():
+        for name, options in SHARDED.items():
+            st = get_strategy(StrategyConfig(**options))
+            lm = model.load(folder, dtype=torch.float32, meta=True)
+            out[kind, name] = moved(st, lm, uneven(), unit=2)
     st = get_strategy(StrategyConfig())
     out["longrope"] = moved(st, far("Phi3 longrope"), crossing())
     try:
@@ -617,18 +635,21 @@ def two_processes(rank, folder):
 
 @pytest.fixture(scope="module")
 def mixer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mixer")
-    small("FalconH1", torch.float32).save_pretrained(folder)
-    return folder, ranks.run(2, "test_probe:two_processes", str(folder))
+    folders = {}
+    for kind in ALONE:
+        folders[kind] = str(tmp_path_factory.mktemp(kind))
+        small(kind, torch.float32).save_pretrained(folders[kind])
+    return folders, ranks.run(2, "test_probe:two_processes", folders)
 
 
+@pytest.mark.parametrize("kind", ALONE)
 @pytest.mark.parametrize("name", SHARDED)
-def test_every_backend_trains_a_model_that_mixes_alike(mixer, name):
-    folder, both = mixer
-    want = moved(get_fake_strategy(), model.load(folder), uneven(), unit=2)
-    assert want["packs"] == [2, 2, 2]
-    for got in (out[name] for out in both):
-        assert got["packs"] == [2, 2]
+def test_every_backend_trains_a_model_with_states_or_that_mixes_alike(mixer, name, kind):
+    folders, both = mixer
+    want = moved(get_fake_strategy(), model.load(folders[kind]), uneven(), unit=2)
+    assert want["packs"] == ALONE[kind]
+    assert sorted(out[kind, name]["packs"] for out in both) == ([[2, 2]] * 2 if kind == "Mpt" else [[2], [4]])
+    for got in (out[kind, name] for out in both):
         assert got["norm"] == pytest.approx(want["norm"], rel=1e-4)
         for n, x in want.items():
             if isinstance(x, torch.Tensor):

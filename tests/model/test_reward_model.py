@@ -135,7 +135,7 @@ def test_the_last_token_counts(pool):
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_model_that_mixes_sequences_gets_one_at_a_time(pool):
-    rm = reward_of(small("Mamba"), pool=pool)
+    rm = reward_of(small("Mpt"), pool=pool)
     exp = packing.scored(rows()[:3])
     whole = scores_of(rm, exp, 1000)
     assert rm.mode == "one_sequence"
