@@ -30,10 +30,10 @@ window, a chunk, a step of temperature (Llama 4's `floor_scale`), other rotary f
 more with these numbers made small, so that a few tokens lie on both sides of them.
 
 Layers that carry a state from token to token (gated delta nets, Mamba, Mamba 2, lightning attention, RG-LRU,
-RWKV, short convolutions) are transformers' own: for a pack each reads the sequences as rows of batches, padded
-behind their ends to at most twice their tokens, while attention, MLPs and experts read the pack. Where their
-kernels are installed (flash-linear-attention, causal-conv1d) and keep to `seq_idx` and `cu_seq_lens_q`, the
-probe finds that first, and the pack is one row: not run on a GPU yet. `tests/model/test_packed_states.py` holds
+RWKV, short convolutions) are transformers' own: for a pack each reads the sequences as rows of batches, which
+are padded to at most twice their tokens, while attention, MLPs and experts read the pack. Where their kernels
+are installed (flash-linear-attention, causal-conv1d) and keep to `seq_idx` and `cu_seq_lens_q`, the probe
+finds that first, and the pack is one row: not run on a GPU yet. `tests/model/test_packed_states.py` holds
 log-probs and gradients in float64 to 1e-10, to 5e-6 where a layer computes in float32; there also the newer
 BailingHybrid, InklingText, LaraMini, Lfm3 and Qwen4ExpText. Sequence parallelism needs layers without states.
 
