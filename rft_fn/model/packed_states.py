@@ -76,29 +76,38 @@ def _separated_class(cls: type[nn.Module]) -> type[nn.Module]:
         bounds = current()
         if bounds is None:
             return plain(self, *args, **kwargs)
+        # ZeRO 3 gathers weights in each call, so every process makes one
+        whole = any(hasattr(p, "ds_id") for p in self.parameters())
+        batches = [list(range(len(bounds.sizes)))] if whole else bounds.batches
         with apart(None):  # for layers inside of this one, which get its rows
-            return _by_rows(partial(plain, self), bounds, args, kwargs)
+            return _by_rows(partial(plain, self), bounds.sizes, batches, args, kwargs)
 
     return type(f"Packed{cls.__name__}", (cls,), {"forward": forward, "rft_separated": cls})
 
 
-def _by_rows(layer: Callable[..., Any], bounds: SequenceBounds, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _by_rows(
+    layer: Callable[..., Any],
+    sizes: Sequence[int],
+    batches: Sequence[Sequence[int]],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
     """Call a layer with the sequences of a pack as rows: all that is [1, T, ...] becomes [K, S, ...].
 
     The output, or the first of several, is [1, T, D] again; the others, which are states, are left out.
     """
-    tokens = sum(bounds.sizes)
-    places = {name: _cut(x, bounds.sizes, tokens) for name, x in [*enumerate(args), *kwargs.items()]}
-    rows: list[Any] = [None] * len(bounds.sizes)
+    tokens = sum(sizes)
+    places = {name: _cut(x, sizes, tokens) for name, x in [*enumerate(args), *kwargs.items()]}
+    rows: list[Any] = [None] * len(sizes)
     result = None
-    for members in bounds.batches:
+    for members in batches:
         given = {name: _batch(x, members) for name, x in places.items()}
         positional = [given.pop(i) for i in range(len(args))]
         result = layer(*positional, **given)
         out = result[0] if isinstance(result, tuple) else result
         # unbound at once: the gradient of a slice of a batch is a batch of zeros
         for i, row in zip(members, out.unbind(0)):
-            rows[i] = row[: bounds.sizes[i]]
+            rows[i] = row[: sizes[i]]
     whole = torch.cat(rows)[None]
     return (whole, *[None] * (len(result) - 1)) if isinstance(result, tuple) else whole
 

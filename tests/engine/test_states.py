@@ -98,7 +98,7 @@ def test_the_canary_knows_weights_that_arrived_and_one_that_did_not(lm, tmp_path
 
     # a projection of the first layer with a state keeps its value
     layer = re.compile("linear_attn|mamba|mixer|conv|temporal_block|attention|self_attn")
-    name = next(n for n, x in state.params.items() if layer.search(n) and "proj" in n or ".key." in n)
+    name = next(n for n, x in state.params.items() if (layer.search(n) and "proj" in n) or ".key." in n)
     old = state.params[name].detach().clone()
 
     def load(weights, *, version):

@@ -194,6 +194,23 @@ def test_batches_waste_at_most_their_half():
     assert sorted(i for batch in bounds.batches for i in batch) == list(range(7))
 
 
+def test_each_process_calls_a_layer_equally_often_where_a_call_gathers_its_weights():
+    """Under ZeRO 3, whatever the lengths of its sequences."""
+    lm = small("Mamba")
+    apply, params = bound(lm)
+    pack = packing.pack(EXP, range(6))
+    calls = []
+    mixer = lm.backbone.layers[0].mixer
+    mixer.in_proj.register_forward_hook(lambda *_: calls.append(1))
+    want = apply(params, pack).logp
+    assert len(calls) == 4
+    for p in mixer.parameters():
+        p.ds_id = 0
+    calls.clear()
+    torch.testing.assert_close(apply(params, pack).logp, want, rtol=0, atol=5e-6)
+    assert len(calls) == 1
+
+
 def test_keywords_of_kernels_come_before_rows(monkeypatch):
     """On a GPU with causal-conv1d and flash-linear-attention a pack is one row, without padding.
 
