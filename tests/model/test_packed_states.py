@@ -5,6 +5,7 @@ import re
 import warnings
 from typing import Any
 
+import media_checks
 import pytest
 import torch
 import transformers
@@ -264,6 +265,12 @@ def test_values_of_a_critic():
     each: list[Any] = [apply(params, packing.pack(EXP, [i])).value for i in range(6)]
     want = torch.cat(each)
     torch.testing.assert_close(got, want, rtol=0, atol=5e-6)
+
+
+def test_a_model_that_sees():
+    """Images and text in one pack of a hybrid."""
+    got = media_checks.packed("Qwen3.5")
+    assert got.value <= 1e-10 and got.note == ""
 
 
 def test_an_empty_row_of_a_unit():
