@@ -186,7 +186,7 @@ class SequenceBounds:
 
     @cached_property
     def batches(self) -> list[list[int]]:
-        """Return the sequences in batches of such as padding at most doubles."""
+        """Return the sequences in batches, the longest first, which padding at most doubles."""
         found: list[list[int]] = []
         for i in sorted(range(len(self.sizes)), key=lambda i: -self.sizes[i]):
             if not found or 2 * self.sizes[i] < self.sizes[found[-1][0]]:
