@@ -8,7 +8,7 @@ from sees_and_hears import AUDIO, FAMILIES, IMAGE, SEE, alone, batch
 from sees_and_hears_more import MORE
 
 from rft_fn import model, packing, tree
-from rft_fn.model import forward, media_inputs, placeholders
+from rft_fn.model import forward, media_inputs, packed_states, placeholders
 from rft_fn.model.forward import ONE_SEQUENCE, text_inputs
 from rft_fn.model.parts import find
 from rft_fn.strategy import get_fake_strategy
@@ -217,14 +217,20 @@ def test_a_model_that_mixes_sequences_where_placeholders_stand_gets_one_at_a_tim
     assert model.bind(module)[0].root.mode == ONE_SEQUENCE
 
 
-def test_a_model_with_states_takes_rows_with_and_without_media():
-    """Qwen3.5 gets one sequence at a time; behind one of words stands the borrowed row that has an image."""
+@pytest.mark.parametrize("separate", [True, False])
+def test_a_model_with_states_takes_rows_with_and_without_media(separate, monkeypatch):
+    """Qwen3.5 in one pack, and one at a time: behind a row of words one that has an image."""
+    if not separate:
+        monkeypatch.setattr(packed_states, "separated", lambda lm: 0)
     family = MORE["Qwen3.5"]
     module, exp, want = made(family)
     st = get_fake_strategy()
     apply, params = st.bind(module)
     packs = st.shard(exp, 1000)
-    assert [b.num_seqs for b in packs if b.rows == (1,)] == [2]
+    if separate:
+        assert [b.num_seqs for b in packs] == [len(exp.length)]
+    else:
+        assert [b.num_seqs for b in packs if b.rows == (1,)] == [2]
     got = packing.unpack([apply(params, b).logp for b in packs], packs, exp.tokens)
     for row, x in enumerate(want):
         assert (got[row, 1 : exp.length[row]] - x[:, 0]).abs().max() <= CLOSE
