@@ -8,6 +8,7 @@ moves in place.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -94,6 +95,7 @@ class Setup:
     def source(self) -> collect.Source:
         """Return where a collector draws its prompts, and what answers and judges them."""
         assert self.samples is not None and self.sampling is not None, "nothing is sampled"
+        early = reward.starts_early(self.task.score)
         return collect.Source(
             strategy=self.st,
             samples=self.samples,
@@ -103,6 +105,7 @@ class Setup:
             seed=self.cfg.seed,
             steps=self.cfg.steps,
             sampling_block=self.sampling_block,
+            begin=partial(reward.begin, self.task.score, self.task.tokenizer) if early else None,
         )
 
     def collector(self) -> collect.Collector:

@@ -132,7 +132,9 @@ class _InProcess:
         batching = self.batching._replace(shares=False) if alone else self.batching
         stop = Stop(self.tokenizer, self.ends, request.sampling.stop)
         check_every = 1 if self.lm.device.type == "cpu" else _CHECK_EVERY
-        sampler = Sampler(self.lm, batching, request.sampling, stop, pad, self.batch, check_every)
+        sampler = Sampler(
+            self.lm, batching, request.sampling, stop, pad, self.batch, check_every, request.on_row
+        )
         with packed(self.lm):
             responses = sampler.responses(ids, media, request.rows())
         return requests.assemble(
@@ -197,7 +199,9 @@ class _InProcess:
             "alive": True,
             "version": self.version,
             "asleep": self.asleep,
-            "supported": frozenset({"load", "score", "start", *(["sleep"] if self.can_sleep else [])}),
+            "supported": frozenset(
+                {"load", "score", "start", "rows", *(["sleep"] if self.can_sleep else [])}
+            ),
             "window": self.window,
             "placeholders": placeholder_ids(self.lm.config),
             "computes": self.lm.dtype,
