@@ -76,12 +76,8 @@ def sample_partial(
         raise ValueError(f"partial: expected a budget >= 1, got {budget}")
     prompts, keys = draw(step)
     limits = [min(budget, sampling.max_new)] * (len(prompts) * n)
-    told = (
-        None
-        if begin is None
-        else partial(_tell, begin, sampling, [(p, []) for p in prompts for _ in range(n)])
-    )
-    fresh = without_media(generate(prompts, keys, n=n, sampling=sampling, max_new=limits, on_row=told))
+    told = _telling(generate, begin, sampling, [(p, []) for p in prompts for _ in range(n)])
+    fresh = without_media(told(prompts, keys, n=n, sampling=sampling, max_new=limits))
     places = torch.arange(len(prompts))
     born = torch.stack([torch.full_like(places, step), places], -1)
     groups = Waiting(rollout=fresh, born=born)
@@ -120,6 +116,13 @@ def _chosen(groups: Waiting, which: Tensor, n: int) -> Waiting:
     return Waiting(rollout=tree.replace(rollout, group=number), born=groups.born[which])
 
 
+def _telling(
+    generate: GenerateAll, begin: Begin | None, sampling: Sampling, before: Sequence[tuple[Any, list[int]]]
+) -> GenerateAll:
+    """Return `generate` as it tells of whole rows; as it is, where nobody hears, for one that cannot."""
+    return generate if begin is None else partial(generate, on_row=partial(_tell, begin, sampling, before))
+
+
 def _tell(
     begin: Begin,
     sampling: Sampling,
@@ -152,18 +155,15 @@ def _grown(
     for i, b in enumerate(rows):
         if has_media(prompts[b // n]):
             begun[i] = Prefix(begun[i], short.mask[i, : len(begun[i])].tolist(), prompts[b // n])
-    told = None
-    if begin is not None:
-        sampled = [row[own].tolist() for row, own in zip(short.tokens, short.mask)]
-        told = partial(_tell, begin, sampling, [(prompts[b // n], x) for b, x in zip(rows, sampled)])
-    more = generate(
+    sampled = [row[own].tolist() for row, own in zip(short.tokens, short.mask)]
+    told = _telling(generate, begin, sampling, [(prompts[b // n], x) for b, x in zip(rows, sampled)])
+    more = told(
         begun,
         [(keys[b // n], b % n) for b in rows],
         n=1,
         sampling=sampling,
         max_new=[min(budget, sampling.max_new - x) for x in spent],
         start=spent,
-        on_row=told,
     )
 
     # the longer rows take the places of the shorter ones
