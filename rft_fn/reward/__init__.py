@@ -12,7 +12,6 @@ the instructions in the prompt, and is then a constant.
 """
 
 from rft_fn.reward.combine import Weighted, columns, label_values, weighted
-from rft_fn.reward.early import begin, starts_early
 from rft_fn.reward.from_spec import by_column, load, parse
 from rft_fn.reward.generative_model import generative, generative_by_name
 from rft_fn.reward.preflight import check
@@ -47,9 +46,9 @@ from rft_fn.reward.verifiable import (
 from rft_fn.reward.veto import Veto
 
 __all__ = [
-    "Judged", "Reading", "Reward", "RewardFn", "Veto", "begin", "boxed_format", "by_column", "check",
-    "columns", "concat", "exact", "extract_boxed", "extract_number", "extract_tag", "generative",
-    "generative_by_name", "judge", "judge_rows", "label_values", "load", "math", "means", "normalized",
-    "numeric", "parse", "pattern_format", "responses", "scalar", "served_at", "starts_early", "stateless",
-    "tag_format", "task", "text", "trainer_state", "weighted",
+    "Judged", "Reading", "Reward", "RewardFn", "Veto", "boxed_format", "by_column", "check", "columns",
+    "concat", "exact", "extract_boxed", "extract_number", "extract_tag", "generative", "generative_by_name",
+    "judge", "judge_rows", "label_values", "load", "math", "means", "normalized", "numeric", "parse",
+    "pattern_format", "responses", "scalar", "served_at", "stateless", "tag_format", "task", "text",
+    "trainer_state", "weighted",
 ]  # fmt: skip

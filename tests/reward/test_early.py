@@ -10,7 +10,7 @@ import rft_fn as rft
 from rft_fn import collect, engine, reward
 from rft_fn.engine import EngineConfig, process
 from rft_fn.engine.hf import build
-from rft_fn.reward import mathematics
+from rft_fn.reward import early, mathematics
 
 TOKENIZER = tiny.tokenizer()
 DATA = rft.data.from_rows(
@@ -58,7 +58,7 @@ def source(heard, eng, calls=None):
         sampling=SAMPLING,
         seed=0,
         steps=3,
-        begin=lambda prompt, tokens: reward.begin(score, TOKENIZER, prompt, tokens),
+        begin=lambda prompt, tokens: early.begin(score, TOKENIZER, prompt, tokens),
     )
 
 
@@ -175,8 +175,8 @@ def test_the_reward_of_mathematics_starts_with_the_row():
         fn.begin(completions=[text], answer=[cell])
     assert mathematics._children._begun
     assert fn(prompts=completions, completions=completions, answer=references) == plain
-    assert reward.starts_early(reward.weighted(math=(fn, 1.0)))
-    assert not reward.starts_early(reward.weighted(exact=(reward.exact(), 1.0)))
+    assert early.starts_early(reward.weighted(math=(fn, 1.0)))
+    assert not early.starts_early(reward.weighted(exact=(reward.exact(), 1.0)))
 
 
 def test_answers_that_were_begun_have_the_limit_of_the_call(monkeypatch):

@@ -98,7 +98,8 @@ def main(cfg: Config) -> None:
 
     # what was measured now decides, not what is kept of earlier times
     held = show.held({part: found[part] for part in cfg.only})
-    print("\nexponents: " + ", ".join(f"{name} {x:.2f}" for name, (_, x) in held.items()))
+    if held:
+        print("\nexponents: " + ", ".join(f"{name} {x:.2f}" for name, (_, x) in held.items()))
     steep = [
         f"{name}: expected an exponent of {host.MOST} at most, got {x:.2f}"
         for name, (_, x) in held.items()
