@@ -10,7 +10,7 @@ Run the same command again to resume from the last checkpoint, to the bit.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.limits import AutoCount, Count, Filled, Free, Positive, Warmup
+from rft_fn.limits import Count, Filled, Free, Positive, Warmup
 from rft_fn.run import preferences
 
 
@@ -28,8 +28,7 @@ class Config(preferences.Preferences):
 
     # other defaults than those of the subjects
     model: Filled = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name; the reference too
-    budget: Free[AutoCount] = field(default_factory=partial(rft.run.by_device, 1024))
-    """most tokens in a pack, which goes through the model at once; a pair must fit"""
+    budget: Free[Count] = 1024  # most tokens in a pack, which goes through the model at once; a pair must fit
     steps: Count | None = None  # updates; None is 100
     epochs: Positive | None = None  # passes over the pairs of data, in place of steps; not for tasks
     batch: Count = 64  # pairs per step

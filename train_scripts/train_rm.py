@@ -10,7 +10,7 @@ Run the same command again to resume from the last checkpoint, to the bit.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.limits import AtLeast0, AutoCount, Count, Decay, Filled, Free, Positive, Range, Warmup
+from rft_fn.limits import AtLeast0, Count, Decay, Filled, Free, Positive, Range, Warmup
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ class Config(rft.run.RewardModelRun, first=("loss",)):
 
     # other defaults than those of the subjects
     model: Filled = "tiny"  # tiny, tiny-vl ..., smollm2-135m, a folder, or a hub name, under the heads
-    budget: Free[AutoCount] = field(default_factory=partial(rft.run.by_device, 2048))
-    """most tokens in a pack, which goes through the model at once; a unit must fit"""
+    budget: Free[Count] = 2048  # most tokens in a pack, which goes through the model at once; a unit must fit
     steps: Count | None = None  # updates; None is 300
     epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
     batch: Count = 64  # rows per step: pairs, lists, points or responses of steps

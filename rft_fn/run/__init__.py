@@ -8,7 +8,6 @@ from rft_fn.run.card import save_card
 from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.distillation import Distillation, DistillationRun, load_taught_task, teacher_modules
 from rft_fn.run.earlier_run import last_model, settings
-from rft_fn.run.model_options import by_device
 from rft_fn.run.objective import (
     actor_critic,
     greedy_baseline,
@@ -70,7 +69,6 @@ __all__ = [
     "TokenLog",
     "actor_critic",
     "as_one_pack",
-    "by_device",
     "calibrate",
     "check_engine_media",
     "check_gap",

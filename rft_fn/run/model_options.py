@@ -1,12 +1,12 @@
 """Options of the model and its data, and what all options have."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache, partial
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from rft_fn import limits
-from rft_fn.limits import AtLeast0, AutoCount, Count, Filled, Free, Positive, Range, Whole
+from rft_fn.limits import AtLeast0, Count, Filled, Free, Positive, Range, Whole
 
 __all__ = ["Data", "Model", "Options", "Policy", "Prompts", "Rank", "exclusions"]
 
@@ -93,16 +93,6 @@ class Data(Options, subject="Data", first=("data", "template")):
     system: str | None = None  # the system prompt; an empty one removes that of the chat template
 
 
-AUTO: Any = "auto"  # a size that `sizes.decided` makes a number
-
-
-def by_device(usual: int) -> int:
-    """Return the default of a size: `auto` on a machine with a GPU, else `usual`."""
-    import torch
-
-    return AUTO if torch.cuda.is_available() else usual
-
-
 @dataclass(frozen=True)
 class Prompts(Data, subject="Data"):
     """Prompts, and the longest of them."""
@@ -128,6 +118,5 @@ class Policy(
     freeze: tuple[str, ...] = ()  # parts that are not trained: visual, layers.0 ...; towers: all but the text
     quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: as stored
     router_aux: AtLeast0 = 0.0  # coefficient of the load-balancing loss of a mixture of experts
-    budget: Free[AutoCount] = field(default_factory=partial(by_device, 1024))
-    """most tokens per micro-batch, packed; auto, as by itself on a GPU: by the forecast of memory"""
+    budget: Free[Count] = 1024  # most tokens per micro-batch, packed
     gradient_checkpointing: Free[bool] = False  # recompute activations in the backward pass, to save memory

@@ -18,6 +18,7 @@ groups options by `subject`.
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Literal, TypeVar
 
 from rft_fn import loss
@@ -38,7 +39,7 @@ from rft_fn.limits import (
     Warmup,
     Whole,
 )
-from rft_fn.run.model_options import Data, Model, Options, Policy, Prompts, by_device
+from rft_fn.run.model_options import Data, Model, Options, Policy, Prompts
 from rft_fn.strategy import StrategyConfig
 
 __all__ = [
@@ -431,16 +432,11 @@ class ScoredRun(Recorded, subject="Run"):
     best: Free[Whole] = 1  # checkpoints with the highest rewards, kept beside the newest
 
 
-def rollout_strategy() -> StrategyConfig:
-    """Return the strategy of a run that samples, as by default."""
-    return StrategyConfig(engine_batch=by_device(512))
-
-
 @dataclass(frozen=True)
 class ReinforcementRun(ScoredRun, Optimizer, Reinforcement, Policy, Prompts, Model):
     """A run that learns from the rewards of responses."""
 
-    strategy: StrategyConfig = field(default_factory=rollout_strategy)
+    strategy: StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
 
 
 @dataclass(frozen=True)
