@@ -1,5 +1,7 @@
 """From rows to packs and back: the one shift, the plan, and what a pack must never mix."""
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 import ref
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rft_fn import check, loss, packing, segment, testing, tree, weight
-from rft_fn.packing import plan
+from rft_fn.packing import plan, units
 from rft_fn.types import Experience, Media, experience
 
 FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
@@ -200,6 +202,15 @@ def test_lists_of_a_family_by_hand(sizes, families, options, want):
 )
 def test_packs_of_nearly_equal_cost_by_hand(sizes, costs, count, options, want):
     assert plan.spread(sizes, costs, 10, count, **options) == want
+
+
+def test_a_cut_looks_at_its_units_a_few_times_whatever_its_packs(monkeypatch):
+    """Once for each rank: once for each pack made plans of 64,000 rows take a minute."""
+    looks = []
+    monkeypatch.setattr(units, "accumulate", lambda sizes: looks.append(len(sizes)) or accumulate(sizes))
+    packs = packing.cut(lengths_only([7] * 500), 8, 2)
+    assert [len(part) for part in packs] == [250, 250]
+    assert looks == [500] * 2
 
 
 @given(data=st.data())

@@ -91,6 +91,16 @@ def test_every_row_learned_what_the_page_says():
         assert x["last"] >= least and x["gap"] < 1e-5, name
 
 
+def test_costs_of_the_host_grow_within_the_limit_that_the_bench_holds():
+    show, host = script("growth/show"), script("growth/host")
+    found = read("growth/growth")
+    held = show.held(found)
+    assert set(held) == {*host.CASES, "load, first start", "load, second start"}
+    assert all(exponent <= host.MOST for _, exponent in held.values())
+    found["host"]["found"]["plan"][-1]["seconds"] *= 2
+    assert show.held(found)["plan"][1] == pytest.approx(held["plan"][1] + 0.5)  # sizes are four times apart
+
+
 def test_bytes_of_growth_are_of_the_network_that_was_assumed():
     comm, found = script("growth/comm"), read("growth/growth")["comm"]["found"]
     assert found["tables"]["as assumed"] == comm.table(comm.Network(**found["assumed"]))

@@ -21,6 +21,7 @@ from rft_fn.engine.global_batch import (
 )
 from rft_fn.engine.requests import Request
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
+from rft_fn.types.engine import OnRow
 
 __all__ = [
     "AsyncSampler",
@@ -92,7 +93,14 @@ class AsyncSampler:
         self._lost = False  # the engine, for good
 
     def begin(
-        self, prompts: Sequence[Any], keys: Sequence[int], *, n: int, sampling: Sampling, saved: Saved = ()
+        self,
+        prompts: Sequence[Any],
+        keys: Sequence[int],
+        *,
+        n: int,
+        sampling: Sampling,
+        saved: Saved = (),
+        on_row: OnRow | None = None,
     ) -> Saved:
         """Start a rollout with the newest weights, unless it has started or is saved.
 
@@ -109,7 +117,7 @@ class AsyncSampler:
         if name in self._begun:
             return ()
 
-        request = Request(prompts, keys, n, sampling)
+        request = Request(prompts, keys, n, sampling, on_row=on_row)
         check_prompts(self.engine, request)
 
         # the newest weights come back after the older ones
@@ -126,9 +134,19 @@ class AsyncSampler:
         return ()
 
     def generate(
-        self, prompts: Sequence[Any], keys: Sequence[int], *, n: int, sampling: Sampling, saved: Saved = ()
+        self,
+        prompts: Sequence[Any],
+        keys: Sequence[int],
+        *,
+        n: int,
+        sampling: Sampling,
+        saved: Saved = (),
+        on_row: OnRow | None = None,
     ) -> Rollout:
-        """Return the rollout that was started or saved with these keys, or sample one. All ranks call it."""
+        """Return the rollout that was started or saved with these keys, or sample one. All ranks call it.
+
+        `on_row` hears of rows of one that is sampled now, as in `Generate`.
+        """
         name = name_of(keys, n, sampling)
         begun = self._begun.get(name)
         if begun is not None and not begun.given:
@@ -138,20 +156,27 @@ class AsyncSampler:
         for entry in saved:
             if entry["name"] == name and "rollout" in entry:
                 return with_media(self.strategy, entry["rollout"], prompts)
-        return self._sampled(Request(prompts, keys, n, sampling))
+        return self._sampled(Request(prompts, keys, n, sampling, on_row=on_row))
 
     def _finished(self, begun: _Begun) -> Rollout:
         """Wait for a rollout that was begun."""
         if begun.rollout is None:
-            begun.rollout = self._sampled(begun.request)
+            begun.rollout = self._sampled(begun.request._replace(on_row=None))  # who began it told of rows
             begun.weights = None
         return begun.rollout
 
     def _sampled(self, request: Request) -> Rollout:
         """Sample a rollout, or wait for one that was begun."""
-        prompts, keys, n, sampling = request[:4]
         try:
-            return gather_and_generate(self.engine, self.strategy, prompts, keys, n=n, sampling=sampling)
+            return gather_and_generate(
+                self.engine,
+                self.strategy,
+                request.prompts,
+                request.keys,
+                n=request.n,
+                sampling=request.sampling,
+                on_row=request.on_row,
+            )
         except EngineDead:
             self._lost = True
             raise

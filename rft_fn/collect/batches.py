@@ -9,13 +9,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from rft_fn import data, limits
 from rft_fn.collect.asynchronous import AsyncSampler, Saved, due
-from rft_fn.collect.partial import sample_partial
+from rft_fn.collect.partial import Begin, sample_partial
 from rft_fn.collect.varied_groups import VariedGroups, judged_groups, sample_varied_groups
 from rft_fn.data.curriculum import Rule, by_prompt, by_source
 from rft_fn.engine.global_batch import gather_and_generate
 from rft_fn.reward import Judged
 from rft_fn.rollout import without_truncated
 from rft_fn.types import Rollout, Sampling, Strategy
+from rft_fn.types.engine import OnRow
 
 __all__ = ["EXCLUDES", "Batch", "Collector", "Source", "collector"]
 
@@ -43,6 +44,7 @@ class Source(NamedTuple):
     seed: int
     steps: int  # of the run: nothing is sampled beyond them
     sampling_block: Callable[[], AbstractContextManager[None]] = nullcontext  # what sampling happens within
+    begin: Begin | None = None  # hears of each response as it ends, while others are sampled
 
 
 class Batch(NamedTuple):
@@ -139,8 +141,20 @@ class _Batches(NamedTuple):
         """
         n, sampling = n or self.group, sampling or self.source.sampling
         with self.source.sampling_block():
-            rollout = self.source.samples.generate(asked, keys, n=n, sampling=sampling, saved=saved)
+            rollout = self.source.samples.generate(
+                asked,
+                keys,
+                n=n,
+                sampling=sampling,
+                saved=saved,
+                on_row=self.on_row(asked, n),
+            )
         return rollout, self.source.judge(rollout, asked, step)
+
+    def on_row(self, asked: Sequence[Any], n: int) -> OnRow | None:
+        """Return what hears of the rows of n whole responses to each prompt."""
+        begin = self.source.begin
+        return None if begin is None else lambda b, tokens, ended: begin(asked[b // n], tokens)
 
     def batch(self, groups: VariedGroups, step: int, metrics: Mapping[str, float] | None = None) -> Batch:
         """Return the batch of these groups, with what the options add to it."""
@@ -167,7 +181,14 @@ def _by_step(batches: _Batches, rounds: int, ahead: int) -> Collector:
         kept: list[Mapping[str, Any]] = []  # of it, for later steps
         for later in due(step, ahead, batches.source.steps) if ahead else ():
             asked, keys = batches.draw(later)
-            own = samples.begin(asked, keys, n=batches.group, sampling=batches.source.sampling, saved=saved)
+            own = samples.begin(
+                asked,
+                keys,
+                n=batches.group,
+                sampling=batches.source.sampling,
+                saved=saved,
+                on_row=batches.on_row(asked, batches.group),
+            )
             kept += own if later > step else ()
         answer = partial(batches.answer, step, saved=saved)
         groups = sample_varied_groups(answer, partial(batches.draw, step), batches.prompts, rounds=rounds)
@@ -191,6 +212,7 @@ def _partial_rollouts(batches: _Batches, budget: int) -> Collector:
                 budget=budget,
                 waiting=state["waiting"],
                 strategy=source.strategy,
+                begin=source.begin,
             )
         groups = judged_groups(asked, rollout, source.judge(rollout, asked, step))
         return batches.batch(groups, step), {**state, "ahead": [], "waiting": waiting}

@@ -7,6 +7,7 @@ bounds how stale any of them is.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,14 @@ from rft_fn.rollout import Prefix, concat, extend, prefixes, take
 from rft_fn.strategy import get_fake_strategy
 from rft_fn.types import Rollout, Sampling, Strategy
 
-__all__ = ["Finished", "Waiting", "sample_partial"]
+__all__ = ["Begin", "Finished", "Waiting", "sample_partial"]
 
 Draw = Callable[[int], tuple[Sequence[Any], Sequence[int]]]
 """Draws (prompts, a key for each) of a step; pure."""
 
+
+Begin = Callable[[Any, Sequence[int]], None]
+"""Hears of a whole response: (its prompt, its tokens)."""
 
 GenerateAll = Callable[..., Rollout]
 """Samples the rollout of the global batch, as `gather_and_generate` does on an engine and a strategy."""
@@ -57,6 +61,7 @@ def sample_partial(
     budget: int,
     waiting: Waiting | None = None,
     strategy: Strategy | None = None,
+    begin: Begin | None = None,
 ) -> Finished:
     """Return the groups that are finished after each of their responses grew by at most `budget` tokens.
 
@@ -64,26 +69,28 @@ def sample_partial(
     each. If no group is finished after that, all grow again, so that there is something to learn from. With
     weights that do not change, a response is the one that would have been sampled at once: it continues its
     own key's stream. Groups wait without their media, which come back with the prompts; `strategy` tells the
-    ranks which of them each reads, without it each reads all. ValueError unless budget >= 1.
+    ranks which of them each reads, without it each reads all. `begin` hears of each response that is whole,
+    as (prompt, tokens), while others are sampled. ValueError unless budget >= 1.
     """
     if budget < 1:
         raise ValueError(f"partial: expected a budget >= 1, got {budget}")
     prompts, keys = draw(step)
     limits = [min(budget, sampling.max_new)] * (len(prompts) * n)
-    fresh = without_media(generate(prompts, keys, n=n, sampling=sampling, max_new=limits))
+    told = _telling(generate, begin, sampling, [(p, []) for p in prompts for _ in range(n)])
+    fresh = without_media(told(prompts, keys, n=n, sampling=sampling, max_new=limits))
     places = torch.arange(len(prompts))
     born = torch.stack([torch.full_like(places, step), places], -1)
     groups = Waiting(rollout=fresh, born=born)
 
     # a step's draw is needed again for the keys and the prompts of groups that wait
     if waiting is not None:
-        older = _grown(generate, draw, waiting, n, sampling, budget)
+        older = _grown(generate, draw, waiting, n, sampling, budget, begin)
         counts = [len(older.born), len(born)]
         groups = Waiting(
             rollout=concat([older.rollout, fresh], prompts=counts), born=torch.cat([older.born, born])
         )
     while not bool(_finished(groups, n, sampling).any()):
-        groups = _grown(generate, draw, groups, n, sampling, budget)
+        groups = _grown(generate, draw, groups, n, sampling, budget, begin)
 
     ready = _finished(groups, n, sampling)
     done = _chosen(groups, ready, n)
@@ -109,8 +116,35 @@ def _chosen(groups: Waiting, which: Tensor, n: int) -> Waiting:
     return Waiting(rollout=tree.replace(rollout, group=number), born=groups.born[which])
 
 
+def _telling(
+    generate: GenerateAll, begin: Begin | None, sampling: Sampling, before: Sequence[tuple[Any, list[int]]]
+) -> GenerateAll:
+    """Return `generate` as it tells of whole rows; as it is, where nobody hears, for one that cannot."""
+    return generate if begin is None else partial(generate, on_row=partial(_tell, begin, sampling, before))
+
+
+def _tell(
+    begin: Begin,
+    sampling: Sampling,
+    before: Sequence[tuple[Any, list[int]]],
+    b: int,
+    new: Sequence[int],
+    ended: bool,
+) -> None:
+    """Tell of row b if it is whole; `before` has the prompt and the earlier tokens of each row."""
+    prompt, tokens = before[b][0], [*before[b][1], *new]
+    if ended or len(tokens) >= sampling.max_new:
+        begin(prompt, tokens)
+
+
 def _grown(
-    generate: GenerateAll, draw: Draw, groups: Waiting, n: int, sampling: Sampling, budget: int
+    generate: GenerateAll,
+    draw: Draw,
+    groups: Waiting,
+    n: int,
+    sampling: Sampling,
+    budget: int,
+    begin: Begin | None,
 ) -> Waiting:
     """Grow the unfinished rows of the groups."""
     rows = _open(groups, sampling).nonzero().flatten().tolist()
@@ -121,7 +155,9 @@ def _grown(
     for i, b in enumerate(rows):
         if has_media(prompts[b // n]):
             begun[i] = Prefix(begun[i], short.mask[i, : len(begun[i])].tolist(), prompts[b // n])
-    more = generate(
+    sampled = [row[own].tolist() for row, own in zip(short.tokens, short.mask)]
+    told = _telling(generate, begin, sampling, [(prompts[b // n], x) for b, x in zip(rows, sampled)])
+    more = told(
         begun,
         [(keys[b // n], b % n) for b in rows],
         n=1,

@@ -8,6 +8,7 @@ from rft_fn.engine import requests
 from rft_fn.engine.requests import Request
 from rft_fn.rollout import Owner, Prefix, take
 from rft_fn.types import Engine, Media, Rollout, Sampling, Strategy
+from rft_fn.types.engine import OnRow
 
 __all__ = [
     "check_prompts", "gather_and_generate", "has_media", "own_part", "shard_prompts", "with_media",
@@ -33,18 +34,20 @@ def gather_and_generate(
     max_new: Sequence[int] | None = None,
     start: Sequence[int] | None = None,
     temperature: Sequence[float] | None = None,
+    on_row: OnRow | None = None,
     sleep_engine: bool = True,
 ) -> Rollout:
     """Sample the rollout of the global batch; each rank samples its part of the prompts, in order.
 
-    The arguments are as of `Generate`, for the rows of the global batch. The result is the same on every
+    The arguments are as of `Generate`, for the rows of the global batch; `on_row` hears of this rank's, where
+    the engine tells of rows. The result is the same on every
     rank. Keys belong to prompts, so the samples do not depend on how the prompts were shared out. The engine
     is woken before, and sent to sleep after unless `sleep_engine` is False.
 
     BadRequest as of `Generate`, on every rank the same: for token ids before anything is sampled, for texts,
     which only an engine can encode, when each rank has done its part.
     """
-    request = Request(prompts, keys, n, sampling, max_new, start, temperature)
+    request = Request(prompts, keys, n, sampling, max_new, start, temperature, on_row)
     check_prompts(engine, request)
     mine = shard_prompts(strategy, len(prompts))
     own = request.part(mine)._replace(prompts=own_part(strategy, prompts))
@@ -55,7 +58,7 @@ def gather_and_generate(
     with strategy.session.phase("generate"):
         try:
             # also on a rank without prompts: ranks may share an engine, or agree on whether it lives
-            rollout = engine.generate(own.prompts, own.keys, n=n, sampling=sampling, **own.of_rows)
+            rollout = own.ask(engine)
         except requests.BadPrompt as error:
             refused = error.moved(mine.start)  # numbered in the global batch
         except requests.BadRequest as error:

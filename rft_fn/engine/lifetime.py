@@ -11,7 +11,7 @@ from rft_fn.engine.requests import BadRequest, Request, drawn_with, empty
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.text import error_text
 from rft_fn.types import Engine, Rollout, Sampling
-from rft_fn.types.engine import Delivered, EngineStatus, described, record
+from rft_fn.types.engine import Delivered, EngineStatus, OnRow, described, record
 
 __all__ = [
     "EngineCore", "EngineDead", "Rebuilds", "Supervised", "Unchanged", "dead_after_failure", "deferred",
@@ -267,8 +267,9 @@ class Supervised:
         max_new: Sequence[int] | None = None,
         start: Sequence[int] | None = None,
         temperature: Sequence[float] | None = None,
+        on_row: OnRow | None = None,
     ) -> Rollout:
-        request = Request(prompts, keys, n, sampling, max_new, start, temperature)
+        request = Request(prompts, keys, n, sampling, max_new, start, temperature, on_row)
         rollout = empty()
         self.check_lost()
         for attempt in self.attempts():

@@ -35,7 +35,7 @@ from rft_fn.engine.lifetime import EngineCore, EngineDead, supervised
 from rft_fn.engine.requests import Request
 from rft_fn.text import error_text
 from rft_fn.types import Engine, Media, Rollout, Sampling
-from rft_fn.types.engine import Delivered, EngineStatus
+from rft_fn.types.engine import Delivered, EngineStatus, OnRow
 
 __all__ = ["Answer", "Place", "main", "own_process"]
 
@@ -52,6 +52,14 @@ class Answer(NamedTuple):
     error: BaseException | None
     trace: str  # the traceback of the error
     status: EngineStatus | None  # of the engine after the call; None before it was built
+
+
+class RowEnded(NamedTuple):
+    """A row that has ended, in the middle of a call: the arguments of `OnRow`."""
+
+    number: int
+    tokens: Sequence[int]
+    ended: bool
 
 
 class Place(NamedTuple):
@@ -107,6 +115,7 @@ class _Server:
     def __init__(self, pipe: Connection):
         self.pipe = pipe
         self.engine: Engine | None = None
+        self.telling = threading.Lock()  # rows of servers end in several threads
 
     def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Return the value of one call; the first one builds the engine."""
@@ -124,8 +133,15 @@ class _Server:
             return self.engine.load(weights, **options)
         if name == "generate":
             (request,) = args
+            if options["rows"]:
+                request = request._replace(on_row=self.tell)
             return tree.replace(request.ask(self.engine), media=None)  # the parent has them
         return getattr(self.engine, name)(*args, **options)
+
+    def tell(self, *row: Any) -> None:
+        """Send a row that has ended, before the answer."""
+        with self.telling:
+            self.pipe.send_bytes(pickle.dumps(RowEnded(*row)))
 
     def answer(self, request: bytes) -> Answer:
         """Return the answer to a request, also to one that fails."""
@@ -245,8 +261,10 @@ class _Process:
     def sample(self, request: Request) -> Rollout:
         """Send tokens, and the media of each prompt once; none come back."""
         sent = prompt_media.to_send(request.prompts)
+        asked = request._replace(prompts=sent, keys=list(request.keys), on_row=None)
+        rows = request.on_row is not None
         with self.end_on_failure("generate"):
-            rollout = self.call("generate", request._replace(prompts=sent, keys=list(request.keys)))
+            rollout = self.call("generate", asked, rows=rows, on_row=request.on_row)
         media = [p.media if isinstance(p, prompt_media.Sent) else None for p in sent]
         return tree.replace(rollout, media=Media.of_prompts(media, request.n))
 
@@ -303,7 +321,14 @@ class _Process:
             self.end(f"failed in {name} ({type(error).__name__}: {error_text(error)})")
             raise
 
-    def call(self, name: str, *args: Any, descriptor: int | None = None, **options: Any) -> Any:
+    def call(
+        self,
+        name: str,
+        *args: Any,
+        descriptor: int | None = None,
+        on_row: OnRow | None = None,
+        **options: Any,
+    ) -> Any:
         """Return the value of one call of the engine. EngineDead if the process is gone, or too slow."""
         if self.ended:
             raise self.dead(self.ended)
@@ -312,6 +337,10 @@ class _Process:
             if descriptor is not None:
                 reduction.send_handle(self.pipe, descriptor, self.process.pid)
             answer = self.receive(name)
+            while isinstance(answer, RowEnded):
+                if on_row is not None:
+                    on_row(*answer)
+                answer = self.receive(name)
         except (EOFError, OSError):
             self.end(f"{self.wait()} in {name}")
             raise self.dead(self.ended) from None
@@ -323,8 +352,8 @@ class _Process:
             raise _Refused(answer.error, answer.trace)
         raise answer.error from _RemoteTraceback(answer.trace)
 
-    def receive(self, name: str) -> Answer:
-        """Return the answer to a call. EOFError where the process has ended without one."""
+    def receive(self, name: str) -> Answer | RowEnded:
+        """Return the next message of a call. EOFError where the process has ended without one."""
         deadline = time.monotonic() + self.timeout
         while not self.pipe.poll(_LOOK):
             if self.process.poll() is not None:

@@ -5,6 +5,7 @@ import math
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from functools import partial
 from itertools import chain
 from operator import index
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from rft_fn import rng, tree
 from rft_fn.data.responses import render
 from rft_fn.model.placeholders import placeholder_ids
 from rft_fn.types import Engine, Media, Rollout, Sampling
+from rft_fn.types.engine import OnRow
 
 __all__ = [
     "BadPrompt", "BadRequest", "Request", "Response", "Row", "Stop", "assemble", "drawn_with", "empty",
@@ -70,6 +72,7 @@ class Request(NamedTuple):
     max_new: Sequence[int] | None = None  # B
     start: Sequence[int] | None = None  # B
     temperature: Sequence[float] | None = None  # B
+    on_row: OnRow | None = None
 
     @property
     def of_rows(self) -> dict[str, Any]:
@@ -78,8 +81,11 @@ class Request(NamedTuple):
         return {name: x for name, x in options.items() if x is not None}
 
     def ask(self, engine: Engine) -> Rollout:
-        """Return what an engine samples."""
-        return engine.generate(self.prompts, self.keys, n=self.n, sampling=self.sampling, **self.of_rows)
+        """Return what an engine samples; `on_row` is left out for one that does not take it."""
+        options = self.of_rows
+        if self.on_row is not None and "rows" in engine.status()["supported"]:
+            options["on_row"] = self.on_row
+        return engine.generate(self.prompts, self.keys, n=self.n, sampling=self.sampling, **options)
 
     def part(self, shard: slice) -> "Request":
         """Return the request for a contiguous part of the prompts, and of their rows."""
@@ -90,6 +96,7 @@ class Request(NamedTuple):
             max_new=None if self.max_new is None else self.max_new[of_rows],
             start=None if self.start is None else self.start[of_rows],
             temperature=None if self.temperature is None else self.temperature[of_rows],
+            on_row=None if self.on_row is None else partial(_moved, self.on_row, of_rows.start),
         )
 
     def rows(self) -> list[Row]:
@@ -160,6 +167,11 @@ class Request(NamedTuple):
                     fits = False
                 if not fits:
                     raise BadRequest(f"temperature[{b}]: expected a number >= 0, got {x}")
+
+
+def _moved(on_row: OnRow, first: int, b: int, tokens: Sequence[int], ended: bool) -> None:
+    """Tell of row b of a part of a request that begins at row `first` of the whole."""
+    on_row(first + b, tokens, ended)
 
 
 def token_ids(prompts: Sequence[Any], tokenizer: Any = None) -> list[list[int]]:

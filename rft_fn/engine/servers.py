@@ -175,7 +175,14 @@ class _Servers:
             Ask(ids[b // n], row.key, tree.replace(sampling, temperature=row.temperature), row.max_new, ends)
             for b, row in enumerate(request.rows())
         ]
-        responses = self.pool.run([partial(self.response, ask, stop) for ask in asks])
+
+        def answered(b: int, server: str) -> Response:
+            response = self.response(asks[b], stop, server)
+            if request.on_row is not None:
+                request.on_row(b, response.tokens, response.ended)
+            return response
+
+        responses = self.pool.run([partial(answered, b) for b in range(len(asks))])
         return requests.assemble(
             ids,
             responses,
@@ -345,7 +352,7 @@ class _Servers:
             "alive": bool(self.pool.working()),
             "version": self.version,
             "asleep": self.asleep,
-            "supported": supported,
+            "supported": supported | {"rows"},
             "window": self.window(),
         }
 

@@ -12,7 +12,7 @@ def _largest_first(sizes: Sequence[int]) -> list[int]:
 
     Ties go by index.
     """
-    return sorted((i for i, n in enumerate(sizes) if n), key=lambda i: (-sizes[i], i))
+    return sorted((i for i, n in enumerate(sizes) if n), key=lambda i: sizes[i], reverse=True)  # stable
 
 
 def assign(
@@ -28,7 +28,7 @@ def assign(
     """
     packs: list[list[int]] = []
     held: list[int] = []  # rows that each pack has
-    free: list[tuple[int, int]] = []  # (tokens that a pack still takes, the pack), sorted
+    free = _Rooms()
     rows = rows or [1] * len(sizes)
     for i in _largest_first(sizes):
         if sizes[i] > budget:
@@ -38,20 +38,47 @@ def assign(
             )
 
         # the fullest pack that takes the item leaves the larger gaps to others
-        at = bisect_left(free, (sizes[i], -1))
-        while most and at < len(free) and held[free[at][1]] + rows[i] > most:
-            at += 1
-        if at < len(free):
-            room, k = free.pop(at)
-        else:
-            room, k = budget, len(packs)
+        room, k = free.take(sizes[i], held, most - rows[i] if most else None) or (budget, len(packs))
+        if k == len(packs):
             packs.append([])
             held.append(0)
         packs[k].append(i)
         held[k] += rows[i]
         if not most or held[k] < most:
-            insort(free, (room - sizes[i], k))
+            free.add(room - sizes[i], k)
     return packs
+
+
+class _Rooms:
+    """Packs by the tokens that they still take; of equal ones the first."""
+
+    def __init__(self) -> None:
+        self._rooms: list[int] = []  # that there are, sorted: at most as many as a pack has tokens
+        self._packs: dict[int, list[int]] = {}  # a heap of each room
+
+    def add(self, room: int, k: int) -> None:
+        """Add pack k, which takes `room` tokens."""
+        if room not in self._packs:
+            insort(self._rooms, room)
+            self._packs[room] = []
+        heappush(self._packs[room], k)
+
+    def take(self, size: int, held: Sequence[int], most: int | None) -> tuple[int, int] | None:
+        """Take out the fullest pack with room for `size` tokens, and `held` rows of at most `most`."""
+        for at in range(bisect_left(self._rooms, size), len(self._rooms)):
+            room = self._rooms[at]
+            packs = self._packs[room]
+            passed = []
+            while packs and most is not None and held[packs[0]] > most:
+                passed.append(heappop(packs))
+            found = (room, heappop(packs)) if packs else None
+            for k in passed:
+                heappush(packs, k)
+            if not packs:
+                del self._rooms[at], self._packs[room]
+            if found is not None:
+                return found
+        return None
 
 
 def bundle(

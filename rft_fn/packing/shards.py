@@ -11,7 +11,7 @@ from torch import Tensor
 from rft_fn import check, rng, tree
 from rft_fn.packing.media import pack, tokens_to_borrow
 from rft_fn.packing.plan import assign, bundle, deal, spread
-from rft_fn.packing.units import members_of, total, units_of
+from rft_fn.packing.units import members_of_each, total, units_of
 from rft_fn.types import Experience, Packed, Rollout
 from rft_fn.types.media import MEDIA_COST
 
@@ -114,7 +114,7 @@ def cut(
             costs = cheaper
 
     # a unit stays whole, and its rows in order
-    return [[members_of(rows, sorted(p)) for p in part] for part in deal(costs, packs, world)]
+    return [members_of_each(rows, map(sorted, part)) for part in deal(costs, packs, world)]
 
 
 class Halves(NamedTuple):
@@ -234,7 +234,7 @@ def minibatches(exp: Experience, n: int, key: int, *, unit: int | Sequence[int] 
     parts = _shuffled(unit, len(rows), n, key)
     if n == 1:
         return [exp]
-    index = [torch.tensor(members_of(rows, part), device=exp.tokens.device) for part in parts]
+    index = [torch.tensor(part, device=exp.tokens.device) for part in members_of_each(rows, parts)]
     return [take(exp, part) for part in index]
 
 

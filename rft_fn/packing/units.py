@@ -4,7 +4,7 @@ A pack has the size of each of its units. A function that cuts a batch also take
 then placeholders are units of that size, where those of lists of any length are single sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -14,8 +14,8 @@ from rft_fn import check
 from rft_fn.types.batch import Packed
 
 __all__ = [
-    "common_size", "count_filled", "members_of", "placeholder_size", "sizes_of", "total", "unit_of",
-    "units_of",
+    "common_size", "count_filled", "members_of", "members_of_each", "placeholder_size", "sizes_of", "total",
+    "unit_of", "units_of",
 ]  # fmt: skip
 
 
@@ -51,8 +51,13 @@ def total(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def members_of(sizes: Sequence[int], which: Sequence[int]) -> list[int]:
     """Return the members of some units, in that order."""
+    return members_of_each(sizes, [which])[0]
+
+
+def members_of_each(sizes: Sequence[int], parts: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Return `members_of` of many parts, in time that grows with their members."""
     ends = list(accumulate(sizes))
-    return [i for u in which for i in range(ends[u] - sizes[u], ends[u])]
+    return [[i for u in which for i in range(ends[u] - sizes[u], ends[u])] for which in parts]
 
 
 def units_of(unit: int | Sequence[int], rows: Sequence[int]) -> int | tuple[int, ...]:

@@ -10,6 +10,7 @@ answers, ask child processes, which run this file as a script: it imports nothin
 
 import contextlib
 import json
+import math
 import os
 import queue
 import re
@@ -21,13 +22,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 __all__ = [
-    "Question", "close", "equal", "equal_all", "extract_number", "kind_of", "parses", "value_of",
+    "Question", "begin_all", "close", "equal", "equal_all", "extract_number", "kind_of", "parses", "value_of",
     "whole_value",
 ]  # fmt: skip
 
@@ -264,10 +265,14 @@ def equal_all(questions: Sequence[Question], *, seconds: int) -> list[bool]:
     left = [question for question, verdict in told.items() if verdict is None]
     most = _MINUTE + _A_QUESTION * len(left)
     until = time.monotonic() + most
-    if len(left) <= _FEW and threading.current_thread() is threading.main_thread():
-        found = [None if time.monotonic() >= until else _verified(*x, seconds) for x in left]
+    early = _children.take_begun(left, seconds)
+    rest = [question for question in left if question not in early]
+    if len(rest) <= _FEW and threading.current_thread() is threading.main_thread():
+        found = [None if time.monotonic() >= until else _verified(*x, seconds) for x in rest]
     else:
-        found = _children.ask(left, seconds, until)
+        found = _children.ask(rest, seconds, until)
+    found += [_result(future, until) for future in early.values()]
+    left = [*rest, *early]
     late = found.count(None)
     if late:
         warnings.warn(
@@ -277,6 +282,21 @@ def equal_all(questions: Sequence[Question], *, seconds: int) -> list[bool]:
         )
     verdicts = {**told, **dict(zip(left, found))}
     return [bool(verdicts[question]) for question in questions]
+
+
+def begin_all(questions: Sequence[Question], *, seconds: int) -> None:
+    """Have child processes answer questions that `equal_all` will be asked; it waits for those under way."""
+    left = [question for question in questions if question.told() is None]
+    if left:
+        _children.begin(left, seconds)
+
+
+def _result(verdict: "Future[bool | None]", until: float) -> bool | None:
+    """Return a verdict that a child is on; None when time is up."""
+    try:
+        return verdict.result(max(until - time.monotonic(), 0))
+    except TimeoutError:
+        return None
 
 
 def parses(reference: str, *, seconds: int) -> bool:
@@ -384,6 +404,9 @@ def _ended(process: "subprocess.Popen[bytes]") -> None:
         process.kill()
 
 
+_BEGUN = 100_000  # questions that were begun and nobody has asked, at most: of rollouts that were lost
+
+
 class _Children:
     """A few processes that compare; they stay, for their imports take a second."""
 
@@ -391,27 +414,73 @@ class _Children:
         self._free: queue.SimpleQueue[_Child] = queue.SimpleQueue()
         self._count = 0
         self._lock = threading.Lock()
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)  # a process that is forked has none of the threads
 
-    def ask(self, questions: Sequence[Question], seconds: int, until: float) -> list[bool | None]:
-        """Return their verdicts, None for those that the time was not enough for."""
+    def _forget(self) -> None:
+        self._begun: dict[tuple[Question, int], Future[bool | None]] = {}
+        self._waiting: queue.SimpleQueue[tuple[Question, int, Future[bool | None]]] = queue.SimpleQueue()
+        self._threads = 0  # that answer what was begun
+
+    def _start(self) -> int:
+        """Make the processes, which start when they are asked, and return their number."""
         with self._lock:
             if not self._count:
                 self._count = _share_of_cores()
                 for _ in range(self._count):
                     self._free.put(_Child())
+            return self._count
 
-        def answered(question: Question) -> bool | None:
-            child = self._free.get()
-            try:
-                return child.ask(question, seconds, until)
-            finally:
-                self._free.put(child)
+    def _answer(self, question: Question, seconds: int, until: float) -> bool | None:
+        """Return the verdict of a free child; None where none is free in time."""
+        try:
+            child = self._free.get(timeout=None if until == math.inf else max(until - time.monotonic(), 0))
+        except queue.Empty:
+            return None
+        try:
+            return child.ask(question, seconds, until)
+        finally:
+            self._free.put(child)
 
-        with ThreadPoolExecutor(max(1, min(self._count, len(questions)))) as threads:
+    def ask(self, questions: Sequence[Question], seconds: int, until: float) -> list[bool | None]:
+        """Return their verdicts, None for those that the time was not enough for."""
+        with ThreadPoolExecutor(max(1, min(self._start(), len(questions)))) as threads:
             try:
-                return list(threads.map(answered, questions))
+                return list(threads.map(lambda question: self._answer(question, seconds, until), questions))
             finally:
                 threads.shutdown(cancel_futures=True)
+
+    def begin(self, questions: Sequence[Question], seconds: int) -> None:
+        """Answer questions in threads that nobody waits for, not even the end of the process."""
+        count = self._start()
+        with self._lock:
+            for question in questions:
+                if (question, seconds) not in self._begun:
+                    verdict: Future[bool | None] = Future()
+                    self._begun[question, seconds] = verdict
+                    self._waiting.put((question, seconds, verdict))
+            for question in list(self._begun)[: max(len(self._begun) - _BEGUN, 0)]:
+                self._begun.pop(question).cancel()
+            while self._threads < count:
+                self._threads += 1
+                threading.Thread(target=self._work, daemon=True, name="rft_fn math").start()
+
+    def _work(self) -> None:
+        while True:
+            question, seconds, verdict = self._waiting.get()
+            if verdict.set_running_or_notify_cancel():
+                try:
+                    verdict.set_result(self._answer(question, seconds, math.inf))
+                except Exception as error:  # raised where the verdict is asked for
+                    verdict.set_exception(error)
+
+    def take_begun(
+        self, questions: Sequence[Question], seconds: int
+    ) -> "dict[Question, Future[bool | None]]":
+        """Return the verdicts that a child has or is on; others are no longer begun."""
+        with self._lock:
+            found = {x: self._begun.pop((x, seconds)) for x in questions if (x, seconds) in self._begun}
+        return {question: verdict for question, verdict in found.items() if not verdict.cancel()}
 
 
 def _share_of_cores() -> int:

@@ -36,6 +36,7 @@ class Reward:
     asynchronous: bool = False  # it returns an awaitable
     joint: bool = False  # all ranks compute it together
     prepare: Callable[..., Any] | None = None  # of a joint one: what each rank does by itself before
+    begin: Callable[..., object] | None = None  # starts what takes time about rows that ended, see `early`
     deadline: float = 0.0  # s that a call may take, by its own limits; 0 for none
     close: Callable[[], None] = _nothing  # ends what it holds
     references: tuple[str, Callable[[Any], str]] | None = None  # column, and what a `Reference` reads as
@@ -69,7 +70,8 @@ def as_reward(fn: RewardFn | JointReward | Reward) -> Reward:
     """Return the record of a function: by its signature, and the attributes that it may have.
 
     They are `columns`, `close`, `deadline`, `stateless`, `waits` (its plain `__call__` returns an awaitable),
-    and `together` and `prepare` (see `JointReward`).
+    `begin` (it is told of rows that have ended, as the function is of all, while others are sampled), and
+    `together` and `prepare` (see `JointReward`).
     """
     if isinstance(fn, Reward):
         return fn
@@ -93,6 +95,7 @@ def as_reward(fn: RewardFn | JointReward | Reward) -> Reward:
         asynchronous=waits or getattr(fn, "waits", False) is True,
         joint=joint,
         prepare=getattr(fn, "prepare", None),
+        begin=None if joint else getattr(fn, "begin", None),
         deadline=getattr(fn, "deadline", 0.0),
         close=getattr(fn, "close", None) or _nothing,
     )

@@ -97,13 +97,20 @@ def _each(same: Callable[[str, Reference], float]) -> Callable[[Iterable[Pair]],
 
 
 def _compare(
-    same: Callable[[Iterable[Pair]], list[float]], column: str, kind: Callable[[Reference], str]
+    same: Callable[[Iterable[Pair]], list[float]],
+    column: str,
+    kind: Callable[[Reference], str],
+    begin: Callable[[Iterable[Pair]], object] | None = None,
 ) -> Reward:
     """Return the reward that scores each completion by same([(completion, reference), ...]).
 
     A reference that is a list has alternatives, and the best one counts. `kind` says what a reference reads
-    as; see `references`.
+    as; see `references`. `begin` starts to compare pairs; see `early`.
     """
+
+    def pairs_of(completions: Sequence[str | Messages], columns: Columns) -> Iterator[list[Pair]]:
+        for completion, cell in zip(completions, _column(columns, column, len(completions)), strict=True):
+            yield [(text(completion), right) for right in references.alternatives(cell, column)]
 
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
@@ -111,16 +118,25 @@ def _compare(
         counts = []
 
         def pairs() -> Iterator[Pair]:
-            for completion, cell in zip(completions, _column(columns, column, len(completions)), strict=True):
-                right = references.alternatives(cell, column)
-                counts.append(len(right))
-                yield from zip([text(completion)] * len(right), right)
+            for of_row in pairs_of(completions, columns):
+                counts.append(len(of_row))
+                yield from of_row
 
         scores = iter(same(pairs()))
         scores = [max(itertools.islice(scores, count)) for count in counts]
         return scores
 
-    return replace(as_reward(reward), columns=(column,), state=False, references=(column, kind))
+    def early(completions: Sequence[str | Messages], **columns: Sequence[Any]) -> None:
+        if begin is not None:
+            begin(itertools.chain.from_iterable(pairs_of(completions, columns)))
+
+    return replace(
+        as_reward(reward),
+        columns=(column,),
+        state=False,
+        references=(column, kind),
+        begin=None if begin is None else early,
+    )
 
 
 def _yes_or_no(value: Callable[[str], object]) -> Reward:
@@ -234,7 +250,8 @@ def math(column: str = "answer", *, timeout: int = 5) -> Reward:
 
     A response such as "10^{10^{10}}" keeps sympy busy for ever, so parsing and comparing get `timeout`
     seconds each, and all different answers of a call a minute and 0.2 s for each of them: the rest then
-    scores 0, with a warning. Many are compared by child processes, a few in Python's main thread by itself.
+    scores 0, with a warning. Many are compared by child processes, a few in Python's main thread by itself;
+    those of responses that end while others are sampled by child processes, before the call.
     """
     if find_spec("math_verify") is None:
         raise ModuleNotFoundError(
@@ -251,7 +268,11 @@ def math(column: str = "answer", *, timeout: int = 5) -> Reward:
         verdicts = mathematics.equal_all([question(*pair) for pair in pairs], seconds=timeout)
         return [float(verdict) for verdict in verdicts]
 
-    return _compare(same, column, partial(_kind_of_mathematics, seconds=timeout, tried=itertools.count()))
+    def begin(pairs: Iterable[Pair]) -> None:
+        mathematics.begin_all([question(*pair) for pair in pairs], seconds=timeout)
+
+    kind = partial(_kind_of_mathematics, seconds=timeout, tried=itertools.count())
+    return _compare(same, column, kind, begin)
 
 
 def _gold(reference: Reference) -> str:

@@ -13,6 +13,7 @@ from torch import bfloat16
 from rft_fn import border
 from rft_fn.collect import gap_limit, noise_floor
 from rft_fn.precision import gap_by_rounding
+from rft_fn.run import progress
 from rft_fn.types import Sampling
 
 __all__ = [
@@ -364,7 +365,7 @@ def phase_names(timing: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | None:
-    """Draw where the seconds of a run went: bars over its steps, stacked by phase.
+    """Draw where the seconds of a run went: bars over its steps, stacked by phase, and the idle share.
 
     In a run of more than `bars` steps, a bar is the mean of several steps. Returns None for a run without
     phases.
@@ -385,14 +386,23 @@ def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | Non
         seconds = [sum(row.get(_PHASE + name, 0.0) for row in part) / len(part) for part in parts]
         ax.bar(middle, seconds, width=0.9 * size, bottom=floor, color=phase_color(name), label=name)
         floor = [a + b for a, b in zip(floor, seconds)]
-    ax.set(xlabel="step", ylabel="seconds per step")
+    share = [
+        sum(progress.idle(row) * row["seconds"] for row in part)
+        / max(sum(row["seconds"] for row in part), 1e-9)
+        for part in parts
+    ]
+    ax.set(xlabel="step", ylabel=f"seconds per step, of them {sum(share) / len(share):.0%} idle")
+    right = ax.twinx()
+    right.plot(middle, share, color="black", lw=1, marker=".", ms=3, label="idle")
+    right.set(ylim=(0, 1), ylabel="idle share (line)")
+    right.spines["top"].set_visible(False)
     ax.set_xlim(left=max(ax.get_xlim()[0], 0.5))  # there is no step 0
     _whole_numbers(ax.xaxis)
 
     # the legend lists the phases as they are stacked, from the top
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(
-        handles[::-1], labels[::-1], frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
+        handles[::-1], labels[::-1], frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.1, 0.5)
     )
     ax.spines[["top", "right"]].set_visible(False)
     return save(fig, out)

@@ -14,7 +14,7 @@ from rft_fn.text import printable
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-__all__ = ["Progress", "Timing", "track"]
+__all__ = ["Progress", "Timing", "idle", "track"]
 
 
 _LINES = 20  # per run, where there is no terminal
@@ -121,10 +121,27 @@ class Timing:
         }
         row |= {f"phase/{name}": x for name, x in self.phases.items()}
         row |= {f"beside/{name}": x for name, x in self.beside.items()}
+        row["idle"] = idle(row)
         self.since = now
         self.phases = {}
         self.beside = {}
         return row
+
+
+_WAITS = ("judge", "sync", "save")  # phases in which the device has nothing to compute
+
+
+def idle(row: Mapping[str, float]) -> float:
+    """Return the share of a step, a row of timing.jsonl, in which neither sampling nor training computes.
+
+    It waits for rewards, the transfer of weights or a checkpoint, or is outside of all phases, for data and
+    reports. An engine that works beside the phases computes as long as it works. Rewards that are models on
+    the device count as waited for.
+    """
+    seconds = row["seconds"]
+    phases = {name: x for name, x in row.items() if name.startswith("phase/")}
+    waited = seconds - sum(x for name, x in phases.items() if name.removeprefix("phase/") not in _WAITS)
+    return max(min(waited, seconds - row.get("beside/engine", 0.0)), 0.0) / max(seconds, 1e-9)
 
 
 def _peak_gib() -> float:

@@ -8,6 +8,7 @@ moves in place.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from rft_fn import collect, metric, model, reward
 from rft_fn.collect import AsyncSampler, Batch
 from rft_fn.optim import Schedule
+from rft_fn.reward import early
 from rft_fn.run import options
 from rft_fn.run.reward_task import Task, evaluate, judge
 from rft_fn.run.rollout_engine import Push, saved_if_lost
@@ -94,6 +96,7 @@ class Setup:
     def source(self) -> collect.Source:
         """Return where a collector draws its prompts, and what answers and judges them."""
         assert self.samples is not None and self.sampling is not None, "nothing is sampled"
+        starts = early.starts_early(self.task.score)
         return collect.Source(
             strategy=self.st,
             samples=self.samples,
@@ -103,6 +106,7 @@ class Setup:
             seed=self.cfg.seed,
             steps=self.cfg.steps,
             sampling_block=self.sampling_block,
+            begin=partial(early.begin, self.task.score, self.task.tokenizer) if starts else None,
         )
 
     def collector(self) -> collect.Collector:

@@ -12,7 +12,7 @@ from rft_fn.types.batch import Rollout
 from rft_fn.types.distribution import Sampling
 
 __all__ = [
-    "Delivered", "Engine", "EngineStatus", "Generate", "Load", "Score", "described", "record",
+    "Delivered", "Engine", "EngineStatus", "Generate", "Load", "OnRow", "Score", "described", "record",
     "record_of_functions",
 ]  # fmt: skip
 
@@ -35,12 +35,16 @@ class EngineStatus(TypedDict):
     alive: bool  # False once it is closed, or `generate` or `load` has failed
     version: int  # of its weights
     asleep: bool
-    supported: frozenset[str]  # of "load", "score", "sleep" and "start" what does something
+    supported: frozenset[str]  # of "load", "score", "sleep", "start" and "rows" what does something
     dtype: NotRequired[torch.dtype]  # of its weights, where it is one: they are sent in it
     computes: NotRequired[torch.dtype]  # the type that it computes in, where it tells
     window: NotRequired[int | None]  # tokens of a prompt and its response; None without a limit
     placeholders: NotRequired[frozenset[int]]  # of media: no prompt may have one without its media
     tied: NotRequired[bool]  # whether a tied weight must be sent under all of its names
+
+
+OnRow = Callable[[int, Sequence[int], bool], None]
+"""Hears of row b that has ended: (b, the tokens that were sampled, whether an end token or text ended it)."""
 
 
 class Generate(Protocol):
@@ -56,6 +60,7 @@ class Generate(Protocol):
         max_new: Sequence[int] | None = None,
         start: Sequence[int] | None = None,
         temperature: Sequence[float] | None = None,
+        on_row: OnRow | None = None,
     ) -> Rollout:
         """Sample n responses to each prompt: B = len(prompts) n rows, prompt by prompt.
 
@@ -77,6 +82,10 @@ class Generate(Protocol):
 
         `temperature[b]` >= 0 is that of row b, in place of `sampling.temperature`. The rollout has them, and
         log-probs in training are of each row's distribution.
+
+        `on_row` is told of each row as it ends, while others are sampled, in any order, from any thread, and
+        again where an engine that died is built again. It must not raise. Only an engine with "rows" in
+        `supported` takes it.
 
         BadRequest, before anything ran, names the prompt or the row that is refused: text without a
         tokenizer, no tokens, more than fit into the model with the row's limit, media without placeholders or

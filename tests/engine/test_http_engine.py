@@ -392,7 +392,7 @@ def test_no_server_at_the_start(quick):
 def test_a_server_without_the_development_mode_only_samples(quick):
     with serving(fake(routes=("generate",))) as fakes:
         eng = made("generate", *fakes)
-        assert eng.status()["supported"] == {"score"}
+        assert eng.status()["supported"] == {"rows", "score"}
         want = expected()
         same(eng.generate(PROMPTS, KEYS, sampling=SAMPLING), want)
         with pytest.raises(pool.ServersFailed, match=r"/collective_rpc: status 404"):

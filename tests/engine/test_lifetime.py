@@ -177,9 +177,9 @@ def test_a_rank_repeats_a_call_that_the_engine_of_another_died_of():
 def test_the_status_says_what_is_supported():
     status = made().status()
     assert status["engine"] == "hf" and status["alive"] and not status["asleep"]
-    assert status["supported"] == {"load", "score", "sleep", "start"}
+    assert status["supported"] == {"load", "rows", "score", "sleep", "start"}
     awake = engine.hf(tiny.llama(), tiny.tokenizer(), sleep=False)
-    assert awake.status()["supported"] == {"load", "score", "start"}
+    assert awake.status()["supported"] == {"load", "rows", "score", "start"}
 
 
 def test_scores_are_of_the_plain_softmax_unless_asked_otherwise():

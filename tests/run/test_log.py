@@ -808,11 +808,28 @@ def test_seconds_by_phase(tmp_path, monkeypatch):
     write(run, [0, 1])
     timing = plot.read_metrics(tmp_path / "r/timing.jsonl")
     assert timing[0]["phase/generate"] == 3.0 and timing[0]["phase/train"] == 3.0
+    assert 0 <= timing[0]["idle"] <= 1
     assert not any(name.startswith("phase/") for name in timing[1])
     assert image.imread(plot.phases(tmp_path / "r/timing.jsonl", tmp_path / "p.png")).std() > 0.05
     with (tmp_path / "none.jsonl").open("w") as file:
         file.write('{"step": 0, "seconds": 1.0}\n')
     assert plot.phases(tmp_path / "none.jsonl", tmp_path / "q.png") is None
+
+
+@each(
+    ("row", "want"),
+    [
+        ({"phase/generate": 4, "phase/judge": 1, "phase/train": 3, "phase/sync": 1}, 0.3),  # 1 is of no phase
+        ({"phase/generate": 4, "phase/train": 6}, 0.0),
+        ({}, 1.0),
+        ({"phase/judge": 5, "phase/train": 5, "beside/engine": 8}, 0.2),  # 3 of the 8 beside the judge
+        ({"phase/generate": 2, "phase/judge": 2, "phase/train": 6, "beside/engine": 7}, 0.2),
+        ({"phase/train": 5, "beside/engine": 11}, 0.0),  # from the step before
+        ({"phase/mine": 10}, 0.0),
+    ],
+)
+def test_the_idle_share_is_what_no_computing_phase_and_no_engine_fills(row, want):
+    assert progress.idle({"seconds": 10.0, **row}) == pytest.approx(want)
 
 
 def test_a_phase_ends_once_the_gpu_is_done(monkeypatch):

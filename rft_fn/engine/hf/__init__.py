@@ -10,6 +10,7 @@
 | buffers | the KV cache of each row's own tokens, with room for more tokens and rows |
 | cache_rows | the rows of a model's cache, whatever it holds: selected, joined, compared |
 | row_media | the media of rows, as the arguments that the model takes |
+| row_scores | log-probs of rows: the decoder's forward, and its head over a few tokens at a time |
 | draws | tokens drawn from logits by given uniform numbers |
 | probe | which of this a model's cache supports, found by trying |
 """

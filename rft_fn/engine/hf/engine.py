@@ -5,22 +5,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from rft_fn import logprob, tree
 from rft_fn import model as model_lib
+from rft_fn import tree
 from rft_fn.engine import prompt_media, requests
 from rft_fn.engine.engine_config import EngineConfig
 from rft_fn.engine.hf.probe import find_cache_support
 from rft_fn.engine.hf.row_batch import CacheSupport
-from rft_fn.engine.hf.row_media import media_arguments
+from rft_fn.engine.hf.row_scores import score_rows
 from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.lifetime import EngineCore, supervised
 from rft_fn.engine.requests import Request, Stop
 from rft_fn.engine.weight_folder import LoadCheck, manifest
 from rft_fn.model import quantize
 from rft_fn.model.copies import mover_of
-from rft_fn.model.forward import forget_lengths, rope_switch
+from rft_fn.model.forward import forget_lengths
 from rft_fn.model.packed_attention import leave_out_plans
 from rft_fn.model.placeholders import placeholder_ids
 from rft_fn.model.quantize import packed, set_fast
@@ -133,7 +132,9 @@ class _InProcess:
         batching = self.batching._replace(shares=False) if alone else self.batching
         stop = Stop(self.tokenizer, self.ends, request.sampling.stop)
         check_every = 1 if self.lm.device.type == "cpu" else _CHECK_EVERY
-        sampler = Sampler(self.lm, batching, request.sampling, stop, pad, self.batch, check_every)
+        sampler = Sampler(
+            self.lm, batching, request.sampling, stop, pad, self.batch, check_every, request.on_row
+        )
         with packed(self.lm):
             responses = sampler.responses(ids, media, request.rows())
         return requests.assemble(
@@ -147,48 +148,18 @@ class _InProcess:
 
     @torch.no_grad()
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
-        """Score as `Score` says, by padded forwards of all rows, or of `batch` rows where they have media.
+        """Score as `Score` says, by padded forwards of `batch` rows.
 
         Tokens before a switch of rotary factors are scored as they were drawn, by the factors of short rows.
         """
         if not len(rollout.tokens):
             return torch.zeros(rollout.tokens.shape)
         self.wake()
-        most = len(rollout.tokens) if rollout.media is None else self.batch
-        parts = torch.arange(len(rollout.tokens)).split(most)
         if sampling is None:
             sampling, rollout = Sampling(), tree.replace(rollout, temperature=None)
-        return torch.cat([self._score(take(rollout, part), sampling) for part in parts])
-
-    def _score(self, rollout: Rollout, sampling: Sampling) -> Tensor:
-        """Score rows by one forward, or by two where one of them has passed a switch of rotary factors."""
-        # the last token of a row is not read, as in training: it may be a placeholder of media
-        read = (rollout.length - 1).clamp(min=1)
-        logits = self._logits(rollout, read)
-        switch = rope_switch(self.lm.config)
-        if switch is not None and logits.shape[1] > switch and rollout.mask[:, : switch + 1].any():
-            early = self._logits(rollout, read.clamp(max=switch))
-            logits = torch.cat([early, logits[:, switch:]], 1)
-
-        # a token outside of the cut keeps a finite log-prob; the first token of a row is scored by nothing
-        target = rollout.tokens[:, 1 : 1 + logits.shape[1]].to(logits.device)
-        own = rollout.temperature
-        own = None if own is None else own.to(target.device).unsqueeze(-1).expand_as(target)
-        z = logprob.process_logits(logits[:, : target.shape[1]], sampling, keep=target, temperature=own)
-        logp = logprob.log_probs_from_logits(z, target).cpu()
-        logp = F.pad(logp, (1, rollout.tokens.shape[1] - 1 - target.shape[1]))
-        return torch.where(rollout.mask, logp, 0)
-
-    def _logits(self, rollout: Rollout, read: Tensor) -> Tensor:
-        """Return logits [B, W, V] after each of the first `read` [B] tokens of each row, at most W."""
-        device = self.lm.device
-        position = torch.arange(int(read.max()), device=device).expand(len(read), -1)
-        tokens = rollout.tokens[:, : position.shape[1]].to(device)
-        seen = position < read.to(device).unsqueeze(-1)
-        tokens = torch.where(seen, tokens, self.tokenizer.pad_token_id)
-        media = prompt_media.of_rows(rollout, read)
-        inputs = {"position_ids": position} | media_arguments(self.lm, tokens, seen, media)
-        return self.lm(input_ids=tokens, attention_mask=seen.long(), use_cache=False, **inputs).logits
+        parts = torch.arange(len(rollout.tokens)).split(self.batch)
+        pad = self.tokenizer.pad_token_id
+        return torch.cat([score_rows(self.lm, take(rollout, part), sampling, pad=pad) for part in parts])
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
@@ -228,7 +199,9 @@ class _InProcess:
             "alive": True,
             "version": self.version,
             "asleep": self.asleep,
-            "supported": frozenset({"load", "score", "start", *(["sleep"] if self.can_sleep else [])}),
+            "supported": frozenset(
+                {"load", "score", "start", "rows", *(["sleep"] if self.can_sleep else [])}
+            ),
             "window": self.window,
             "placeholders": placeholder_ids(self.lm.config),
             "computes": self.lm.dtype,

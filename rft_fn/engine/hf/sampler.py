@@ -21,6 +21,7 @@ from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.engine.requests import Response, Row, Stop
 from rft_fn.model.placeholders import placeholders
 from rft_fn.types import Sampling
+from rft_fn.types.engine import OnRow
 
 __all__ = ["Sampler"]
 
@@ -35,12 +36,17 @@ _SHARE = 8  # prompts join when one in so many rows is free, so that few are rea
 class _Sequence:
     """A response while it is sampled."""
 
+    number: int  # of its row
     text: list[int]  # the tokens that may hold a stop text: some before the response, and its own
     before: int  # tokens of `text` that are not its own
     most: int  # tokens of `text` at the row's limit
     logp: list[float]
     row: Row
     ended: bool = False
+
+    def tokens(self) -> list[int]:
+        """Return the response so far."""
+        return self.text[self.before :]
 
 
 class _SequenceGroup(NamedTuple):
@@ -73,6 +79,7 @@ class Sampler(NamedTuple):
     pad: int
     batch: int  # rows at a time
     check_every: int = 1  # tokens after which the host looks which rows have ended
+    on_row: OnRow | None = None
 
     def responses(
         self, prompts: Sequence[Sequence[int]], media: Sequence[PromptMedia], rows: Sequence[Row]
@@ -86,7 +93,7 @@ class Sampler(NamedTuple):
             # a stop text may begin in what the row's stream gave before
             prompt = prompts[b // n]
             before = self.stop.unfinished(prompt[max(len(prompt) - row.start, 0) :])
-            sequences.append(_Sequence(before, len(before), len(before) + row.max_new, [], row))
+            sequences.append(_Sequence(b, before, len(before), len(before) + row.max_new, [], row))
         parts = [
             [
                 _SequenceGroup(prompts[i], media[i], sequences[i * n : (i + 1) * n][first : first + most])
@@ -102,7 +109,7 @@ class Sampler(NamedTuple):
             live = None
             while waiting or live is not None:
                 live = self._step(self._admit(live, waiting, max_rows=most, max_tokens=longest))
-        return [Response(x.text[x.before :], x.logp, x.ended) for x in sequences]
+        return [Response(x.tokens(), x.logp, x.ended) for x in sequences]
 
     def _joins(self) -> bool:
         """Return whether prompts may join rows that are sampled."""
@@ -181,6 +188,8 @@ class Sampler(NamedTuple):
                     break
             if not response.ended and len(response.text) < response.most:
                 keep.append(k)
+            elif self.on_row is not None:
+                self.on_row(response.number, response.tokens(), response.ended)
         if not keep:
             return None
 

@@ -5,7 +5,8 @@
     python tests/bench/growth --only comm --network.outside 25e9     # the model alone, another network
 
 Seconds are of the processor on one thread, so other programs hardly change them. Bytes are torch's
-allocations at the peak of a gradient, parameters not among them.
+allocations at the peak of a gradient, parameters not among them. Exits with 1 where a cost of the host
+(plan, load, weights, report, checkpoint, judge) grows faster than its size to the power of 1.2.
 """
 
 import json
@@ -16,6 +17,7 @@ from typing import Any
 
 import axes
 import comm
+import host
 import load
 import show
 from record import made
@@ -24,7 +26,7 @@ import rft_fn as rft
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tests"))  # where `ranks` is
-PARTS = ("axes", "ranks", "gather", "comm", "load")
+PARTS = ("axes", "ranks", "gather", "comm", "load", "host")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ def measured(cfg: Config, part: str) -> Any:
         return gathered(cfg)
     if part == "load":
         return load.measured()
+    if part == "host":
+        return host.measured()
     found = {"counted": ranks.run(4, "bench.growth.comm:count")[0], "assumed": comm.assumptions(cfg.network)}
     return found | {"tables": {name: comm.table(net) for name, net in comm.slower(cfg.network).items()}}
 
@@ -91,6 +95,18 @@ def main(cfg: Config) -> None:
         print("\n" + text)
     if cfg.write:
         show.write(found, out, ROOT)
+
+    # what was measured now decides, not what is kept of earlier times
+    held = show.held({part: found[part] for part in cfg.only})
+    if held:
+        print("\nexponents: " + ", ".join(f"{name} {x:.2f}" for name, (_, x) in held.items()))
+    steep = [
+        f"{name}: expected an exponent of {host.MOST} at most, got {x:.2f}"
+        for name, (_, x) in held.items()
+        if x > host.MOST
+    ]
+    if steep:
+        sys.exit("\n".join(steep))
 
 
 if __name__ == "__main__":

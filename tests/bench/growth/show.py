@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import comm
+import host
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from record import put
@@ -104,6 +105,28 @@ def load_table(found: list[dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def held(found: dict[str, Any]) -> dict[str, tuple[list[dict[str, float]], float]]:
+    """The points and the exponent of each cost of the host that is held near proportion."""
+    series = {}
+    if "host" in found:
+        series |= found["host"]["found"]
+    if "load" in found:
+        for start in ("first", "second"):
+            points = [{"x": p["x"], "seconds": p[start]} for p in found["load"]["found"]]
+            series[f"load, {start} start"] = points
+    return {name: (points, power(points, "seconds")) for name, points in series.items()}
+
+
+def host_table(found: dict[str, Any]) -> str:
+    """A row for each cost of the host."""
+    lines = ["| | sizes | seconds | exponent |", "|---|---|---|---|"]
+    for name, (points, exponent) in held({"host": {"found": found}}).items():
+        sizes = f"{points[0]['x']:,} to {points[-1]['x']:,} {host.CASES[name][2]}"
+        cells = [name, sizes, " ".join(f"{p['seconds']:.2f}" for p in points), f"{exponent:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def tables(found: dict[str, Any]) -> dict[str, str]:
     """The tables of what has been measured, by their marks in the document."""
     out = {}
@@ -112,6 +135,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
         "ranks": ("ranks", ranks_table),
         "gather": ("gather", gather_table),
         "load": ("load", load_table),
+        "host": ("host", host_table),
     }
     for part, (mark, make) in makers.items():
         if part in found:
