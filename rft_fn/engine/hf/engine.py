@@ -70,6 +70,8 @@ def hf(
 ) -> Engine:
     """Return an Engine over a transformers model that it owns: `load` copies weights into it.
 
+    Weights that are lent, in the types and on the device of its own, take the place of those instead.
+
     `batch` is rows at a time. While it sleeps, its weights are in host memory; `sleep=False` disables that.
     Adapters are merged into the model first. With `fast_linear` its linear layers are as in training, and
     large weights are packed for oneDNN, where that is faster, while it samples.
@@ -113,6 +115,7 @@ class _InProcess:
         self.window: int | None = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
         self.batching: CacheSupport | None = None  # set before the first sample
         self.version = 0
+        self.borrowed: dict[int, tuple[Tensor, int]] = {}  # by parameter: what is lent, and its edition
         self.asleep = False
 
     @torch.no_grad()
@@ -125,6 +128,7 @@ class _InProcess:
         if not ids:
             return requests.empty(self.version)
 
+        self._check_borrowed()
         self.wake()
         pad = self.tokenizer.pad_token_id
         if self.batching is None:
@@ -153,6 +157,7 @@ class _InProcess:
         """
         if not len(rollout.tokens):
             return torch.zeros(rollout.tokens.shape)
+        self._check_borrowed()
         self.wake()
         most = len(rollout.tokens) if rollout.media is None else self.batch
         parts = torch.arange(len(rollout.tokens)).split(most)
@@ -192,16 +197,32 @@ class _InProcess:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
-        """Load as `Load` says: copy each tensor into its place."""
+        """Load as `Load` says: copy each tensor into its place, or put it there where it is lent."""
+        lent = getattr(weights, "lend", frozenset)()
         places: dict[str, Tensor] = dict(self.lm.named_buffers())
         places |= self.lm.named_parameters(remove_duplicate=False)
         check = LoadCheck(self.manifest, weights)
         for name, x in weights:
             check.take(name, x)
-            places[name].copy_(x)
+            place = places[name]
+            if name in lent and _is_alike(place, x):
+                place.data = x.detach()
+                self.borrowed[id(place)] = (x, x._version)
+                continue
+            if self.borrowed.pop(id(place), None) is not None:
+                place.data = torch.empty_like(place)
+            place.copy_(x)
         delivered = check.finish(version)
         self.version = version
         return delivered
+
+    def _check_borrowed(self) -> None:
+        """Raise BadRequest where a weight that was lent has been updated since."""
+        if any(x._version != edition for x, edition in self.borrowed.values()):
+            raise requests.BadRequest(
+                f"engine hf: expected the weights that were lent as of version {self.version}, got updated "
+                "ones; push them first"
+            )
 
     def sleep(self) -> None:
         """Move the weights to the host, where that is not disabled."""
@@ -241,3 +262,9 @@ class _InProcess:
 
     def close(self) -> None:
         """Do nothing: the model goes with this object."""
+
+
+def _is_alike(a: Tensor, b: Tensor) -> bool:
+    """Return whether products by either tensor are the same to the bit: of one type, place and layout."""
+    same = a.dtype == b.dtype and a.device == b.device and a.stride() == b.stride()
+    return same and b.storage_offset() == 0
