@@ -15,6 +15,7 @@ from rft_fn.engine.hf.probe import find_cache_support
 from rft_fn.engine.hf.row_batch import CacheSupport
 from rft_fn.engine.hf.row_media import media_arguments
 from rft_fn.engine.hf.sampler import Sampler
+from rft_fn.engine.hf.step_memory import StepMemory
 from rft_fn.engine.lifetime import EngineCore, supervised
 from rft_fn.engine.requests import Request, Stop
 from rft_fn.engine.weight_folder import LoadCheck, manifest
@@ -114,6 +115,7 @@ class _InProcess:
         self.ends = requests.end_tokens(lm, tokenizer)
         self.window: int | None = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
         self.batching: CacheSupport | None = None  # set before the first sample
+        self.steps = StepMemory()  # of fixed shapes, from one call to the next
         self.version = 0
         self.borrowed: dict[int, tuple[Tensor, int]] = {}  # by parameter: what is lent, and its edition
         self.asleep = False
@@ -137,7 +139,7 @@ class _InProcess:
         batching = self.batching._replace(shares=False) if alone else self.batching
         stop = Stop(self.tokenizer, self.ends, request.sampling.stop)
         check_every = 1 if self.lm.device.type == "cpu" else _CHECK_EVERY
-        sampler = Sampler(self.lm, batching, request.sampling, stop, pad, self.batch, check_every)
+        sampler = Sampler(self.lm, batching, request.sampling, stop, pad, self.batch, check_every, self.steps)
         with packed(self.lm):
             responses = sampler.responses(ids, media, request.rows())
         return requests.assemble(
@@ -227,6 +229,7 @@ class _InProcess:
     def sleep(self) -> None:
         """Move the weights to the host, where that is not disabled."""
         if self.can_sleep and not self.asleep:
+            self.steps.clear()  # its graphs read the weights where they are now
             self._move(to_host=True)
             self.asleep = True
 
