@@ -17,6 +17,10 @@ LACKS = {
     "Jamba routers": "they are plain linear layers",
     "Llama4Text packs": "tokens of other sequences are seen, so it is given one at a time",
     "Doge tokens": "a token sees later ones",
+    "AXK2 padding": "keys are chosen among those of padding too",
+    "DeepseekV32 padding": "keys are chosen among those of padding too",
+    "GlmMoeDsa padding": "keys are chosen among those of padding too",
+    "longrope generate": "its own greedy tokens are others after the switch",
     "Qwen2_5Omni folders": "the weights of the parts that speak count as unexpected",
 }
 

@@ -4,6 +4,7 @@ gets into them is found, and what cannot be batched is sampled all the same."""
 import copy
 import warnings
 
+import floor
 import pytest
 import tiny
 import torch
@@ -592,8 +593,9 @@ def test_rows_that_cross_a_threshold_are_sampled_as_they_are_scored(name):
         trainer = st.score(apply, params, r, 100).logp
     bound = FLOAT32.get(name, 1e-4)
     torch.testing.assert_close(r.logp, trainer, rtol=0, atol=bound)
-    torch.testing.assert_close(r.logp, eng.score(r), rtol=0, atol=bound)
     assert int(r.length.max()) > AT + 4 and r.logp.min() < -1
+    floor.require(f"{name} padding")
+    torch.testing.assert_close(r.logp, eng.score(r), rtol=0, atol=bound)
 
 
 @torch.no_grad()
@@ -612,6 +614,7 @@ def test_rotary_factors_switch_where_transformers_switches_them(name):
 
 def test_greedy_tokens_across_the_switch_are_those_of_transformers():
     """Its own `generate` drops the cache there too."""
+    floor.require("longrope generate")
     lm = far("Phi3 longrope")
     lm.generation_config.eos_token_id = None
     eng = engine.hf(far("Phi3 longrope"), tiny.tokenizer())
