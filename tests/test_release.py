@@ -1,5 +1,6 @@
 """A release: what is built, the changelog's section, the workflow, and what stops it."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -100,3 +101,12 @@ def test_the_workflow_runs_what_is_here():
     assert "make docs" in lines and any("docs/deploy/Dockerfile" in line for line in lines)
     supported = jobs["try"]["strategy"]["matrix"]["python"]
     assert "PYTHONS ?= " + " ".join(supported) in (ROOT / "Makefile").read_text()
+
+
+def test_the_floor_that_is_tested_is_that_of_the_package():
+    """`make test-floor` installs the oldest torch and transformers that a user may have."""
+    allowed = dict(re.fullmatch(r"([\w-]+)(.*)", x).groups() for x in release.PROJECT["dependencies"])
+    (line,) = re.findall(r"^FLOOR = (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    installed = dict(x.split("==") for x in line.split())
+    assert installed.keys() == {"torch", "transformers"}
+    assert all(allowed[name] == f">={version.removesuffix('.0')}" for name, version in installed.items())

@@ -13,7 +13,7 @@ import torch
 from each_case import each
 
 import rft_fn as rft
-from rft_fn import collect, engine, optim, sync
+from rft_fn import collect, engine, optim, sync, tree
 from rft_fn.engine.hf import engine as hf_engine
 from rft_fn.model import finite, lora, lora_merged
 from rft_fn.run import options
@@ -42,6 +42,93 @@ def test_an_engine_samples_from_what_was_pushed():
     got = eng.generate([[3, 4]], [7], n=4, sampling=sampling)
     want = engine.hf(tiny.llama(5), tiny.tokenizer()).generate([[3, 4]], [7], n=4, sampling=sampling)
     assert torch.equal(got.tokens, want.tokens) and set(got.version.tolist()) == {9}
+
+
+LENT = {"n": 2, "sampling": rft.Sampling(max_new=6)}
+
+
+def stepped(st, state, size=1.0):
+    """Return the state after an update by gradients of this size."""
+    state, _ = st.update(state, tree.map(lambda p: torch.full_like(p, size), state.params))
+    return state
+
+
+def core_of(eng):
+    return eng.generate.__self__.core
+
+
+def test_an_engine_on_the_cpu_samples_from_the_trained_tensors_where_they_are_lent():
+    """No memory of its own, and to the bit what an engine with copies samples."""
+    st, state = trained()
+    lent, own = (engine.hf(tiny.llama(), tiny.tokenizer()) for _ in range(2))
+    for version in range(1, 4):
+        assert (
+            sync.push(st, state, lent, version=version, lend=True)[:2]
+            == sync.push(st, state, own, version=version)[:2]
+        )
+        mine = {p.data_ptr() for p in state.params.values()}
+        assert {p.data_ptr() for p in core_of(lent).lm.parameters()} == mine
+        assert not {p.data_ptr() for p in core_of(own).lm.parameters()} & mine
+        got, want = (eng.generate(PROMPTS, [1, 2, 3], **LENT) for eng in (lent, own))
+        assert torch.equal(got.tokens, want.tokens) and torch.equal(got.logp, want.logp)
+        assert torch.equal(lent.score(want), own.score(want))
+        state = stepped(st, state)
+
+
+def test_weights_that_were_lent_are_pushed_again_before_anything_is_sampled():
+    st, state = trained()
+    eng = engine.hf(tiny.llama(), tiny.tokenizer())
+    sync.push(st, state, eng, version=3, lend=True)
+    rollout = eng.generate(PROMPTS, [1, 2, 3], **LENT)
+    state = stepped(st, state)
+    for call in (lambda: eng.generate(PROMPTS, [1, 2, 3], **LENT), lambda: eng.score(rollout)):
+        with pytest.raises(engine.BadRequest, match="lent as of version 3, got updated ones"):
+            call()
+    sync.push(st, state, eng, version=4, lend=True)
+    assert set(eng.generate(PROMPTS, [1, 2, 3], **LENT).version.tolist()) == {4}
+
+
+@pytest.mark.parametrize("load", ["another", "noise"])
+def test_weights_that_were_lent_are_not_written_to(load, plain):
+    """By a load of others: under another name of a tied tensor too, and by a canary."""
+    st, state, eng = started()
+    before = {name: p.detach().clone() for name, p in state.params.items()}
+    sync.push(st, state, eng, version=1, lend=True)
+    if load == "another":
+        others = dict(tiny.llama(7).named_parameters())
+        others["lm_head.weight"] = others.pop(EMBED)
+        eng.load(others.items(), version=2)
+    else:
+        sync.canary(st, state, eng, plain, PROMPTS, version=2)
+    assert all(torch.equal(before[name], p) for name, p in state.params.items())
+    mine = {p.data_ptr() for p in state.params.values()}
+    assert not {p.data_ptr() for p in core_of(eng).lm.parameters()} & mine
+    sync.canary(st, state, eng, plain, PROMPTS, version=3, lend=True)
+    assert {p.data_ptr() for p in core_of(eng).lm.parameters()} == mine
+
+
+@pytest.mark.parametrize("case", ["types", "adapters", "frozen"])
+def test_an_engine_keeps_what_it_cannot_be_lent(case):
+    """Weights of another type, with merged adapters, and those that nothing trains."""
+    st = rft.strategy.get_fake_strategy()
+    lm, own = tiny.llama(5), tiny.llama(5)
+    if case == "types":
+        own = own.bfloat16()
+    if case == "adapters":
+        lm = rft.model.apply_lora_configuration(lm, rank=2, alpha=4)
+    if case == "frozen":
+        for name, p in lm.named_parameters():
+            p.requires_grad_("mlp" in name)
+    _, state = st.init(lm, optim.adamw(0.1))
+    state = stepped(st, state)
+    lent, want = (engine.hf(copy.deepcopy(own), tiny.tokenizer()) for _ in range(2))
+    sync.push(st, state, lent, version=1, lend=True)
+    sync.push(st, state, want, version=1)
+    got = lent.generate(PROMPTS, [1, 2, 3], **LENT)
+    assert torch.equal(got.logp, want.generate(PROMPTS, [1, 2, 3], **LENT).logp)
+    mine = {p.data_ptr() for p in state.params.values()}
+    found = [name for name, p in core_of(lent).lm.named_parameters() if p.data_ptr() in mine]
+    assert found == [name for name in state.params if case == "frozen"]
 
 
 class Taking:

@@ -48,7 +48,7 @@ class Packed:
         self.pays = self.weight.numel() >= self.least.elements and _dense(self.weight)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`linear` of the weight, bit for bit where both are oneDNN's."""
+        """`linear` of the weight, bit for bit where both are oneDNN's; few rows from torch 2.13 on."""
         count = x.numel() // max(x.shape[-1], 1)
         if count < self.least.rows or not (self.pays and self._packs(x)):
             return linear(x, self.weight, bias)

@@ -32,12 +32,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sampler:
-    """An engine in the trainer's process, with its own copy of a model's weights."""
+    """An engine in the trainer's process, with its own copy of a model's weights unless they are lent."""
 
     batch: int  # sequences sampled at a time
     length: int = 0  # tokens of the longest; 0 leaves out the cache
     sleeps: bool = True  # its weights leave the device while the trainer works
     packs: bool = False  # its large weights are a second time in memory, where `model.linear` packs them
+    lent: bool = False  # it samples from the trained weights themselves
 
 
 def attempt(name: str, f: Callable[[], T], default: T, unknown: list[str]) -> T:
@@ -55,10 +56,15 @@ def _itemsize(kind: str) -> int:
     return 2 if kind == "cuda" else 4
 
 
-def weights_of(module: nn.Module, kind: str) -> int:
-    """Return the weights of an engine of this process, in full precision [bytes]."""
+def weights_of(module: nn.Module, kind: str, *, lent: bool = False) -> int:
+    """Return the weights of an engine of this process, in full precision [bytes].
+
+    With `lent` those that are trained are not its own.
+    """
     total = 0
     for p in module.parameters():
+        if lent and p.requires_grad:
+            continue
         full = p.is_floating_point() or quantize.is_low(p)
         total += quantize.count(p) * (_itemsize(kind) if full else p.element_size())
     return total
@@ -100,7 +106,7 @@ def size_of(module: nn.Module, kind: str, sampler: Sampler, unknown: list[str]) 
     """Return the weights and the cache of an engine, and its packs [bytes]."""
     packs = _packs(module, kind) if sampler.packs else 0
     cache = attempt("cache of the engine", partial(_cache, module, kind, sampler), 0, unknown)
-    return weights_of(module, kind) + packs + cache
+    return weights_of(module, kind, lent=sampler.lent) + packs + cache
 
 
 # ---------- estimates the memory of each rank of a run before it starts
@@ -284,11 +290,11 @@ def estimate(
 
     The optimizer of a model that only scores is None. A pack has `budget` tokens, and all of them count as
     responses; a model that takes one sequence at a time has at most that. kind: "cuda" or "cpu". `fused` and
-    `chunk_size` are those of the log-probs. `sampler` copies the first model. Packs are full of `example`, a
-    prompt with media, for models that read it; without one of text. `rewards` are scalar reward models, and
-    `judges` generative ones, each with an engine. With `placed` a model is on the device only in the phases
-    that use it. A part that cannot run without values leaves a line in `unknown`. The modules may be on the
-    meta device; they do not change. ValueError without a model or tokens.
+    `chunk_size` are those of the log-probs. `sampler` is an engine of the first model. Packs are full of
+    `example`, a prompt with media, for models that read it; without one of text. `rewards` are scalar reward
+    models, and `judges` generative ones, each with an engine. With `placed` a model is on the device only in
+    the phases that use it. A part that cannot run without values leaves a line in `unknown`. The modules may
+    be on the meta device; they do not change. ValueError without a model or tokens.
     """
     if not models or budget < 1:
         raise ValueError(f"models, budget: expected at least one of each, got {len(models)} and {budget}")
@@ -305,7 +311,7 @@ def estimate(
     # an engine, with the weights that it is given
     first = models[0][0]
     engine = 0 if sampler is None else size_of(first, kind, sampler, unknown)
-    delivered = 0 if sampler is None else weights_of(first, kind)
+    delivered = 0 if sampler is None else weights_of(first, kind, lent=sampler.lent)
 
     # a forward without a backward is more than a training step only for a model that is not trained
     scorers = {id(module): module for module, _ in models if placed or module not in trained}

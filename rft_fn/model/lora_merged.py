@@ -54,10 +54,11 @@ class Export(Iterator[tuple[str, Tensor]]):
 
     For a module with adapters the names are those of the plain model, and an adapted layer's weight is its
     base weight plus scale B A; frozen weights are left out, or with `rest` at the end. These are copies,
-    which no later update changes. `own` gives the same weights by the module's names, adapters too; they may
-    be the parameters themselves. `full` puts one parameter together: if that takes all ranks, all must
-    iterate. With `finite`, ValueError at a tensor with NaN or inf; a GPU holds a bucket of them, to be
-    checked at once.
+    which no later update changes, except for those that are lent. `own` gives the same weights by the
+    module's names, adapters too; they may be the parameters themselves. `full` puts one parameter together:
+    if that takes all ranks, all must iterate. With `finite`, ValueError at a tensor with NaN or inf; a GPU
+    holds a bucket of them, to be checked at once. With `whole` the parameters are whole tensors, which
+    updates change in place.
     """
 
     def __init__(
@@ -68,11 +69,14 @@ class Export(Iterator[tuple[str, Tensor]]):
         *,
         finite: bool = True,
         rest: bool = False,
+        whole: bool = False,
     ):
         self.params = params
         self.module = module
         self.gathered = full
         self.finite = finite
+        self.whole = whole
+        self.lent: frozenset[str] = frozenset()
         self._ready: deque[tuple[str, Tensor]] = deque()  # that were checked
         layers = {} if module is None else dict(adapted(module))
         self._pairs = self._merged(module, layers) if module is not None and layers else self._copies()
@@ -101,6 +105,21 @@ class Export(Iterator[tuple[str, Tensor]]):
                 break
         require_all_finite("weights", pairs)
         return pairs
+
+    def lend(self) -> frozenset[str]:
+        """Yield the trained tensors themselves from now on, and return their names.
+
+        They change with the next update. On a device, in shards and under adapters weights stay copies.
+        """
+        module = self.module
+        if module is not None and self.whole:
+            adapters = {f"{path}.base_layer.weight" for path, _ in adapted(module)}
+            self.lent = frozenset(
+                plain_name(module, name)
+                for name, p in self.params.items()
+                if p.device.type == "cpu" and not (name in adapters or ".lora_" in name or is_low(p))
+            )
+        return self.lent
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -139,6 +158,10 @@ class Export(Iterator[tuple[str, Tensor]]):
         shared = x.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
         return x.clone() if shared else x
 
+    def _sent(self, name: str, p: Tensor) -> tuple[str, Tensor]:
+        """Return a trained parameter by the plain model's name, itself or a copy."""
+        return name, self.full(p) if name in self.lent else self.copied(p)
+
     @torch.no_grad()
     def own(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors by the module's own names."""
@@ -148,7 +171,7 @@ class Export(Iterator[tuple[str, Tensor]]):
     @torch.no_grad()
     def _copies(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self.params.items():
-            yield name, self.copied(p)
+            yield self._sent(name, p)
 
     @torch.no_grad()
     def _merged(self, module: nn.Module, layers: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -157,7 +180,7 @@ class Export(Iterator[tuple[str, Tensor]]):
         for name in self.params:
             path = name.partition(".base_layer.")[0].partition(".lora_")[0]
             if path not in layers or name.endswith(".base_layer.bias"):
-                yield plain_name(module, name), self.copied(every[name])
+                yield self._sent(plain_name(module, name), every[name])
             elif path not in done:  # both of its matrices at once, at the first of them
                 done.add(path)
                 yield plain_name(module, f"{path}.weight"), self._one_merged(layers[path], path, every)

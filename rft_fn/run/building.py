@@ -114,6 +114,7 @@ def setup(
         initial=anchor,
         engine=sampled,
         length=length,
+        lend=sampled and not how.ahead,
         dataset=task.dataset,
         prompts=rows,
         rewards=reward_modules(task.score) if task.score is not None else (),

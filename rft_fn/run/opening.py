@@ -299,6 +299,7 @@ def print_preflight(
     initial: bool = False,
     engine: bool = True,
     length: int = 0,
+    lend: bool = False,
     dataset: Any = None,
     prompts: int = 0,
     rewards: Sequence[nn.Module] = (),
@@ -307,9 +308,9 @@ def print_preflight(
     """Print how much memory the models will take, before they are laid out.
 
     `initial` adds the initial model: a copy of the first model, or nothing with adapters, because then it is
-    the policy with its adapters off. Images and sounds count as the largest of the first prompts of
-    `dataset`; a step has `prompts` prompts. `rewards` are scalar reward models; `judges` are generative ones,
-    with the engine that they answer by.
+    the policy with its adapters off. With `lend` pushes lend the engine the trained weights. Images and
+    sounds count as the largest of the first prompts of `dataset`; a step has `prompts` prompts. `rewards` are
+    scalar reward models; `judges` are generative ones, with the engine that they answer by.
     """
     held = list(models)
     if initial and not cfg.lora_rank:
@@ -324,6 +325,7 @@ def print_preflight(
             budget=cfg.budget,
             engine=engine,
             length=length,
+            lend=lend,
             example=example,
             rewards=rewards,
             judges=judges,

@@ -64,7 +64,8 @@ class _Pushed:
                 if fresh and self.check is not None:
                     self.st.print(self.check(state, self.engine, version=version))
                 else:
-                    sync.push(self.st, state, self.engine, version=version)
+                    # a run samples nothing between an update and its push
+                    sync.push(self.st, state, self.engine, version=version, lend=True)
                 self.supervised.fresh = False
         if first:
             self.supervised.check_lost()
@@ -95,7 +96,7 @@ def checked(
     """
     prompts: list[Any]
     prompts, _ = data.take(task.dataset, CANARY_PROMPTS, st.config.seed)
-    probe = sync.canary(st, state, engine, name, prompts, version=version, max_gap=max_gap)
+    probe = sync.canary(st, state, engine, name, prompts, version=version, max_gap=max_gap, lend=True)
     return (
         f"canary: engine and trainer differ by {probe.noisy:.1e} nats per token with noise on the weights, "
         f"{probe.floor:.1e} without ({probe.seconds:.1f} s)"

@@ -148,6 +148,7 @@ def estimate(
     kind: str = "cuda",
     engine: bool = True,
     length: int = 0,
+    lend: bool = False,
     example: Example | None = None,
     rewards: Sequence[nn.Module] = (),
     judges: Sequence[tuple[nn.Module, Sampler]] = (),
@@ -156,11 +157,20 @@ def estimate(
 
     `memory.estimate` with the layout and options of a config; with sp_size each process has its part of a
     pack's tokens. `engine`: one samples with a copy of the first model, sequences of up to `length` tokens (0
-    leaves out its cache). `example` is a prompt with media; packs are full of such. With offload_models a
+    leaves out its cache), or with the trained weights themselves where a push with `lend` gives it those.
+    `example` is a prompt with media; packs are full of such. With offload_models a
     model is on the device only in the phases that use it, unless the device is a CPU.
     """
     packs = config.fast_linear and config.engine_type == "hf"
-    sampler = memory.Sampler(config.engine_batch, length, config.enable_engine_sleep, packs)
+    whole = world == 1 and not (config.fsdp or config.zero_stage)
+    here = config.engine_type == "hf" and not config.engine_process
+    sampler = memory.Sampler(
+        config.engine_batch,
+        length,
+        sleeps=config.enable_engine_sleep,
+        packs=packs,
+        lent=lend and kind == "cpu" and whole and here and not config.bf16,
+    )
     return memory.estimate(
         layout(config, world),
         *models,
@@ -217,6 +227,7 @@ def preflight(
     budget: int,
     engine: bool = True,
     length: int = 0,
+    lend: bool = False,
     example: Example | None = None,
     rewards: Sequence[nn.Module] = (),
     judges: Sequence[tuple[nn.Module, Sampler]] = (),
@@ -236,6 +247,7 @@ def preflight(
         kind=kind,
         engine=engine,
         length=length,
+        lend=lend,
         example=example,
         rewards=rewards,
         judges=judges,

@@ -121,6 +121,8 @@ class Backend(ABC):
     A method that overrides one of these has its text from here.
     """
 
+    whole_parameters = False  # whether parameters are whole tensors, which an update changes in place
+
     def __init__(self, config: StrategyConfig, session: Session, *, rank: int = 0, world: int = 1):
         cuda = torch.cuda.is_available()
         self.config = config
@@ -451,15 +453,22 @@ class Backend(ABC):
 
     def _export(self, state: TrainState, *, finite: bool = True, whole: bool = False) -> Export:
         """Return the trained weights; with `finite`, ValueError for one with NaN or inf."""
-        return Export(state.params, state.module, partial(self._whole, state), finite=finite, rest=whole)
+        return Export(
+            state.params,
+            state.module,
+            partial(self._whole, state),
+            finite=finite,
+            rest=whole,
+            whole=self.whole_parameters,
+        )
 
     def export(self, state: TrainState, /, *, whole: bool = False) -> Export:
         """Yield the trained weights, full tensors by the plain model's names, adapters merged.
 
         Every rank iterates to the end. The tensors are copies, on every backend: a later update does not
-        change them. Frozen weights are left out, for an engine has them (`frozen` names them); with `whole`
-        they are in it too, so that `dict(st.export(state, whole=True))` is all of a plain model, adapters or
-        not.
+        change them, unless who reads them calls the export's `lend`. Frozen weights are left out, for an
+        engine has them (`frozen` names them); with `whole` they are in it too, so that
+        `dict(st.export(state, whole=True))` is all of a plain model, adapters or not.
         """
         self.placing.bring(state.residence)
         require_device(state)

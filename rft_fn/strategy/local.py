@@ -63,6 +63,8 @@ class NarrowApply:
 class LocalBackend(Backend):
     """The strategy of one process: real code on one device and no mocks."""
 
+    whole_parameters = True
+
     def _bind(
         self,
         module: nn.Module,

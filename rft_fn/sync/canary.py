@@ -66,12 +66,14 @@ def canary(
     max_new: int = 8,
     max_gap: float | None = None,
     key: int | None = None,
+    lend: bool = False,
 ) -> Probe:
     """Send weights with noise and score what the engine samples, then the same with the true weights.
 
-    The engine has the true weights at the end, at `version`. The noise is drawn by `key`, a new one for each
-    call unless it is given: with noise that repeats, a tensor that was dropped last time too would pass. A
-    sample of the engine depends on nothing but prompt, key and weights, so nothing else of a run changes.
+    The engine has the true weights at the end, at `version`, and `lend` is as in `push`. The noise is drawn
+    by `key`, a new one for each call unless it is given: with noise that repeats, a tensor that was dropped
+    last time too would pass. A sample of the engine depends on nothing but prompt, key and weights, so
+    nothing else of a run changes.
 
     Where both sides differ, the weights are sent again in parts, to find a tensor at which they do: this
     takes log2(tensors) loads more, and the engine is left with some of these weights. Where all is well it
@@ -85,7 +87,7 @@ def canary(
     began = time.perf_counter()
     key = int(agreed(st, secrets.randbits(48) if key is None else key))
     noise = partial(with_noise, key=key)
-    sides = Sides(st, state, engine, model, prompts, version=version, max_new=max_new)
+    sides = Sides(st, state, engine, model, prompts, version=version, max_new=max_new, lend=lend)
     noisy = sides.gap(noise)
     floor = sides.gap(unchanged)
     limit = _limit(sides, noisy, floor, max_gap)

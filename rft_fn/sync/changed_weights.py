@@ -56,6 +56,7 @@ class _Changed(Iterator[tuple[str, Tensor]]):
         self.device = device  # None: where each of them is
         self.finite: bool = getattr(weights, "finite", False)  # checked already
         self.frozen: frozenset[str] = frozenset(getattr(weights, "frozen", ()))
+        self.lend = getattr(weights, "lend", frozenset) if change is unchanged else frozenset
         self.names: list[str] = []
         named = () if copy is None else copy.named_parameters(remove_duplicate=False)
         self.places: dict[str, Tensor] = dict(named)
@@ -157,6 +158,7 @@ class Sides:
         *,
         version: int,
         max_new: int,
+        lend: bool = False,
     ):
         self.st = st
         self.state = state
@@ -165,6 +167,7 @@ class Sides:
         self.prompts = prompts
         self.version = version
         self.max_new = max_new
+        self.lend = lend  # to the engine, the weights that are not changed
         self.names: list[str] = []  # of the tensors that are sent, in order
         self.trainer = _trainer_of(st, state)
         self.copy: nn.Module | None = None
@@ -184,7 +187,7 @@ class Sides:
             self.names = sent.names
             return sent
 
-        push(self.st._replace(export=export), self.state, self.engine, version=self.version)
+        push(self.st._replace(export=export), self.state, self.engine, version=self.version, lend=self.lend)
         self.engine.wake()
         sampling = Sampling(max_new=self.max_new)
         keys = range(len(self.prompts))

@@ -86,7 +86,7 @@ class CheckedWeights(Iterator[tuple[str, Tensor]]):
 
     Each is compared with `manifest` before it is handed on, and the manifest must be complete at the end.
     `dtype` is the type that floating tensors are sent in, where it is given; with `tied` a tied weight is
-    sent under all of its names.
+    sent under all of its names. With `lends` a receiver may `lend` the sender's own tensors.
     """
 
     def __init__(
@@ -96,11 +96,13 @@ class CheckedWeights(Iterator[tuple[str, Tensor]]):
         *,
         dtype: torch.dtype | None = None,
         tied: bool = False,
+        lends: bool = False,
     ):
         self.weights = iter(weights)
         self.manifest = manifest or {}
         self.dtype = dtype
         self.tied = tied
+        self.lends = lends
         self.finite: bool = getattr(weights, "finite", False)  # an export that refuses NaN and inf itself
         self.frozen: frozenset[str] = frozenset(getattr(weights, "frozen", ()))  # names that are not sent
         self.names: set[str] = set()
@@ -138,6 +140,13 @@ class CheckedWeights(Iterator[tuple[str, Tensor]]):
             names += [other for other in self.manifest[name].names if other not in {name, *self.names}]
         return [(each, x) for each in names]
 
+    def lend(self) -> frozenset[str]:
+        """Yield the sender's own tensors in place of copies, where it lends them; return their names."""
+        lend = getattr(self.weights, "lend", None)
+        names: frozenset[str] = lend() if lend is not None and self.lends else frozenset()
+        types = {name: want.dtype for name, want in self.manifest.items()}
+        return frozenset(name for name in names if self.dtype in (None, types.get(name)))
+
     def _check_complete(self) -> None:
         """Raise ManifestError for a weight that was not sent: the engine must not finish its load."""
         left_out = missing(self.manifest, self.names, self.frozen)
@@ -153,7 +162,9 @@ class CheckedWeights(Iterator[tuple[str, Tensor]]):
             pass
 
 
-def push(strategy: Strategy, state: TrainState, engine: Engine, *, version: int) -> Delivered:
+def push(
+    strategy: Strategy, state: TrainState, engine: Engine, *, version: int, lend: bool = False
+) -> Delivered:
     """Load the trained weights of `state` into `engine`; its rollouts carry `version` from then on.
 
     Every rank must call it, because sharded tensors are put together by all ranks. The engine's status may
@@ -161,8 +172,10 @@ def push(strategy: Strategy, state: TrainState, engine: Engine, *, version: int)
     names the tensor, for weights that are not the module's own. ValueError for weights that the engine's
     model does not have, and for an engine that took less than was sent.
 
-    With offload_models the device has these weights meanwhile, without their optimizer, and no trained model
-    afterwards.
+    With `lend` the engine may sample from the trained tensors themselves in place of copies, as `hf` does on
+    the CPU of one process where the types are the same: it refuses to sample between an update and the next
+    push. With offload_models the device has these weights meanwhile, without their optimizer, and no trained
+    model afterwards.
     """
     status = engine.status()
     strategy.make_room()
@@ -172,6 +185,7 @@ def push(strategy: Strategy, state: TrainState, engine: Engine, *, version: int)
             manifest_of(state),
             dtype=status.get("dtype"),
             tied=status.get("tied", False),
+            lends=lend,
         )
         try:
             delivered = engine.load(weights, version=version)

@@ -114,8 +114,10 @@ class Load(Protocol):
         """Take full tensors by the plain model's names; rollouts carry `version` from now on.
 
         On several ranks `weights` (`Strategy.export`) puts tensors together, so every rank must call it. An
-        attribute `weights.frozen` names weights that are not sent because they never change. ValueError for a
-        name or a shape that the model does not have, and for a weight that is neither sent nor frozen.
+        attribute `weights.frozen` names weights that are not sent because they never change. Where there is a
+        method `weights.lend`, an engine that calls it gets the names of tensors that come as the trainer's
+        own, in place of copies, and change with the next update. ValueError for a name or a shape that the
+        model does not have, and for a weight that is neither sent nor frozen.
         """
         ...
 

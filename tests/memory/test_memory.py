@@ -1,5 +1,6 @@
 """The estimate of memory against what the allocator hands out."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -304,6 +305,28 @@ def test_the_cache_of_the_engine_is_bounded_by_the_window():
     assert size(48) - size(0) == 2 * 2 * 128 * 4 * 48 * 64
     assert size(1000) - size(0) == 2 * 2 * 128 * 4 * 128 * 64
     assert size(0) == nbytes(*model.parameters())
+
+
+def test_weights_that_are_lent_to_the_engine_are_not_counted_twice():
+    """On the CPU of one process, in one type, what is trained."""
+    config = StrategyConfig(fast_linear=False)
+    model = module("default")
+    whole = nbytes(*model.parameters())
+
+    def engine_of(config=config, model=model, **options):
+        options = {"kind": "cpu", "lend": True} | options
+        x = estimate(config, (model, optim.adamw(1e-3)), budget=8, **options)
+        sync = next(phase for phase in x.phases if phase.name == "sync")
+        assert sync.held == x.parameters + x.optimizer + x.engine  # without a cache
+        return x.engine
+
+    assert engine_of() == 0 and engine_of(lend=False) == whole
+    own = [{"bf16": True}, {"fsdp": True}, {"zero_stage": 1}, {"engine_process": True}]
+    assert {engine_of(replace(config, **change)) for change in own} == {whole}
+    assert engine_of(world=2) == whole
+    adapted = rft.model.apply_lora_configuration(module("default"), rank=2, alpha=4)
+    assert engine_of(model=adapted) == whole
+    assert estimate(config, (model, None), budget=8, kind="cuda", lend=True).engine == whole / 2
 
 
 def test_packs_of_the_engine_are_a_second_copy_of_its_linear_weights(monkeypatch):

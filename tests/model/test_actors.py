@@ -3,6 +3,7 @@ adapted, saved and loaded again."""
 
 import json
 
+import floor
 import pytest
 import tiny
 import torch
@@ -81,6 +82,7 @@ def test_the_checkpoint_of_a_text_model_stays_one(folders, tmp_path):
 @pytest.mark.parametrize("meta", [False, True])
 def test_of_a_model_that_speaks_it_is_the_part_that_writes(tmp_path, meta):
     """A folder of Qwen2.5-Omni holds a talker and a vocoder too."""
+    floor.require("Qwen2_5Omni folders")
     from transformers import Qwen2_5OmniConfig, Qwen2_5OmniThinkerConfig
     from transformers import Qwen2_5OmniThinkerForConditionalGeneration as Thinker
 

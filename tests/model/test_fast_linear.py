@@ -5,6 +5,7 @@ import math
 import pickle
 from contextlib import contextmanager
 
+import floor
 import pytest
 import ranks
 import tiny
@@ -286,7 +287,9 @@ def test_packs_end_with_their_context_and_are_not_copied():
     with torch.no_grad():
         want = lm(ids).logits
         with pytest.raises(KeyError), packed(lm):
-            assert torch.equal(lm(ids).logits, want)
+            got = lm(ids).logits
+            assert torch.equal(got, want) or floor.OLD_ONEDNN
+            torch.testing.assert_close(got, want)
             assert "pack" not in vars(copy.deepcopy(layer)) and layer.pack.packed is not None
             raise KeyError
         assert layer.pack is None

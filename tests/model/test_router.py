@@ -3,6 +3,7 @@
 import copy
 import math
 
+import floor
 import numpy as np
 import pytest
 import ref
@@ -93,6 +94,7 @@ def defined(kind, lm):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_balance_is_that_of_each_row_alone(kind):
     """In packs, or one sequence after the other where a model mixes them."""
+    floor.require(f"{kind} routers")
     lm, st = small(kind), get_fake_strategy()
     plain = copy.deepcopy(lm)
     apply, params = quiet(st.bind, lm, aux=True)
@@ -196,6 +198,7 @@ def close(got, want, tolerance):
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "DeepseekV3"])
 def test_a_gradient_is_the_same_however_the_batch_is_cut(kind):
     """One pack, one pack a row, and with padding behind, which no router's share counts."""
+    floor.require(f"{kind} routers")
     cuts = ([[0, 1, 2, 3]], [[0], [1], [2], [3]], [[2, 0], [3, 1]])
     packed = [[packing.pack(EXP, rows) for rows in cut] for cut in cuts]
     packed.append([packing.pad(b, 40) for b in packed[0]])
@@ -220,6 +223,7 @@ def test_a_gradient_reaches_routers_and_what_is_before_them():
 
 @pytest.mark.parametrize("kind", ["Mixtral", "DeepseekV3"])
 def test_checkpointing_changes_no_gradient(kind):
+    floor.require(f"{kind} routers")
     packs = [packing.pack(EXP, [0, 1, 2, 3])]
     plain, _ = gradients(small(kind), packs)
     checkpointed, _ = gradients(model.load(small(kind), gradient_checkpointing=True), packs)

@@ -5,7 +5,7 @@ larger than their content: tokens are appended, rows that ended are overwritten 
 that join are appended too. Until a buffer is full it stays where it is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,6 @@ class KVBuffers(DynamicLayer, BufferedLayer):
         self.dtype, self.device = held[0].dtype, held[0].device
         self.is_initialized = True
         self.at: Tensor | None = None  # [1], the column of the next token, where the buffers are `fix`ed
-        self.made = 0  # times that they have been
 
         # the first new token, or the samples of each prompt, will need more room than any that is made here
         self.buffers: list[Tensor] = held
@@ -102,10 +101,11 @@ class KVBuffers(DynamicLayer, BufferedLayer):
         self._show(len(keys), self.first)
         return self.held()
 
-    def fix(self, most: int, more: int) -> None:
+    def fix(self, most: int, more: int, zeros: Callable[[int, Sequence[int], Tensor], Tensor]) -> None:
         """Make room for `more` tokens in lasting buffers of at most `most` rows, in powers of two.
 
-        What is empty holds finite numbers, for a mask does not hide others.
+        `zeros(k, shape, like)` gives buffer k its place, which is where it was before. What is empty holds
+        finite numbers, for a mask does not hide others.
         """
         held = self.held()
         rows, width, columns = len(held[0]), held[0].shape[2], self.buffers[0].shape[2]
@@ -117,9 +117,10 @@ class KVBuffers(DynamicLayer, BufferedLayer):
         else:
             shape = min(_power(rows), most), _power(width + max(more, min(_ROOM, self.max_tokens)))
             for k, x in enumerate(held):
-                self.buffers[k] = x.new_zeros(shape[0], x.shape[1], shape[1], x.shape[3])
+                if self.at is not None:
+                    x = x.clone()
+                self.buffers[k] = zeros(k, (shape[0], x.shape[1], shape[1], x.shape[3]), x)
                 self.buffers[k][:rows, :, :width] = x
-            self.made += 1
         self.end = width
         self._show(rows, 0)
 

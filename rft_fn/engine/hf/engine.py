@@ -14,6 +14,7 @@ from rft_fn.engine.hf.probe import find_cache_support
 from rft_fn.engine.hf.row_batch import CacheSupport
 from rft_fn.engine.hf.row_scores import score_rows
 from rft_fn.engine.hf.sampler import Sampler
+from rft_fn.engine.hf.step_memory import StepMemory
 from rft_fn.engine.lifetime import EngineCore, supervised
 from rft_fn.engine.requests import Request, Stop
 from rft_fn.engine.weight_folder import LoadCheck, manifest
@@ -69,6 +70,8 @@ def hf(
 ) -> Engine:
     """Return an Engine over a transformers model that it owns: `load` copies weights into it.
 
+    Weights that are lent, in the types and on the device of its own, take the place of those instead.
+
     `batch` is rows at a time. While it sleeps, its weights are in host memory; `sleep=False` disables that.
     Adapters are merged into the model first. With `fast_linear` its linear layers are as in training, and
     large weights are packed for oneDNN, where that is faster, while it samples.
@@ -111,7 +114,9 @@ class _InProcess:
         self.ends = requests.end_tokens(lm, tokenizer)
         self.window: int | None = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
         self.batching: CacheSupport | None = None  # set before the first sample
+        self.steps = StepMemory()  # of fixed shapes, from one call to the next
         self.version = 0
+        self.borrowed: dict[int, tuple[Tensor, int]] = {}  # by parameter: what is lent, and its edition
         self.asleep = False
 
     @torch.no_grad()
@@ -124,6 +129,7 @@ class _InProcess:
         if not ids:
             return requests.empty(self.version)
 
+        self._check_borrowed()
         self.wake()
         pad = self.tokenizer.pad_token_id
         if self.batching is None:
@@ -133,7 +139,15 @@ class _InProcess:
         stop = Stop(self.tokenizer, self.ends, request.sampling.stop)
         check_every = 1 if self.lm.device.type == "cpu" else _CHECK_EVERY
         sampler = Sampler(
-            self.lm, batching, request.sampling, stop, pad, self.batch, check_every, request.on_row
+            self.lm,
+            batching,
+            request.sampling,
+            stop,
+            pad,
+            self.batch,
+            check_every,
+            memory=self.steps,
+            on_row=request.on_row,
         )
         with packed(self.lm):
             responses = sampler.responses(ids, media, request.rows())
@@ -154,6 +168,7 @@ class _InProcess:
         """
         if not len(rollout.tokens):
             return torch.zeros(rollout.tokens.shape)
+        self._check_borrowed()
         self.wake()
         if sampling is None:
             sampling, rollout = Sampling(), tree.replace(rollout, temperature=None)
@@ -163,20 +178,37 @@ class _InProcess:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
-        """Load as `Load` says: copy each tensor into its place."""
+        """Load as `Load` says: copy each tensor into its place, or put it there where it is lent."""
+        lent = getattr(weights, "lend", frozenset)()
         places: dict[str, Tensor] = dict(self.lm.named_buffers())
         places |= self.lm.named_parameters(remove_duplicate=False)
         check = LoadCheck(self.manifest, weights)
         for name, x in weights:
             check.take(name, x)
-            places[name].copy_(x)
+            place = places[name]
+            if name in lent and _is_alike(place, x):
+                place.data = x.detach()
+                self.borrowed[id(place)] = (x, x._version)
+                continue
+            if self.borrowed.pop(id(place), None) is not None:
+                place.data = torch.empty_like(place)
+            place.copy_(x)
         delivered = check.finish(version)
         self.version = version
         return delivered
 
+    def _check_borrowed(self) -> None:
+        """Raise BadRequest where a weight that was lent has been updated since."""
+        if any(x._version != edition for x, edition in self.borrowed.values()):
+            raise requests.BadRequest(
+                f"engine hf: expected the weights that were lent as of version {self.version}, got updated "
+                "ones; push them first"
+            )
+
     def sleep(self) -> None:
         """Move the weights to the host, where that is not disabled."""
         if self.can_sleep and not self.asleep:
+            self.steps.clear()  # its graphs read the weights where they are now
             self._move(to_host=True)
             self.asleep = True
 
@@ -214,3 +246,9 @@ class _InProcess:
 
     def close(self) -> None:
         """Do nothing: the model goes with this object."""
+
+
+def _is_alike(a: Tensor, b: Tensor) -> bool:
+    """Return whether products by either tensor are the same to the bit: of one type, place and layout."""
+    same = a.dtype == b.dtype and a.device == b.device and a.stride() == b.stride()
+    return same and b.storage_offset() == 0

@@ -3,12 +3,15 @@
 A step draws a token of every row and reads it. Its tensors have a place for more rows and more tokens than
 there are, a power of two of each; a mask hides what is empty. All that moves from step to step (the column
 to write, positions, the numbers to draw by) is in tensors too: the host starts steps, and waits for none.
+Tensors and graphs are those of a `StepMemory`, so that a later call captures no shape again.
 
 How many tokens make up top_p is not known ahead. Steps look at some of the likeliest; a row whose set may be
 larger waits, and its next token is drawn from all of them before the next steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -20,6 +23,7 @@ from rft_fn.engine.hf import cache_rows
 from rft_fn.engine.hf.draws import draw_token
 from rft_fn.engine.hf.row_batch import Batch
 from rft_fn.engine.hf.shared_prefix import OPTION, SharedPrefixes, shared_attention
+from rft_fn.engine.hf.step_memory import StepMemory
 from rft_fn.model.packed_attention import warn_once
 from rft_fn.sampling import truncated_on_device
 from rft_fn.types import Sampling
@@ -47,21 +51,23 @@ class FixedSteps:
         ends: Tensor,
         check_every: int,
         rows: int,
+        memory: StepMemory | None = None,
     ):
         self.lm = lm
         self.sampling = sampling
         self.pad = pad
-        self.ends = ends  # [V] bool, tokens that end a row
+        self.memory = memory or StepMemory()
         self.check_every = check_every  # steps at a time, at most
         self.rows = rows  # at a time, at most
         self.captures = lm.device.type == "cuda" and lm not in _UNCAPTURED
-        self.graph: torch.cuda.CUDAGraph | None = None
         self.shape: tuple[Any, ...] = ()
         self.prompts: SharedPrefixes | None = None  # where rows share them
         self.ranks = _RANKS
         self.exact = False  # whether the next token is drawn from all
-        self.at = torch.zeros(1, dtype=torch.long, device=lm.device)  # the column of the next token
-        self.step = torch.zeros(1, dtype=torch.long, device=lm.device)
+        zeros = self.memory.zeros
+        self.ends = zeros("ends", ends.shape, ends).copy_(ends)  # [V] bool, tokens that end a row
+        self.at = zeros("at", (1,), ends, torch.long)  # the column of the next token
+        self.step = zeros("step", (1,), ends, torch.long)
 
     def run(self, batch: Batch, u: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
         """Draw and read the next tokens by u [R, N, D]; return them and their log-probs, both [R, N].
@@ -78,15 +84,16 @@ class FixedSteps:
         if self.exact:
             self._step(logprob.process_logits)
             left -= 1
-        if left and self.captures and self.graph is None:
+        if left > 1 and self.captures and self._key not in self.memory.graphs:
             self._step(self._process)
             left -= 1
             self._capture()
+        graph = self.memory.graphs.get(self._key) if self.captures else None
         for _ in range(left):
-            if self.graph is None:
+            if graph is None:
                 self._step(self._process)
             else:
-                self.graph.replay()
+                graph.replay()
         self._store(batch, count)
         return self.tokens[:rows, :count].clone(), self.logp[:rows, :count].clone()
 
@@ -95,7 +102,6 @@ class FixedSteps:
         self.exact = rows > 0
         if rows * _MANY > self.rows:
             self.ranks *= 16
-            self.graph = None
 
     def read(self, batch: Batch, token: Tensor) -> None:
         """Read one given token [R] of every row."""
@@ -109,20 +115,20 @@ class FixedSteps:
     def _load(self, batch: Batch, count: int, depth: int, warm: bool) -> None:
         """Copy the state of a batch into tensors that stay where they are, for `count` more tokens."""
         parts: list[Any] = cache_rows.buffered_layers(batch.cache)
-        for part in parts:
-            part.fix(self.rows, count)
+        for layer, part in enumerate(parts):
+            part.fix(self.rows, count, partial(self._buffer, layer))
             part.at = self.at
         rows, _, columns = parts[0].buffers[0].shape[:3]
-        shape = (rows, columns, parts[0].made, depth, warm)
+        shape = (rows, columns, depth, warm)
         if shape != self.shape:
-            self.graph = None  # its memory goes before other is taken
             self.shape = shape
+            batch.logits = batch.logits.clone()  # they may be in the place of the new ones
             self._allocate(rows, columns, batch, depth, warm)
         self.name, self.cache = batch.name, batch.cache
         if batch.prompts is not None:
-            prompts = batch.prompts.fix(self.prompts, rows)
-            if prompts is not self.prompts:
-                self.graph, self.prompts = None, prompts
+            prompts = batch.prompts.fix(self.memory.prompts, self.rows)
+            self.memory.keep_prompts(prompts)
+            self.prompts = prompts.of_rows(rows)
 
         live = len(batch.logits)
         self.logits[:live] = batch.logits
@@ -135,18 +141,37 @@ class FixedSteps:
         self.at.fill_(parts[0].end)
         self.step.zero_()
 
+    def _buffer(self, layer: int, k: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return a layer's buffer of keys or of values."""
+        return self.memory.zeros((layer, k), shape, like)
+
     def _allocate(self, rows: int, columns: int, batch: Batch, depth: int, warm: bool) -> None:
         """Make the tensors of steps; rows that nobody has draw and read too, and nobody looks."""
-        z = batch.logits
-        self.logits = z.new_zeros(rows, z.shape[-1])
-        self.bias = z.new_zeros(rows, 1, 1, columns, dtype=self.lm.dtype)  # 0 where a row sees, else -inf
-        self.position = batch.before.new_zeros(rows, 1)
-        self.ended = self.ends.new_zeros(rows)
-        self.waits = self.ends.new_zeros(rows)
-        self.u = z.new_zeros(rows, self.check_every, depth, dtype=torch.float64)
-        self.temperature = z.new_ones(rows, dtype=torch.float32) if warm else None
-        self.tokens = batch.tokens.new_zeros(rows, self.check_every)
-        self.logp = z.new_zeros(rows, self.check_every, dtype=torch.promote_types(z.dtype, torch.float32))
+        z, count = batch.logits, self.check_every
+        zeros = self.memory.zeros
+        self.logits = zeros("logits", (rows, z.shape[-1]), z)
+        self.bias = zeros("bias", (rows, 1, 1, columns), z, self.lm.dtype)  # 0 where a row sees, else -inf
+        self.position = zeros("position", (rows, 1), batch.before)
+        self.ended = zeros("ended", (rows,), self.ends)
+        self.waits = zeros("waits", (rows,), self.ends)
+        self.u = zeros("u", (rows, count, depth), z, torch.float64)
+        self.temperature = zeros("temperature", (rows,), z, torch.float32).fill_(1) if warm else None
+        self.tokens = zeros("tokens", (rows, count), batch.tokens)
+        self.logp = zeros("logp", (rows, count), z, torch.promote_types(z.dtype, torch.float32))
+
+    @property
+    def _key(self) -> Hashable:
+        """Return all that a captured step depends on, beside the content of its tensors."""
+        distribution = replace(self.sampling, stop=(), max_new=1)
+        return (
+            self.shape,
+            self.rows,
+            self.check_every,
+            self.pad,
+            self.ranks,
+            distribution,
+            self.prompts is None,
+        )
 
     def _process(self, logits: Tensor, sampling: Sampling, *, temperature: Tensor | None = None) -> Tensor:
         """Return logits as `logprob.process_logits` does; rows that are not sure of them wait."""
@@ -196,11 +221,15 @@ class FixedSteps:
         """Record a step; without it where the model or the device does not allow that, said once."""
         try:
             graph = torch.cuda.CUDAGraph()
+            # they run one after the other and leave nothing in memory of their own: one pool will do for all
+            others = list(self.memory.graphs.values())
+            capture = torch.cuda.graph(
+                graph, pool=others[0].pool() if others else None, capture_error_mode="thread_local"
+            )
             # torch leaves the stream of a capture that fails as the current one
-            capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
             with torch.cuda.stream(_current_stream()), capture:
                 self._step(self._process)
-            self.graph = graph
+            self.memory.keep(self._key, graph)
         except (RuntimeError, AssertionError) as error:
             self.captures = False
             _UNCAPTURED.add(self.lm)
@@ -211,7 +240,7 @@ class FixedSteps:
         """Write back what a batch has got by `count` tokens of every row."""
         live = len(batch.logits)
         batch.logits = self.logits[:live]
-        batch.tokens = self.tokens[:live, count - 1 : count]
+        batch.tokens = self.tokens[:live, count - 1 : count].clone()
         batch.seen = torch.cat([batch.seen, self.tokens[:live, :count] >= 0], -1)
         batch.length = [size + count for size in batch.length]
         parts: list[Any] = cache_rows.buffered_layers(batch.cache)

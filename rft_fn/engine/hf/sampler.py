@@ -17,6 +17,7 @@ from torch import Tensor
 from rft_fn.engine.hf.draws import draw_token, uniform_numbers
 from rft_fn.engine.hf.fixed_steps import FixedSteps
 from rft_fn.engine.hf.row_batch import Batch, CacheSupport, prefill
+from rft_fn.engine.hf.step_memory import StepMemory
 from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.engine.requests import Response, Row, Stop
 from rft_fn.model.placeholders import placeholders
@@ -79,6 +80,7 @@ class Sampler(NamedTuple):
     pad: int
     batch: int  # rows at a time
     check_every: int = 1  # tokens after which the host looks which rows have ended
+    memory: StepMemory | None = None  # that steps of fixed shapes are kept in
     on_row: OnRow | None = None
 
     def responses(
@@ -156,6 +158,7 @@ class Sampler(NamedTuple):
                     ends=ends,
                     check_every=self.check_every,
                     rows=max_rows,
+                    memory=self.memory,
                 )
             return _Rows(batch, live, u, torch.arange(len(u), device=u.device), ends, steps)
         rows.batch.join(batch)

@@ -93,7 +93,7 @@ class SharedPrefixes:
         self._group()
 
     def fix(self, held: "SharedPrefixes | None", rows: int) -> "SharedPrefixes":
-        """Return these prompts for `rows` rows in persistent tensors: the ones in `held`, or new ones.
+        """Return these prompts, for at most `rows` rows, in persistent tensors: those of `held`, or new ones.
 
         There is a place for more prompts, tokens and rows of each, a power of two of all three.
         """
@@ -104,7 +104,7 @@ class SharedPrefixes:
         if held is not None and held.bias is not None and held.place.shape[1] == rows:
             room = (*held.bias.shape[::3], held.groups.shape[1])
         if held is None or any(x < y for x, y in zip(room, sizes)):
-            most, wide, many = (1 << (x - 1).bit_length() for x in sizes)
+            most, wide, many = (max(x, 1 << (y - 1).bit_length()) for x, y in zip(room, sizes))
             held = copy(self)
             held.layers = [
                 Layer(*(x.new_zeros(most, x.shape[1], wide, x.shape[3]) for x in y)) for y in self.layers
@@ -118,6 +118,7 @@ class SharedPrefixes:
         if held.source is not self.layers:
             for mine, new in zip(held.layers, self.layers):
                 for x, y in zip(mine, new):
+                    x.zero_()
                     x[:count, :, :width] = y
             assert held.bias is not None
             held.bias.zero_()  # also of prompts that are not there
@@ -130,6 +131,13 @@ class SharedPrefixes:
         held.place.zero_()
         held.place[:, : len(self.of)] = self.place
         return held
+
+    def of_rows(self, rows: int) -> "SharedPrefixes":
+        """Return fixed prompts as the first `rows` rows have them, in the same tensors."""
+        first = copy(self)
+        first.place = self.place[:, :rows]
+        first._known = {}
+        return first
 
     def forget_places(self) -> None:
         """Recompute the positions from now on, as a graph does at each replay."""
