@@ -177,7 +177,7 @@ class Fixed(Setup):
         )
     )
 
-    def generate(self, prompts, keys, *, n, sampling, saved):
+    def generate(self, prompts, keys, *, n, sampling, saved, on_row):
         return rollout() if n > 1 else rft.rollout.take(rollout(), [3, 5])
 
     def judge(self, responses, prompts, step):

@@ -40,9 +40,9 @@ def gather_and_generate(
     """Sample the rollout of the global batch; each rank samples its part of the prompts, in order.
 
     The arguments are as of `Generate`, for the rows of the global batch; `on_row` hears of this rank's, where
-    the engine tells of rows. The result is the same on every
-    rank. Keys belong to prompts, so the samples do not depend on how the prompts were shared out. The engine
-    is woken before, and sent to sleep after unless `sleep_engine` is False.
+    the engine tells of rows. The result is the same on every rank. Keys belong to prompts, so the samples do
+    not depend on how the prompts were shared out. The engine is woken before, and sent to sleep after unless
+    `sleep_engine` is False.
 
     BadRequest as of `Generate`, on every rank the same: for token ids before anything is sampled, for texts,
     which only an engine can encode, when each rank has done its part.
@@ -58,7 +58,7 @@ def gather_and_generate(
     with strategy.session.phase("generate"):
         try:
             # also on a rank without prompts: ranks may share an engine, or agree on whether it lives
-            rollout = own.ask(engine)
+            rollout = engine.generate(own.prompts, own.keys, n=n, sampling=sampling, **own.options(engine))
         except requests.BadPrompt as error:
             refused = error.moved(mine.start)  # numbered in the global batch
         except requests.BadRequest as error:

@@ -80,11 +80,15 @@ class Request(NamedTuple):
         options = {"max_new": self.max_new, "start": self.start, "temperature": self.temperature}
         return {name: x for name, x in options.items() if x is not None}
 
+    def options(self, engine: Engine) -> dict[str, Any]:
+        """Return `of_rows`, and `on_row` for an engine that takes it."""
+        if self.on_row is None or "rows" not in engine.status()["supported"]:
+            return self.of_rows
+        return self.of_rows | {"on_row": self.on_row}
+
     def ask(self, engine: Engine) -> Rollout:
-        """Return what an engine samples; `on_row` is left out for one that does not take it."""
-        options = self.of_rows
-        if self.on_row is not None and "rows" in engine.status()["supported"]:
-            options["on_row"] = self.on_row
+        """Return what an engine samples."""
+        options = self.options(engine)
         return engine.generate(self.prompts, self.keys, n=self.n, sampling=self.sampling, **options)
 
     def part(self, shard: slice) -> "Request":

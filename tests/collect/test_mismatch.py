@@ -239,8 +239,8 @@ def stale(build):
         inner = build(*args)
 
         def load(weights, *, version):
-            if not version:
-                return inner.load(weights, version=version)
+            if not version:  # copies, for lent ones would change with the trainer's
+                return inner.load([(name, x.clone()) for name, x in weights], version=version)
             sizes = [x.numel() * x.element_size() for _, x in weights]
             return Delivered(len(sizes), sum(sizes), 0.0, version)
 

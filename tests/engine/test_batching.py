@@ -380,7 +380,9 @@ def test_graphs_are_forgotten_where_weights_leave_their_place(sleep, graphs, mon
     lm = small("Llama", torch.float32)
     fixed = probe.find_cache_support(lm, 0, fixed=True)
     monkeypatch.setattr(hf_engine, "find_cache_support", lambda lm, pad: fixed)
-    monkeypatch.setattr(hf_engine, "Sampler", lambda *args: Sampler(*args)._replace(check_every=4))
+    monkeypatch.setattr(
+        hf_engine, "Sampler", lambda *args, **more: Sampler(*args, **more)._replace(check_every=4)
+    )
     eng = engine.hf(copy.deepcopy(lm), tiny.tokenizer(), batch=4, sleep=sleep)
     made, how = [], {"n": 2, "sampling": rft.Sampling(max_new=12)}
     for seed in (0, 1, 0, 1, 0, 1):
