@@ -27,7 +27,7 @@ def steps(case: Case, clock: Clock, *, share_prefixes: bool = True) -> list[dict
     tx = rft.optim.chain(rft.optim.clip_by_global_norm(1.0), rft.optim.adamw(1e-6))
     apply, state = st.init(rft.model.load(case.model), tx, sampling=sampling, entropy=True)
     eng = rft.engine.get_engine(rft.engine.config_of(st.config), case.model)
-    rft.sync.push(st, state, eng, version=0)
+    rft.sync.push(st, state, eng, version=0, lend=True)  # as a run does
 
     def loss_fn(out: rft.TokenOut, b: rft.Packed):
         loss, metrics = algo.loss(out, b)
@@ -56,7 +56,7 @@ def steps(case: Case, clock: Clock, *, share_prefixes: bool = True) -> list[dict
         with clock.phase("update"):
             state, _ = st.update(state, grads)
         with clock.phase("sync"):
-            rft.sync.push(st, state, eng, version=i + 1)
+            rft.sync.push(st, state, eng, version=i + 1, lend=True)
         response = int(rollout.mask.sum())
         rows.append(clock.row(prompt=int(rollout.length.sum()) - response, response=response))
     return rows
