@@ -166,7 +166,7 @@ def check_rft(words):
     if name == "run":
         check_run(*args)
     elif options is None and args:  # those of the script of this name
-        parsed(name, args)
+        parsed(name.replace("-", "_"), args)
     elif options is not None and args and "[" not in "".join(args):
         parsing.parse(options, parsing.qualify(args, options))
 
