@@ -88,6 +88,21 @@ def test_weights_that_were_lent_are_pushed_again_before_anything_is_sampled():
     assert set(eng.generate(PROMPTS, [1, 2, 3], **LENT).version.tolist()) == {4}
 
 
+@pytest.mark.parametrize("way", ["load", "push"])
+def test_weights_that_a_loop_loads_by_itself_are_copies(way):
+    """It may sample between an update and the next load, as a population does that takes over weights."""
+    st, state = trained()
+    eng = engine.hf(tiny.llama(), tiny.tokenizer())
+    if way == "load":
+        eng.load(st.export(state), version=1)
+    else:
+        sync.push(st, state, eng, version=1)
+    before = eng.generate(PROMPTS, [1, 2, 3], **LENT)
+    stepped(st, state)
+    after = eng.generate(PROMPTS, [1, 2, 3], **LENT)
+    assert torch.equal(before.tokens, after.tokens) and torch.equal(before.logp, after.logp)
+
+
 @pytest.mark.parametrize("load", ["another", "noise"])
 def test_weights_that_were_lent_are_not_written_to(load, plain):
     """By a load of others: under another name of a tied tensor too, and by a canary."""

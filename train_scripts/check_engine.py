@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 import tyro
 
 import rft_fn as rft
@@ -96,7 +95,7 @@ def main(cfg: Config) -> None:
 
     bad = []
     for title, parts in (("sampled tokens", sampled), ("scored tokens", scored)):
-        found = rft.collect.depths(*joined(parts)) if parts else []
+        found = rft.collect.depths(*parts) if parts else []
         bad += [(title, x) for x in found if not x.mean <= limit]
         if st.rank == 0 and found:
             print(shown(title, found, limit))
@@ -107,18 +106,6 @@ def main(cfg: Config) -> None:
     st.close()
     if bad:
         sys.exit(1)
-
-
-def joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of all lengths as one batch, (|gap|, mask) [B, S]."""
-    size = max(gap.shape[1] for gap, _ in parts)
-    gaps, masks = zip(*((widened(gap, size), widened(mask, size)) for gap, mask in parts))
-    return torch.cat(gaps), torch.cat(masks)
-
-
-def widened(x: torch.Tensor, size: int) -> torch.Tensor:
-    """A batch with columns of zeros up to `size`."""
-    return torch.nn.functional.pad(x, (0, size - x.shape[1]))
 
 
 def verdict(bad: Sequence[tuple[str, rft.collect.Depth]], limit: float) -> str:

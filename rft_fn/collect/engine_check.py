@@ -71,16 +71,19 @@ def _scored(engine: Engine, rollout: Rollout) -> Tensor | None:
         return None
 
 
-def depths(gap: Tensor, mask: Tensor) -> list[Depth]:
-    """Return the gap [B, S] of the tokens in mask at positions below 64, 128, 256 and so on.
+def depths(*batches: tuple[Tensor, Tensor]) -> list[Depth]:
+    """Return the gaps of the tokens in mask at positions below 64, 128, 256 and so on.
 
-    ValueError for shapes that differ. A depth without a token is left out.
+    Each batch is (|gap|, mask), both [B, S]. ValueError for shapes that differ. A depth without a token is
+    left out.
     """
-    check.shapes(gap=(gap, "B S"), mask=(mask, "B S"))
-    position = torch.arange(mask.shape[-1], device=mask.device).expand_as(mask)
+    for gap, mask in batches:
+        check.shapes(gap=(gap, "B S"), mask=(mask, "B S"))
+    gaps = torch.cat([gap[mask] for gap, mask in batches]).double()
+    position = torch.cat([mask.nonzero()[:, 1] for _, mask in batches])
     found, low, high = [], 0, SHORTEST
-    while low < mask.shape[-1]:
-        x = gap[mask & (position >= low) & (position < high)].double()
+    while bool((position >= low).any()):
+        x = gaps[(position >= low) & (position < high)]
         if len(x):
             p99 = x.kthvalue(max(round(0.99 * len(x)), 1)).values
             found.append(Depth(low, high - 1, len(x), float(x.mean()), float(p99), float(x.max())))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
-from rft_fn.metric.kinds import Metric, mean
+from rft_fn.metric.kinds import Mean, Metric, f64
 
 __all__ = ["DEPTHS", "GAP_AT", "TURNS", "by_depth", "told", "turn_of"]
 
@@ -35,12 +35,13 @@ def by_depth(gap: Tensor, mask: Tensor, *, position: Tensor, turn: Tensor) -> di
 
 
 def _bins(gap: Tensor, mask: Tensor, x: Tensor, ends: Mapping[str, int]) -> dict[str, Metric]:
-    found: dict[str, Metric] = {}
-    low = 0
-    for name, high in ends.items():
-        found[GAP_AT + name] = mean(gap.abs(), mask & (x > low) & (x <= high))
-        low = high
-    return found
+    """Return the mean of each bin of x, which holds its end and not the one before."""
+    x, mask, gap = x.flatten(), mask.flatten(), gap.detach().flatten().abs()
+    high = torch.tensor([[end] for end in ends.values()], device=x.device)
+    low = torch.cat([torch.zeros_like(high[:1]), high[:-1]])
+    inside = mask & (x > low) & (x <= high)  # [bins, T]
+    total, count = f64(torch.where(inside, gap, 0)).sum(-1), f64(inside).sum(-1)
+    return {GAP_AT + name: Mean(total=total[i], count=count[i]) for i, name in enumerate(ends)}
 
 
 def turn_of(mask: Tensor, position: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class Export(Iterator[tuple[str, Tensor]]):
         require_all_finite("weights", pairs)
         return pairs
 
-    def lend(self) -> frozenset[str]:
+    def share(self) -> frozenset[str]:
         """Yield the trained tensors themselves from now on, and return their names.
 
         They change with the next update. On a device, in shards and under adapters weights stay copies.

@@ -466,7 +466,7 @@ class Backend(ABC):
         """Yield the trained weights, full tensors by the plain model's names, adapters merged.
 
         Every rank iterates to the end. The tensors are copies, on every backend: a later update does not
-        change them, unless who reads them calls the export's `lend`. Frozen weights are left out, for an
+        change them, unless who reads them calls the export's `share`. Frozen weights are left out, for an
         engine has them (`frozen` names them); with `whole` they are in it too, so that
         `dict(st.export(state, whole=True))` is all of a plain model, adapters or not.
         """

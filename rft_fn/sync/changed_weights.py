@@ -56,7 +56,7 @@ class _Changed(Iterator[tuple[str, Tensor]]):
         self.device = device  # None: where each of them is
         self.finite: bool = getattr(weights, "finite", False)  # checked already
         self.frozen: frozenset[str] = frozenset(getattr(weights, "frozen", ()))
-        self.lend = getattr(weights, "lend", frozenset) if change is unchanged else frozenset
+        self.share = getattr(weights, "share", frozenset) if change is unchanged else frozenset
         self.names: list[str] = []
         named = () if copy is None else copy.named_parameters(remove_duplicate=False)
         self.places: dict[str, Tensor] = dict(named)

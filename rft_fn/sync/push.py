@@ -142,8 +142,7 @@ class CheckedWeights(Iterator[tuple[str, Tensor]]):
 
     def lend(self) -> frozenset[str]:
         """Yield the sender's own tensors in place of copies, where it lends them; return their names."""
-        lend = getattr(self.weights, "lend", None)
-        names: frozenset[str] = lend() if lend is not None and self.lends else frozenset()
+        names: frozenset[str] = getattr(self.weights, "share", frozenset)() if self.lends else frozenset()
         types = {name: want.dtype for name, want in self.manifest.items()}
         return frozenset(name for name in names if self.dtype in (None, types.get(name)))
 

@@ -95,9 +95,8 @@ def test_a_planted_fault_is_named_by_its_depth(fault):
         found = rft.collect.gaps_of(engine, st, apply, params, prompts, new=32, seed=i)
         for parts, part in zip(both, found):
             parts.append(part)
-    check_engine = load_script("check_engine")
     for parts in both:
-        found = rft.collect.depths(*check_engine.joined(parts))
+        found = rft.collect.depths(*parts)
         bad = [x.first for x in found if x.mean > LIMIT]
         assert bad[:1] == ([] if begins is None else [begins]), [x._asdict() for x in found]
 
@@ -106,7 +105,7 @@ def test_depths_are_their_definition():
     g = np.random.default_rng(0)
     gap, mask = g.exponential(size=(5, 300)), g.random((5, 300)) < 0.4
     mask[:, 64:128] = False
-    found = rft.collect.depths(torch.from_numpy(gap), torch.from_numpy(mask))
+    found = rft.collect.depths((torch.from_numpy(gap), torch.from_numpy(mask)))
     assert [(x.first, x.last) for x in found] == [(0, 63), (128, 255), (256, 511)]
     for x in found:
         want = np.sort(gap[:, x.first : x.last + 1][mask[:, x.first : x.last + 1]])

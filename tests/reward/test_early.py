@@ -5,6 +5,7 @@ import threading
 import pytest
 import tiny
 import torch
+from test_references import formulas
 
 import rft_fn as rft
 from rft_fn import collect, engine, reward
@@ -143,11 +144,6 @@ def test_rollouts_that_are_sampled_ahead_tell_of_their_rows_as_they_end():
         assert len(heard.judged) == 5 * G and batch.prompts == prompts
         assert set(heard.judged) <= set(heard.begun)
     calls.close()
-
-
-def formulas(count):
-    made = [(f"x^{i % 9}+{i}", f"{i + i % 2}+x^{i % 9}", True) for i in range(2, count + 2)]
-    return [mathematics.Question(*x) for x in made]
 
 
 def test_answers_that_were_begun_have_the_verdicts_of_a_call(monkeypatch):

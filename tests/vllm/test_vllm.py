@@ -138,7 +138,7 @@ def test_it_agrees_with_the_trainer_at_every_depth(vllm):
     apply, params = st.bind(model.load(NAME), sampling=rft.Sampling())
     prompts = rft.collect.random_prompts(range(3, 20), [32, 64, 100], 0)
     for part in rft.collect.gaps_of(vllm, st, apply, params, prompts, new=20):
-        found = rft.collect.depths(*part)
+        found = rft.collect.depths(part)
         assert [x.first for x in found] == [0, 64] and all(x.mean < 1e-5 for x in found)
 
 

@@ -179,9 +179,7 @@ class _InProcess:
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
         """Load as `Load` says: copy each tensor into its place, or put it there where it is lent."""
-        # those of `st.export` alone are copied: who samples between an update and a push never lends
-        lend = getattr(weights, "lend", frozenset) if getattr(weights, "lends", False) else frozenset
-        lent: frozenset[str] = lend()
+        lent: frozenset[str] = getattr(weights, "lend", frozenset)()
         places: dict[str, Tensor] = dict(self.lm.named_buffers())
         places |= self.lm.named_parameters(remove_duplicate=False)
         check = LoadCheck(self.manifest, weights)
