@@ -168,7 +168,7 @@ def _line(sections: list[list[str]]) -> str:
         return f"missing: {found[1]}; {_HELP}"
 
     # anything else, as an unknown option: the parser's line with the options that look like it
-    like = [line.split()[0] for part in sections[1:] for line in part if line.startswith("--")]
+    like = [line.split()[0].rstrip(",") for part in sections[1:] for line in part if line.startswith("--")]
     remedy = f"did you mean {' or '.join(dict.fromkeys(like))}?" if like else _HELP
     return f"{error[:1].lower()}{error[1:].rstrip('.')}; {remedy}"
 

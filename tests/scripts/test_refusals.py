@@ -34,6 +34,7 @@ TYPED = [
     ("grpo", "--schedule foo", "schedule: expected one of linear, cosine, constant, got 'foo'"),
     ("grpo", "--fsdp false", "unrecognized options: false; --help lists the options"),
     ("grpo", "--kll 1", "unrecognized options: --kll, 1; did you mean --kl?"),
+    ("grpo", "--keep-flatt", "unrecognized options: --keep-flatt; did you mean --keep-flat?"),
     ("grpo", "--learning-speed 1", "unrecognized options: --learning-speed, 1; --help lists the options"),
     ("grpo", "--num-generations 4", "--num-generations of TRL is --group here; --help lists the options"),
     ("grpo", "--zero-stage x", "strategy.zero_stage: expected an integer, got 'x'"),
