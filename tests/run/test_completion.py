@@ -2,8 +2,10 @@
 
 import shutil
 import subprocess
+from typing import get_args, get_type_hints
 
 import pytest
+from tyro.conf import Positional
 
 from rft_fn import parsing
 from rft_fn.tools import commands, scripts
@@ -70,9 +72,11 @@ def test_every_option_of_a_script_is_offered(name, offers):
     config = scripts.config(scripts.find(name))
     owners = parsing.owners(config)
     parts = {part for part, inner in parsing._parts(config) if inner}
+    marked = get_type_hints(config, include_extras=True)
+    places = {name for name, hint in marked.items() if Positional in get_args(hint)[1:]}  # the model of a check
     want = {"--config"}
     for option, found in owners.items():
-        if option in parts or option in ("extra", "run"):  # not of a command line; the folder of export.py
+        if option in parts or option == "extra" or option in places:  # not flags of a command line
             continue
         if len(found) == 1 or "" in found:
             want.add(f"--{option}")

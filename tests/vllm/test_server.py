@@ -130,7 +130,7 @@ def test_a_dropped_tensor_is_counted(eng, servers, tmp_path):
 
 
 def test_a_cpu_gives_no_memory_back(eng):
-    assert eng.status()["supported"] == {"load", "score"}
+    assert eng.status()["supported"] == {"load", "rows", "score"}
     eng.sleep()
     assert not eng.status()["asleep"]
 
