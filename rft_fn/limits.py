@@ -7,13 +7,23 @@ from dataclasses import dataclass
 from functools import cache
 from math import inf
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 T = TypeVar("T")
 
 __all__ = [
-    "AtLeast0", "Count", "Filled", "Finite", "Free", "Positive", "PositiveShare", "Range", "Seed", "Several",
-    "Share", "Warmup", "Whole",
+    "AtLeast0", "AutoCount", "Count", "Filled", "Finite", "Free", "Positive", "PositiveShare", "Range",
+    "Seed", "Several", "Share", "Warmup", "Whole",
 ]  # fmt: skip
 
 
@@ -56,6 +66,10 @@ Decay = Annotated[float, Range(0, 1, open_high=True)]
 Count = Annotated[int, Range(1)]
 Several = Annotated[int, Range(2)]
 Whole = Annotated[int, Range(0)]
+if TYPE_CHECKING:
+    AutoCount = int  # `run.sizes` makes `auto` a number before anything reads it
+else:
+    AutoCount = Count | Literal["auto"]
 Warmup = Annotated[int, Range(0)] | Annotated[float, Range(0, 1, open_low=True, open_high=True)]
 Seed = Annotated[int, Range(-(2**63), 2**63 - 1)]  # the seeds of torch's generators
 

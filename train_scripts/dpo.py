@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.limits import Count, Filled, Free, Positive, Warmup
+from rft_fn.limits import AutoCount, Count, Filled, Free, Positive, Warmup
 from rft_fn.run import preferences
 
 
@@ -28,7 +28,7 @@ class Config(preferences.Preferences):
 
     # other defaults than those of the subjects
     model: Filled = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name; the reference too
-    budget: Free[Count] = 1024  # most tokens in a pack, which goes through the model at once; a pair must fit
+    budget: Free[AutoCount] = 1024  # most tokens in a pack, auto: by the forecast of memory; a pair must fit
     steps: Count | None = None  # updates; None is 100
     epochs: Positive | None = None  # passes over the pairs of data, in place of steps; not for tasks
     batch: Count = 64  # pairs per step

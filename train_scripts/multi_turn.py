@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.limits import AtLeast0, Count, Filled, Free, Positive, Share, Warmup
+from rft_fn.limits import AtLeast0, AutoCount, Count, Filled, Free, Positive, Share, Warmup
 from rft_fn.run import options
 from rft_fn.strategy import StrategyConfig
 
@@ -50,7 +50,7 @@ class Config(
     steps: Count | None = None  # rollouts, each with one update; None is 100
     data_epochs: Positive | None = None  # passes over the rows of data, in place of steps
     warmup: Warmup = 10  # steps of linear warm-up; below 1 a share of the run
-    budget: Free[Count] = 4096  # most tokens in a pack, which goes through the model at once
+    budget: Free[AutoCount] = 4096  # most tokens in a pack; auto, as on a GPU: by the forecast of memory
     out: Free[Filled] = "runs/multi_turn"  # folder of the run; the model goes to its subfolder model
     strategy: StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.limits import AtLeast0, Count, Decay, Filled, Free, Positive, Range, Warmup
+from rft_fn.limits import AtLeast0, AutoCount, Count, Decay, Filled, Free, Positive, Range, Warmup
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Config(rft.run.RewardModelRun, first=("loss",)):
 
     # other defaults than those of the subjects
     model: Filled = "tiny"  # tiny, tiny-vl ..., smollm2-135m, a folder, or a hub name, under the heads
-    budget: Free[Count] = 2048  # most tokens in a pack, which goes through the model at once; a unit must fit
+    budget: Free[AutoCount] = 2048  # most tokens in a pack, auto: by the forecast of memory; a unit must fit
     steps: Count | None = None  # updates; None is 300
     epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
     batch: Count = 64  # rows per step: pairs, lists, points or responses of steps

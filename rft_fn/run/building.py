@@ -1,13 +1,14 @@
 """Builds the record that the loop of a training script works with, in the order in which it happens."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from rft_fn import check, model
 from rft_fn.optim import Schedule
-from rft_fn.run import opening, options
+from rft_fn.run import opening, options, sizes
 from rft_fn.run.reward_task import Task, check_rewards, judges_here, load_task, reward_modules
 from rft_fn.run.rollout_engine import start_sampler
 from rft_fn.run.setup import Model, Reference, Setup
@@ -69,13 +70,28 @@ def setup(
     how = options.of(options.Rollouts, cfg)
     if greedy:
         _check_greedy(options.of(options.Shaping, cfg), getattr(cfg, "algorithm", ""))
-    st = opening.start(cfg, unread=() if sampled else options.ENGINE)
+    st = opening.start(sizes.provisional(cfg), unread=() if sampled else options.ENGINE)
     every = options.of(options.Reference, cfg).ref_every
     opening.check_reference(every, anchor=anchor, zero_stage=cfg.strategy.zero_stage)
     model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
 
-    # data and rewards, and the folder of the run
+    # how much goes through a model at a time, before the rows, which have to fit
     rows = batch or how.prompts
+    longest = length or (options.of(options.Prompts, cfg).max_prompt + how.max_new if sampled else 0)
+
+    def models() -> list[tuple[nn.Module, Transform | None]]:
+        """Return the models of the run without weights."""
+        dry = replace(cfg, dry_run=True, quantize="", steps=cfg.steps or 1)
+        first = load_module(dry, st)
+        found: list[tuple[nn.Module, Transform | None]] = [(first, optimizer(dry)[0])]
+        found += [critic(dry, st)[:2]] if critic is not None else []
+        found += [(x, None) for x in (scorers(dry, st) if scorers is not None else ())]
+        return found + ([(first, None)] if anchor and not cfg.lora_rank else [])
+
+    responses = rows * (how.group if sampled and not batch else 1)
+    cfg, st = sizes.decided(cfg, st, models, sampled=sampled, length=longest, rows=responses)
+
+    # data and rewards, and the folder of the run
     task = load(cfg, st)
     cfg = opening.plan_steps(
         cfg,

@@ -13,7 +13,7 @@ from typing import Any
 
 from rft_fn import dist, parsing
 from rft_fn.engine import EngineDead
-from rft_fn.run import config_file, signals
+from rft_fn.run import config_file, signals, sizes
 from rft_fn.text import error_text, printable
 
 __all__ = ["cli", "error_line", "explain", "fail", "guard", "without"]
@@ -37,7 +37,10 @@ def cli(main: Callable[[Any], None], config: type) -> None:
     their traceback; any other error is a bug and always keeps it. Warnings to the user are one line each.
     """
     with signals.unbroken(), signals.listen(), _plain_warnings():
-        options = guard(lambda args: config_file.parse(config, parsing.qualify(args, config)), sys.argv[1:])
+        first = sizes.by_device(config)
+        options = guard(
+            lambda args: config_file.parse(config, parsing.qualify(args, config), first=first), sys.argv[1:]
+        )
         guard(main, options)
 
 

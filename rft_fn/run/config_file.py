@@ -21,18 +21,19 @@ __all__ = ["parse"]
 _MORE = [("--config FILE", "options from a .yaml or .json file or the folder of a run; flags win")]
 
 
-def parse(config: type, args: Sequence[str]) -> Any:
+def parse(config: type, args: Sequence[str], *, first: Sequence[str] = ()) -> Any:
     """Return the config of a script's command line, as `parsing.qualify` leaves it, with --config FILE.
 
+    `first` are arguments that those of the file and of the command line win over.
     ValueError, in one line, as `parsing.parse` raises it; what is wrong in the file begins with the file.
     """
     if "config" in {f.name for f in dataclasses.fields(config)}:  # the script means something else by it
         return parsing.parse(config, args)
     path, flags = _split(args)
     if path is None or option_help.asked(flags) is not None:
-        return parsing.parse(config, flags, more=_MORE)
+        return parsing.parse(config, [*first, *flags], more=_MORE)
     try:
-        return parsing.parse(config, [*_arguments(config, path, flags), *flags])
+        return parsing.parse(config, [*first, *_arguments(config, path, flags), *flags])
     except ValueError as error:
         if str(error) == _mistake(config, flags):
             raise

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from rft_fn import limits
-from rft_fn.limits import AtLeast0, Count, Filled, Free, Positive, Range, Whole
+from rft_fn.limits import AtLeast0, AutoCount, Count, Filled, Free, Positive, Range, Whole
 
 __all__ = ["Data", "Model", "Options", "Policy", "Prompts", "Rank", "exclusions"]
 
@@ -118,5 +118,5 @@ class Policy(
     freeze: tuple[str, ...] = ()  # parts that are not trained: visual, layers.0 ...; towers: all but the text
     quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: as stored
     router_aux: AtLeast0 = 0.0  # coefficient of the load-balancing loss of a mixture of experts
-    budget: Free[Count] = 1024  # most tokens per micro-batch, packed
+    budget: Free[AutoCount] = 1024  # most tokens per micro-batch, packed; auto, as on a GPU: by the forecast
     gradient_checkpointing: Free[bool] = False  # recompute activations in the backward pass, to save memory

@@ -14,6 +14,8 @@ __all__ = [
     "actor_critic", "greedy_baseline", "learning_rows", "minibatches", "next_kl", "objective", "shaping",
 ]  # fmt: skip
 
+_WATCHED = 1024  # tokens of rows without a gradient that are computed all the same
+
 
 def objective(name: str, cfg: options.Updates, *, advantage: str | None = None) -> algorithm.Algorithm:
     """Return an algorithm without a critic, with what the options put in place of its own.
@@ -88,8 +90,10 @@ def learning_rows(
 ) -> Experience:
     """Return the rows of a minibatch that add to its gradient; all with `keep_flat`.
 
-    In the first update of a step a pack of the others stays, so that trainer and sampler are compared there.
+    In the first update of a step some of the others stay, one pack of up to 1,024 tokens, so that trainer and
+    sampler are compared there.
     """
     if cfg.keep_flat:
         return exp
-    return packing.drop_flat(exp, loss_fn, unit=unit, spare=0 if update else cfg.budget)
+    spare = 0 if update else min(cfg.budget, _WATCHED)
+    return packing.drop_flat(exp, loss_fn, unit=unit, spare=spare)

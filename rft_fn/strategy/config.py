@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 from rft_fn import dist, limits
-from rft_fn.limits import AtLeast0, Count, Free, Range, Seed, Share, Whole
+from rft_fn.limits import AtLeast0, AutoCount, Count, Free, Range, Seed, Share, Whole
 
 __all__ = ["StrategyConfig", "add_arguments"]
 
@@ -64,8 +64,8 @@ class StrategyConfig:
     """torch.compile of each decoder block, for packs of any length; not with zero_stage"""
     engine_type: Free[str] = "hf"
     """what samples: hf is transformers in this process, vllm is vLLM in it, openai and sglang are servers"""
-    engine_batch: Free[Count] = 64
-    """sequences sampled at a time"""
+    engine_batch: Free[AutoCount] = 64
+    """sequences sampled at a time; auto: as many as the forecast of memory has room for"""
     engine_tp_size: Free[Count] = 1
     """processes that share one engine"""
     engine_mem_util: Free[Share] = 0.0

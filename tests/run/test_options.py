@@ -305,7 +305,7 @@ def test_an_installed_script_shows_the_command_that_starts_it(capsys, monkeypatc
 
 def test_a_script_that_says_nothing_shows_what_it_adds(capsys, monkeypatch):
     lines = shown(Game, 80, monkeypatch, capsys, words=["--help"])
-    assert "  --rules STR ...   of the game (default: a b)" in lines
+    assert "--rules STR ... of the game (default: a b)" in [" ".join(line.split()) for line in lines]
     assert not any("--turns" in line for line in lines) and any("--model" in line for line in lines)
 
 

@@ -72,3 +72,8 @@ def test_the_first_update_of_a_step_watches_a_pack_of_the_others():
 
     assert rows_of(0, keep_flat=True) == rows_of(1, keep_flat=True) == len(exp.tokens)
     assert rows_of(0) == len(exp.tokens) > rows_of(0, budget=20) >= rows_of(1, budget=20) == 1
+
+    # a budget of many packs' tokens keeps no more of them
+    many = rft.packing.take(exp, torch.arange(len(exp.tokens)).repeat(100))
+    kept = rft.run.learning_rows(options.FlatRows(budget=10**6), many, clipped)
+    assert 1024 - int(exp.length.max()) < int(kept.length.sum()) <= 1024 < int(many.length.sum())
