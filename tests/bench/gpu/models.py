@@ -14,12 +14,14 @@ from rft_fn.model import blocks
 from rft_fn.strategy import StrategyConfig, get_strategy
 from rft_fn.types import Experience, Packed, Strategy, TokenOut, TrainState
 
-# Qwen2.5's published shapes
+# Qwen2.5's published shapes; 4B has Qwen3's
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5B": {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
     | {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "1.5B": {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
     | {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "4B": {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
     "7B": {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
     | {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False},
 }
@@ -94,7 +96,8 @@ def flops(module: nn.Module, shape: dict[str, Any], b: Packed) -> float:
     matrices = sum(p.numel() for n, p in module.named_parameters() if ".layers." in n and p.dim() == 2)
     sizes = torch.bincount(b.seq, minlength=b.num_seqs)
     head = shape["hidden_size"] * shape["vocab_size"] * int(b.mask.sum())
-    scores = shape["num_hidden_layers"] * shape["hidden_size"] * int(sizes.square().sum())
+    heads = shape["num_attention_heads"] * shape.get("head_dim", 0) or shape["hidden_size"]
+    scores = shape["num_hidden_layers"] * heads * int(sizes.square().sum())
     return 6.0 * (matrices * len(b.tokens) + head + scores)
 
 
@@ -115,8 +118,9 @@ def gradient_of(
     checkpointing: bool = True,
     tokens: int | None = None,
     module: nn.Module | None = None,
+    count: int = 2,
 ) -> Row:
-    """Measure the gradient of a pack: seconds, tokens/s, MFU and the peak of memory."""
+    """Measure the gradient of `count` packs: seconds of one, tokens/s, MFU and the peak of memory."""
     if tokens is not None and not setting.dry:
         setting = dataclasses.replace(setting, tokens=tokens)
     if setting.dry and config.compile_blocks and not isinstance(blocks.compile_blocks, partial):
@@ -124,12 +128,12 @@ def gradient_of(
         blocks.compile_blocks = partial(blocks.compile_blocks, backend="aot_eager")
     lm = module_of(setting, name, checkpointing=checkpointing) if module is None else module
     shape = shape_of(setting, name)
-    packs = [pack_of(setting, shape["vocab_size"], seed=seed) for seed in range(2)]
+    packs = [pack_of(setting, shape["vocab_size"], seed=seed) for seed in range(count)]
     work = sum(flops(lm, shape, b) for b in packs)
     st, apply, state = start(lm, config)
     reset_peak(setting)
 
-    # two packs of other lengths, so that a graph for each length would show
+    # packs of other lengths, so that a graph for each length would show
     began = now(setting)
     for b in packs:
         st.grad(state, apply, loss_fn, [b])
@@ -137,9 +141,9 @@ def gradient_of(
     seconds = seconds_of(setting, lambda: st.grad(state, apply, loss_fn, packs))
     return {
         "tokens": setting.tokens,
-        "seconds": seconds / 2,
+        "seconds": seconds / count,
         "first_seconds": first,
-        "tokens_s": 2 * setting.tokens / seconds,
+        "tokens_s": count * setting.tokens / seconds,
         "tflops": work / seconds / 1e12,
         "mfu": work / seconds / setting.peak,
         "peak_gib": peak_gib(setting),

@@ -34,8 +34,8 @@ one stage, and seconds that a stage leaves are the next one's. Stages that ask w
 side by side. `results.json` is in the folder after every number, and a call ends with the table of what it
 measured. `--only STAGE ...` picks stages, `--budget SECONDS` limits all of them together, and `--dry` runs
 them with tiny shapes on a CPU, as `tests/test_gpu.py` does: it shows that they work, and its times mean
-nothing. Models have the shapes of Qwen2.5 and random weights, packs have 16,384 tokens of sequences of 256 to
-4,096, and numbers are bfloat16.
+nothing. Models have the shapes of Qwen2.5, 4B that of Qwen3, and random weights, packs have 16,384 tokens of
+sequences of 256 to 4,096, and numbers are bfloat16.
 """.strip()
 
 MFU = """
@@ -70,7 +70,7 @@ ABOUT = {
     "state": "1.5B with AdamW: update, peak of memory, push, offload; 0.5B: save, restore, canary",
     "fsdp2": "FSDP2 over NCCL on one device beside none",
     "vision": "two steps of a model that sees",
-    "lora": "1.5B with adapters: a frozen head",
+    "lora": "1.5B and 4B with adapters, a frozen head: packs, and one row of 65,536 tokens",
     "gradient_7b": "7B: layers checkpointed; blocks compiled",
     "step": "a whole step of 1.5B, 128 responses of 128 tokens, beside TRL's",
     "tests": "the tests that need a device",
@@ -149,6 +149,18 @@ GOALS = [
         for operation in ("forward", "forward+backward")
     ),
     Goal("sampling, 1.5B, 256 rows: tokens/s", "at least 40,000", Found.sampled, lambda x: x >= 40_000),
+    *(
+        Goal(
+            f"4B with LoRA, {what}: tokens/s",
+            f"at least {least:,}",
+            lambda found, way=way: found.number("lora", "tokens_s", size="4B", way=way),
+            lambda x, least=least: x >= least,
+        )
+        for what, way, least in (
+            ("packs of 16,384 tokens", "packs", 8000),
+            ("one row of 65,536", "one row", 5000),
+        )
+    ),
     Goal("a whole step, 1.5B: TRL's seconds over ours", "at least 2", Found.over_trl, lambda x: x >= 2),
     Goal(
         "peak memory of a step, 1.5B, over its forecast",
@@ -228,7 +240,7 @@ COLUMNS = {
     ),
     "fsdp2": ("size", "what", "norm", "fsdp2_norm", "mfu", "tokens_s", "peak_gib"),
     "vision": ("model", "exit", "steps", "gap", "reward"),
-    "lora": ("size", "rank", "tokens_s", "seconds", "peak_gib"),
+    "lora": ("size", "rank", "way", "tokens", "tokens_s", "seconds", "peak_gib"),
     "gradient_7b": ("size", "way", "tokens", "mfu", "tokens_s", "peak_gib", "first_seconds"),
     "step": ("what", "seconds", "tokens_s", "peak_bytes"),
     "tests": ("passed", "failed", "skipped"),

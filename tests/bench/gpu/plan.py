@@ -37,7 +37,7 @@ STAGES = {
     "gradient": Stage("speed.gradient", 90),
     "state": Stage("state.state", 55),
     "fsdp2": Stage("state.fsdp2", 30),
-    "lora": Stage("speed.lora", 25),
+    "lora": Stage("speed.lora", 110),
     "gradient_7b": Stage("speed.gradient_7b", 45),
     "step": Stage("speed.step", 75),
     "forecast": Stage("state.forecast", 120, beside=True),

@@ -233,16 +233,23 @@ def adapted(setting: Setting, name: str) -> nn.Module:
 
 
 def lora(setting: Setting) -> Cases:
-    """1.5B with adapters: the head is frozen, and no weight of a layer has a gradient."""
+    """1.5B and 4B with adapters: the head is frozen, and no weight of a layer has a gradient.
 
-    def measured() -> Row:
-        lm = adapted(setting, "1.5B")
-        row = models.gradient_of(setting, "1.5B", StrategyConfig(), module=lm)
+    4B has packs of 16,384 tokens, and one row of 65,536.
+    """
+
+    def measured(name: str, setting: Setting, count: int) -> Row:
+        lm = adapted(setting, name)
+        row = models.gradient_of(setting, name, StrategyConfig(), module=lm, count=count)
         trained = sum(p.numel() for p in lm.parameters() if p.requires_grad)
         # a third of the products are of weights' gradients, which nobody makes here: MFU would be too high
         return {k: x for k, x in row.items() if k not in ("mfu", "tflops")} | {"trained": trained}
 
-    yield {"size": "1.5B", "rank": 16}, measured
+    yield {"size": "1.5B", "rank": 16}, partial(measured, "1.5B", setting, 2)
+    yield {"size": "4B", "rank": 16, "way": "packs"}, partial(measured, "4B", setting, 2)
+    n = setting.tokens if setting.dry else 65536
+    row = models.dataclasses.replace(setting, tokens=n, lengths=(n, n), rounds=1)
+    yield {"size": "4B", "rank": 16, "way": "one row"}, partial(measured, "4B", row, 1)
 
 
 # ---------- sampling
