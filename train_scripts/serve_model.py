@@ -1,4 +1,4 @@
-"""Serve a model at the endpoints of OpenAI: /v1/chat/completions, /v1/completions, /v1/models, /health.
+"""Serve a model at the endpoints of OpenAI: chats, completions, models and health.
 
     rft serve-model MODEL
     rft serve-model runs/grpo --port 8000 --host 0.0.0.0

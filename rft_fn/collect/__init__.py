@@ -1,6 +1,5 @@
 """Collects rollouts: sampled and judged by all ranks, and checked against the trainer."""
 
-from rft_fn.collect.agents import Agents, play_agents
 from rft_fn.collect.asynchronous import AsyncSampler, due, sample_ahead, version_of
 from rft_fn.collect.batches import Batch, Collector, Source, collector
 from rft_fn.collect.engine_check import Depth, depths, gaps_of, random_prompts
@@ -26,7 +25,6 @@ from rft_fn.collect.mismatch import (
     staleness,
 )
 from rft_fn.collect.partial import Waiting, sample_partial
-from rft_fn.collect.recorder import Limits, Session, TooLong
 from rft_fn.collect.turns import play
 from rft_fn.collect.varied_groups import VariedGroups, judged_groups, sample_varied_groups
 from rft_fn.engine import gather_and_generate

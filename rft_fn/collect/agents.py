@@ -115,18 +115,54 @@ def play_agents(
     The result is the same on every rank. `warn` is told of the first program that failed.
     """
     mine = shard_prompts(strategy, len(prompts))
-    waiting = deque(
+    sessions = [
         Session(i, j, keys[i], Limits(max_tokens, max_turns), sampling)
         for i in range(mine.start, mine.stop)
         for j in range(n)
-    )
-    order = list(waiting)
-    running: list[_Running] = []
-    ended: dict[int, _Ended] = {}
-    folder = Path(tempfile.mkdtemp(prefix="rft_agents_"))
+    ]
     strategy.make_room()
     engine.wake()
+    own, said = _run(engine, strategy, endpoint, agents, prompts, sessions, rewarded=rewarded)
+    engine.sleep()
+
+    # the same on every rank
+    parts = [(own, said)] if strategy.world == 1 else dist.all_gather_object((own, said))
+    episodes = [x for part, _ in parts for x in part]
+    if line := next((text for _, text in parts if text), ""):
+        failures = sum(bool(x.failure) for x in episodes)
+        warn(f"agents: {failures} of {len(episodes)} episodes failed; the first: {line}")
+    rewards = [agents.failed if x.failure else x.reward or 0.0 for x in episodes]
+    numbers = {
+        "agent_failed": [float(bool(x.failure)) for x in episodes],
+        "agent_late": [float(x.failure == "late") for x in episodes],
+    }
+    return of_episodes(
+        [x.rows for x in episodes],
+        rewards,
+        [x.cut for x in episodes],
+        prompts,
+        pad=pad,
+        sampling=sampling,
+        numbers=numbers,
+    )
+
+
+def _run(
+    engine: Engine,
+    strategy: Strategy,
+    endpoint: Endpoint,
+    agents: Agents,
+    prompts: Sequence[Any],
+    sessions: Sequence[Session],
+    *,
+    rewarded: bool,
+) -> tuple[list[_Ended], str]:
+    """Run the programs of this rank, and answer them: (their episodes, a line of the first failure)."""
+    waiting = deque(sessions)
+    running: list[_Running] = []
+    ended: dict[int, _Ended] = {}
     said = ""
+    folder = Path(tempfile.mkdtemp(prefix="rft_agents_"))
     try:
         while True:
             while waiting and len(running) < agents.at_once:
@@ -153,29 +189,7 @@ def play_agents(
             _kill(x.process)
             x.process.wait()
         shutil.rmtree(folder, ignore_errors=True)
-    engine.sleep()
-
-    # the same on every rank
-    own = [ended[id(session)] for session in order]
-    parts = [(own, said)] if strategy.world == 1 else dist.all_gather_object((own, said))
-    episodes = [x for part, _ in parts for x in part]
-    if line := next((text for _, text in parts if text), ""):
-        failures = sum(bool(x.failure) for x in episodes)
-        warn(f"agents: {failures} of {len(episodes)} episodes failed; the first: {line}")
-    rewards = [agents.failed if x.failure else x.reward or 0.0 for x in episodes]
-    numbers = {
-        "agent_failed": [float(bool(x.failure)) for x in episodes],
-        "agent_late": [float(x.failure == "late") for x in episodes],
-    }
-    return of_episodes(
-        [x.rows for x in episodes],
-        rewards,
-        [x.cut for x in episodes],
-        prompts,
-        pad=pad,
-        sampling=sampling,
-        numbers=numbers,
-    )
+    return [ended[id(session)] for session in sessions], said
 
 
 # ---------- programs

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from rft_fn.run import options
-from rft_fn.run.agents import check_agent, play_agents
+from rft_fn.run.agent_episodes import check_agent, play_agents
 from rft_fn.run.building import setup
 from rft_fn.run.card import save_card
 from rft_fn.run.cli import cli, error_line, guard, without

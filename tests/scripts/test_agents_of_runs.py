@@ -9,7 +9,7 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install rft
 pytestmark = pytest.mark.slow
 
 # two turns, of which the reward is the share of sevens
-AGENT = '''import http.client, json, os
+AGENT = """import http.client, json, os
 from urllib.parse import urlsplit
 
 
@@ -29,7 +29,7 @@ for turn in range(2):
     messages += [found, {"role": "user", "content": "1"}]
 reward = said.count("7") / max(len(said), 1)
 post(os.environ["RFT_REWARD_URL"], {"reward": reward}, os.environ["RFT_REWARD_TOKEN"])
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +61,9 @@ def test_two_processes_play_the_same(command, tmp_path):
     ("more", "line"),
     [(["--agent", "sh 'x"], "agent: expected a command"),
      (["--agent", "x", "--data"], "data: expected rows for the agent, got none"),
-     (["--agent-timeout", 3], "agent_timeout: expected 300.0, as this script does not read it, got 3.0; give"),
+     (["--agent-timeout", 3], "agent_timeout: expected 300.0, as this script does not read it"),
      (["--reward", "math"], "the environment gives the rewards"),
      (["--agent", "x", "--data", "addition:1", "--credit", "turn"], "--agent plays the episodes")],
 )  # fmt: skip
 def test_what_an_agent_cannot_have_is_refused(more, line, tmp_path):
-    found = run("multi_turn", *more, "--steps", 1, "--out", tmp_path / "run", code=1)
-    assert line in found.stderr
+    assert line in run("multi_turn", *more, "--steps", 1, "--out", tmp_path / "run", code=2)

@@ -1,4 +1,4 @@
-"""The HTTP that servers have in common: limits of requests and of connections, and the token of clients."""
+"""The HTTP of all servers: limits of requests and of connections, and the token of clients."""
 
 import asyncio
 import hmac

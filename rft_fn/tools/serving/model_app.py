@@ -59,100 +59,128 @@ class _Refused(Problem):
 
 
 def application(policy: Policy, sessions: Mapping[str, Recorded], rules: Rules) -> Starlette:
-    """Return the application: /v1/models, /v1/completions, /v1/chat/completions, /health, and /sessions/ID.
+    """Return the application: /v1/models, /v1/completions, /v1/chat/completions, /health, /sessions/ID.
 
     `sessions` are by the name in their address, which is all that a client needs to have of them.
     """
+    given = _Handlers(policy, sessions, rules)
+    routes = [
+        ("/v1/models", given.models, "GET"),
+        ("/v1/chat/completions", given.chat, "POST"),
+        ("/v1/completions", given.completion, "POST"),
+        ("/health", given.health, "GET"),
+        ("/sessions/{session}/v1/models", given.models, "GET"),
+        ("/sessions/{session}/v1/chat/completions", given.recorded_chat, "POST"),
+        ("/sessions/{session}/reward", given.reward, "POST"),
+    ]
+    return Starlette(
+        middleware=[Middleware(OneLength)],
+        routes=[Route(path, _answering(handle), methods=[method]) for path, handle, method in routes],
+    )
 
-    def answering(
-        handle: Callable[[Request], Awaitable[Response]],
-    ) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except Problem as problem:
-                line = writable(" ".join(str(problem).split()))
-                code = getattr(problem, "code", "")
-                return JSONResponse(
-                    wire.error_body(problem.status, line, code), problem.status, problem.headers
-                )
-            except ClientDisconnect:
-                return Response(status_code=_LEFT)
 
-        return endpoint
+def _answering(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Return what answers a request, or why there is no answer."""
 
-    def recorded(request: Request) -> Recorded:
-        found = sessions.get(request.path_params["session"])
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handle(request)
+        except Problem as problem:
+            line = writable(" ".join(str(problem).split()))
+            body = wire.error_body(problem.status, line, getattr(problem, "code", ""))
+            return JSONResponse(body, problem.status, problem.headers)
+        except ClientDisconnect:
+            return Response(status_code=_LEFT)
+
+    return endpoint
+
+
+class _Handlers(NamedTuple):
+    """Answers requests."""
+
+    policy: Policy
+    sessions: Mapping[str, Recorded]
+    rules: Rules
+
+    def recorded(self, request: Request) -> Recorded:
+        """Return the session of a request; raise Problem for one that is not open."""
+        found = self.sessions.get(request.path_params["session"])
         if found is None or found.session.closed:
             raise _Refused(404, "session: expected one that is open", "session_closed")
         return found
 
-    async def models(request: Request) -> Response:
-        row = {"id": policy.name, "object": "model", "created": 0, "owned_by": "rft_fn"}
-        window = {} if policy.window is None else {"max_model_len": policy.window}
+    async def models(self, request: Request) -> Response:
+        """Answer which model there is."""
+        row = {"id": self.policy.name, "object": "model", "created": 0, "owned_by": "rft_fn"}
+        window = {} if self.policy.window is None else {"max_model_len": self.policy.window}
         return JSONResponse({"object": "list", "data": [row | window]})
 
-    async def health(request: Request) -> Response:
-        closed = policy.calls.closed
-        found = {"status": "stopping" if closed else "ok", "waiting": len(policy.calls)}
+    async def health(self, request: Request) -> Response:
+        """Answer whether it is well."""
+        closed = self.policy.calls.closed
+        found = {"status": "stopping" if closed else "ok", "waiting": len(self.policy.calls)}
         return JSONResponse(found, 503 if closed else 200)
 
-    async def chat(request: Request) -> Response:
-        authorize(request, rules)
-        data = await arrived(request, rules)
-        turns, tools, asked = _read(wire.read_chat, data, policy.sampling, policy.sampling.max_new)
+    async def chat(self, request: Request) -> Response:
+        """Answer a chat."""
+        authorize(request, self.rules)
+        data = await arrived(request, self.rules)
+        turns, tools, asked = _read(wire.read_chat, data, self.policy.sampling, self.policy.sampling.max_new)
         try:
-            ids = policy.renderer.opening(turns, tools)
+            ids = self.policy.renderer.opening(turns, tools)
         except ValueError as error:
             raise _Refused(400, error_text(error)) from None
-        answers = await _sampled(request, policy, [ids], asked)
+        answers = await _sampled(request, self.policy, [ids], asked)
         name = os.urandom(8).hex()
         made = []
         for i, answer in enumerate(answers):
-            text, texts = _texts(policy, answer)
-            calls = policy.parser()(text) if tools else ()
+            text, texts = _texts(self.policy, answer)
+            calls = self.policy.parser()(text) if tools else ()
             made.append((wire.told(text, calls, f"{name}_{i}"), answer, texts))
-        return _response(wire.chat_answer(name, policy.name, asked, ids, made), asked)
+        return _response(wire.chat_answer(name, self.policy.name, asked, ids, made), asked)
 
-    async def completion(request: Request) -> Response:
-        authorize(request, rules)
-        data = await arrived(request, rules)
-        prompts, asked = _read(wire.read_completion, data, policy.sampling, policy.sampling.max_new)
-        encode = policy.renderer.tokenizer.encode
+    async def completion(self, request: Request) -> Response:
+        """Answer completions."""
+        authorize(request, self.rules)
+        data = await arrived(request, self.rules)
+        prompts, asked = _read(wire.read_completion, data, self.policy.sampling, self.policy.sampling.max_new)
+        encode = self.policy.renderer.tokenizer.encode
         ids = [encode(x) if isinstance(x, str) else x for x in prompts]
-        answers = await _sampled(request, policy, ids, asked)
+        answers = await _sampled(request, self.policy, ids, asked)
         made = []
         for answer in answers:
-            text, texts = _texts(policy, answer)
+            text, texts = _texts(self.policy, answer)
             made.append((text, answer, texts))
-        body = wire.completion_answer(os.urandom(8).hex(), policy.name, asked, ids, made)
+        body = wire.completion_answer(os.urandom(8).hex(), self.policy.name, asked, ids, made)
         return _response(body, asked)
 
-    async def recorded_chat(request: Request) -> Response:
-        session = recorded(request).session
-        data = await arrived(request, rules)
+    async def recorded_chat(self, request: Request) -> Response:
+        """Answer a chat of a session, and record it."""
+        session = self.recorded(request).session
+        data = await arrived(request, self.rules)
         law = session.sampling
         turns, tools, asked = _read(wire.read_chat, data, law, law.max_new, fixed=True)
         if asked.n > 1:
             raise _Refused(400, f"n: expected 1 in a session that is recorded, got {asked.n}")
         try:
-            ask = session.ask(policy.renderer, turns, tools)
+            ask = session.ask(self.policy.renderer, turns, tools)
         except TooLong as error:
             code = "context_length_exceeded" if session.cut == "tokens" else "turns_exceeded"
             raise _Refused(400, error_text(error), code) from None
         except ValueError as error:
             raise _Refused(400, error_text(error)) from None
-        return await _record(request, policy, session, ask, tools, asked)
+        return await _record(request, self.policy, session, ask, tools, asked)
 
-    async def reward(request: Request) -> Response:
-        found = recorded(request)
+    async def reward(self, request: Request) -> Response:
+        """Take the reward of a session."""
+        found = self.recorded(request)
         given = request.headers.get("Authorization", "")
         if not found.secret:
             raise _Refused(403, "reward: the run gives the rewards of this session itself")
         if not hmac.compare_digest(given.encode(), f"Bearer {found.secret}".encode()):
             raise _Refused(401, "expected the token of rewards as a bearer", WWW_Authenticate="Bearer")
         try:
-            body = border.object_of("request", border.read_json(await arrived(request, rules)))
+            body = border.object_of("request", border.read_json(await arrived(request, self.rules)))
             x = border.number("reward", body.get("reward"))
         except (ValueError, RecursionError) as error:
             raise _Refused(400, str(error)) from None
@@ -160,20 +188,6 @@ def application(policy: Policy, sessions: Mapping[str, Recorded], rules: Rules) 
             raise _Refused(409, f"reward: expected one a session, got {x:g} after {found.session.reward:g}")
         found.session.reward = x
         return JSONResponse({"reward": x})
-
-    routes = [
-        ("/v1/models", models, "GET"),
-        ("/v1/chat/completions", chat, "POST"),
-        ("/v1/completions", completion, "POST"),
-        ("/health", health, "GET"),
-        ("/sessions/{session}/v1/models", models, "GET"),
-        ("/sessions/{session}/v1/chat/completions", recorded_chat, "POST"),
-        ("/sessions/{session}/reward", reward, "POST"),
-    ]
-    return Starlette(
-        middleware=[Middleware(OneLength)],
-        routes=[Route(path, answering(handle), methods=[method]) for path, handle, method in routes],
-    )
 
 
 def _read(read: Callable[..., Any], *given: Any, **options: Any) -> Any:

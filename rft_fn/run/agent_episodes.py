@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rft_fn import collect
+from rft_fn.collect import agents
 from rft_fn.collect.agents import Agents, Endpoint
 from rft_fn.run import cli, options
 from rft_fn.run.setup import Setup
@@ -45,7 +46,7 @@ def play_agents(
     """
     assert env.samples is not None, "nothing is sampled"
     cfg = env.cfg
-    played = collect.play_agents(
+    played = agents.play_agents(
         env.samples.engine,
         env.st,
         endpoint,
