@@ -33,8 +33,8 @@ class Config(Options):
 
     # what a request has that says nothing of it
     max_new: Count = 1024  # tokens of an answer, and the most of any
-    temperature: AtLeast0 = 1.0
-    top_p: PositiveShare = 1.0
+    temperature: AtLeast0 = 1.0  # 0 is greedy
+    top_p: PositiveShare = 1.0  # the smallest set of words with this mass
 
     # where it listens, and to whom
     host: Filled = "127.0.0.1"  # the address to listen at; 0.0.0.0 is every address of the machine

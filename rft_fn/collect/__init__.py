@@ -30,16 +30,12 @@ from rft_fn.collect.varied_groups import VariedGroups, judged_groups, sample_var
 from rft_fn.engine import gather_and_generate
 
 __all__ = [
-    "Agents",
     "AsyncSampler",
     "Batch",
     "Collector",
     "Depth",
-    "Limits",
     "Played",
-    "Session",
     "Source",
-    "TooLong",
     "check_reward",
     "collector",
     "depths",
@@ -50,7 +46,6 @@ __all__ = [
     "gather_and_judge_rows",
     "inference_engine_status",
     "play",
-    "play_agents",
     "random_prompts",
     "sample_ahead",
     "sample_partial",

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -160,7 +161,7 @@ def test_what_a_program_has_started_ends_with_it(front, tmp_path):
             time.sleep(0.02)
         except ProcessLookupError:
             return
-    status = open(f"/proc/{path.read_text()}/status").read()
+    status = Path(f"/proc/{path.read_text()}/status").read_text()
     assert "Z (zombie)" in status, "the child of a program outlives it"
 
 

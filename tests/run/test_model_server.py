@@ -161,7 +161,7 @@ def test_a_session_is_sampled_as_the_trainer_says(served):
     }
     found = served.post(f"{address.url}/v1/chat/completions", body).json()
     assert found["choices"][0]["message"]["content"] == "four"
-    _, keys, sampling, _, _ = served.engine.asked[-1]
+    sampling = served.engine.asked[-1][2]
     assert (sampling.temperature, sampling.top_p, sampling.max_new) == (1.0, 1.0, 8)
     (row,) = session.rows
     assert row.said.tokens[-5:] == served.engine.said and row.said.logp[-5:] == [-0.5] * 5

@@ -1,4 +1,4 @@
-"""multi_turn.py --agent: a program of its own learns through the endpoint, alike on one and on two processes."""
+"""multi_turn.py --agent: a program learns through the endpoint, alike on one and on two processes."""
 
 import sys
 
