@@ -342,9 +342,8 @@ def readers_of(script):
     source = (ROOT / "train_scripts" / f"{script}.py").read_text()
     rooms = [module for name, module in list(sys.modules.items()) if name.startswith("rft_fn.run")]
     found, waiting = {}, re.findall(r"rft\.run\.(\w+)", source)
-    skipped = (
-        {"load_task"} if "load=" in source and "load=rft" not in source else set()
-    )  # the default of `setup`
+    loads = "load=rft" in source or "load_task" in source or "load=" not in source
+    skipped = set() if loads else {"load_task"}  # the default of `setup`
     while waiting:
         name = waiting.pop()
         function = next((getattr(room, name) for room in rooms if hasattr(room, name)), None)
@@ -372,6 +371,7 @@ def readers_of(script):
         "sweep",
         "replay",
         "serve_reward",
+        "serve_model",
     ],
 )
 def test_every_option_has_a_reader_and_a_line_of_help(name):

@@ -2,8 +2,10 @@
 
     python train_scripts/multi_turn.py --environment guess_number:1
     python train_scripts/multi_turn.py --environment my_environment.py:make --model MODEL --data rows.jsonl
+    python train_scripts/multi_turn.py --agent 'python agent.py' --model MODEL --data rows.jsonl --reward math
 
-The environment gives the rewards; without --data its rows are its own. Run the same command again to resume
+The environment gives the rewards; without --data its rows are its own. An agent is any program that speaks to
+an endpoint of OpenAI's; --reward, or the program, gives its rewards. Run the same command again to resume
 from the last checkpoint, to the bit.
 """
 
@@ -26,10 +28,12 @@ class Config(
     options.Optimizer,
     options.Rollouts,
     options.FlatRows,
+    options.Agents,
+    options.Reward,
     options.Policy,
     options.Prompts,
     options.Model,
-    first=("environment", "max_turns", "max_tokens", "algorithm", "credit", "kl"),
+    first=("environment", "agent", "max_turns", "max_tokens", "algorithm", "credit", "kl"),
 ):
     """A resumed run may change the options that change no result; for others it needs --override."""
 
@@ -65,10 +69,24 @@ def check(cfg: Config, algo: rft.algorithm.Algorithm) -> None:
     if not cfg.data:
         instead = "give --data; the environment's own rows are endless"
         rft.run.without(cfg, "messages", "eval_data", "eval_share", prefix="", instead=instead)
+    rft.run.check_agent(cfg)
+    if not cfg.agent:
+        instead = "the environment gives the rewards"
+        rft.run.without(cfg, "reward", "reward_veto", "reward_timeout", prefix="", instead=instead)
+        return
+    rft.run.without(
+        cfg, "environment", "env_timeout", "credit", prefix="", instead="--agent plays the episodes"
+    )
+    if not cfg.data:
+        raise ValueError("data: expected rows for the agent, got none")
+    if algo.together:
+        raise ValueError(f"algorithm: expected one whose rows stand alone, with --agent, got {cfg.algorithm}")
 
 
-def load(world: rft.environment.Environment, cfg: Config, st: rft.Strategy) -> rft.run.Task:
+def load(world: rft.environment.Environment | None, cfg: Config, st: rft.Strategy) -> rft.run.Task:
     """Load the prompts to train on, and the unseen ones to evaluate on; the environment gives the rewards."""
+    if cfg.reward:
+        return rft.run.load_task(cfg, st)
     tokenizer = rft.model.load_tokenizer(cfg.model)
     if cfg.data:
         processing = rft.run.load_processing(cfg, cfg.model)
@@ -84,6 +102,7 @@ def load(world: rft.environment.Environment, cfg: Config, st: rft.Strategy) -> r
         rft.run.check_engine_media(st, cfg.model, dataset)
         return rft.run.Task(tokenizer, dataset, unseen, None, processing)
 
+    assert world is not None
     prompts = partial(
         rft.environment.prompts,
         world,
@@ -99,18 +118,19 @@ def load(world: rft.environment.Environment, cfg: Config, st: rft.Strategy) -> r
 
 
 def converse(
-    env: rft.run.Setup, world: Any, prompts, keys, *, n: int, sampling: rft.Sampling
+    env: rft.run.Setup, world: Any, prompts, keys, *, n: int, sampling: rft.Sampling, step: int
 ) -> rft.collect.Played:
     """Return n conversations for each prompt, the same on every rank."""
-    cfg, tokenizer = env.cfg, env.task.tokenizer
-    renderer = rft.environment.Renderer(tokenizer, cfg.system, rft.data.literals(cfg.chat_template_kwargs))
+    cfg = env.cfg
+    if cfg.agent:
+        return rft.run.play_agents(env, world, prompts, keys, n=n, sampling=sampling, step=step)
     return rft.collect.play(
         env.samples.engine,
         env.st,
         world,
         prompts,
         keys,
-        renderer,
+        renderer_of(env),
         n=n,
         sampling=sampling,
         max_turns=cfg.max_turns,
@@ -119,20 +139,26 @@ def converse(
     )
 
 
+def renderer_of(env: rft.run.Setup) -> rft.environment.Renderer:
+    """Return what makes tokens of messages."""
+    how = rft.data.literals(env.cfg.chat_template_kwargs)
+    return rft.environment.Renderer(env.task.tokenizer, env.cfg.system, how)
+
+
 def evaluate(env: rft.run.Setup, world: Any, step: int) -> dict[str, float]:
     """Return the mean reward and the turns of greedy conversations on unseen prompts."""
     greedy = rft.Sampling(temperature=0, max_new=env.cfg.max_new)
     with env.phase("evaluate"):
         prompts, keys = rft.data.take(env.task.unseen, env.cfg.eval_prompts, env.cfg.seed)
-        played = converse(env, world, prompts, keys, n=1, sampling=greedy)
-    env.run.trajectories(step, played.prompts, played.rollout, played.judged(), split="eval")
+        played = converse(env, world, prompts, keys, n=1, sampling=greedy, step=step)
+    env.run.trajectories(step, played.prompts, played.first, played.judged(), split="eval")
     return rft.reward.means(played.judged(), "eval")
 
 
 def advantages(cfg: Config, algo: rft.algorithm.Algorithm, played: rft.collect.Played) -> Tensor:
     """Return [B, 1], of a whole conversation within its group, or [B, S], of each token for what follows."""
     if cfg.credit == "conversation":
-        return algo.advantage(played.reward, played.rollout)
+        return played.of_rows(algo.advantage(played.reward, played.first))
     mask = played.rollout.mask
     later = rft.advantage.reinforce_pp(played.token_reward, mask, gamma=cfg.gamma)
     return rft.advantage.whiten(later, mask)
@@ -162,11 +188,15 @@ class Loop(NamedTuple):
 def main(cfg: Config) -> None:
     algo = rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group)
     check(cfg, algo)
-    world = rft.environment.get_environment(cfg.environment)
+    world: Any = None if cfg.agent else rft.environment.get_environment(cfg.environment)
     unit = cfg.group if algo.together else 1  # rows that share a pack
     anchor = cfg.kl > 0 or algo.reference
     env = rft.run.setup(cfg, usual=100, load=partial(load, world), anchor=anchor, length=cfg.max_tokens)
     cfg, st = env.cfg, env.st
+    if cfg.agent:
+        world = rft.run.Front(
+            renderer_of(env), env.sampling, window=env.samples.engine.status().get("window")
+        )
     loss_fn = partial(policy_loss, cfg, algo)
     tokens = rft.run.token_log(env, loss_fn, group=cfg.group, unit=unit)
 
@@ -179,9 +209,9 @@ def main(cfg: Config) -> None:
         values = evaluate(env, world, 0) if step == 0 else {}
         prompts, keys = rft.data.draw(env.task.dataset, cfg.prompts, step, cfg.seed)
         with env.sampling_block("converse"):
-            played = converse(env, world, prompts, keys, n=cfg.group, sampling=env.sampling)
-        batch = rft.collect.Batch(played.prompts, played.rollout, played.judged())
-        rollout, mask = batch.rollout, batch.rollout.mask
+            played = converse(env, world, prompts, keys, n=cfg.group, sampling=env.sampling, step=step)
+        batch = rft.collect.Batch(played.prompts, played.first, played.judged())
+        rollout, mask = played.rollout, played.rollout.mask
         ref_logp = env.score(env.reference, state, rollout).logp if env.reference else None  # of a KL
         own = rft.run.trainer_logp(env, state, rollout, step)  # or the sampler's
         tokens.before(step, state.params, rollout)

@@ -1,17 +1,19 @@
 """Conversations with an environment, and the rollout that they make."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rft_fn.data.messages import Turn
+from rft_fn import tree
+from rft_fn.data.messages import Turn, text_of
 from rft_fn.reward import Judged
+from rft_fn.rollout import take
 from rft_fn.types import Rollout, Sampling
 
-__all__ = ["Conversation", "Played", "assembled"]
+__all__ = ["Conversation", "Played", "assembled", "of_episodes"]
 
 
 @dataclass
@@ -79,6 +81,25 @@ class Played(NamedTuple):
     talks: list[list[Turn]]  # B, to be read
     texts: list[str]  # B, what the policy said
     numbers: dict[str, Tensor]  # name -> [B] float32: turns, cut_by_turns, cut_by_tokens, unfinished
+    episode: Tensor | None = None  # [B] of each row, where episodes have several: 0 to N G - 1 come first
+
+    @property
+    def first(self) -> Rollout:
+        """Return the rollout with one row for each episode."""
+        return self.rollout if self.episode is None else take(self.rollout, range(self.reward.numel()))
+
+    def of_rows(self, adv: Tensor) -> Tensor:
+        """Return the advantages of episodes, [N G, 1], as those of rows, [B, 1].
+
+        ValueError for advantages of tokens where episodes have several rows.
+        """
+        if self.episode is None:
+            return adv
+        if adv.shape[1] != 1:
+            raise ValueError(
+                "algorithm: expected one advantage an episode, which its rows share, got one a token"
+            )
+        return adv[self.episode]
 
     def judged(self) -> Judged:
         """Return the rewards as `Judged`, with the conversations to be read."""
@@ -102,31 +123,8 @@ def assembled(
     rows = [rows[b] for b in order]
     cuts = [cuts[b] for b in order]
     groups = len(prompts) * seats
-    size = max(len(row.tokens) for row in rows)
-
-    # right-padded; all but the tokens is 0 outside mask
-    tokens = torch.full((len(rows), size), pad)
-    mask = torch.zeros(tokens.shape, dtype=torch.bool)
-    logp = torch.zeros(tokens.shape)
-    token_reward = torch.zeros(tokens.shape)
-    for b, row in enumerate(rows):
-        length = len(row.tokens)
-        tokens[b, :length] = torch.tensor(row.tokens)
-        mask[b, :length] = torch.tensor(row.mask)
-        logp[b, :length] = torch.tensor(row.logp)
-        for place, reward in row.rewards:
-            token_reward[b, place] += reward
-
-    rollout = Rollout(
-        tokens=tokens,
-        mask=mask,
-        logp=logp,
-        length=torch.tensor([len(row.tokens) for row in rows]),
-        truncated=torch.tensor([bool(cut) for cut in cuts]),
-        group=torch.tensor([row.prompt * seats + row.seat for row in rows]),
-        version=torch.tensor([row.version for row in rows]),
-        sampling=sampling,
-    )
+    rollout, token_reward = _rollout(rows, cuts, pad=pad, sampling=sampling)
+    rollout = tree.replace(rollout, group=torch.tensor([row.prompt * seats + row.seat for row in rows]))
     numbers = {
         "turns": [row.turns for row in rows],
         "cut_by_turns": [cut == "turns" for cut in cuts],
@@ -142,3 +140,81 @@ def assembled(
         texts=[texts[b] for b in order],
         numbers={name: torch.tensor(x, dtype=torch.float32) for name, x in numbers.items()},
     )
+
+
+def of_episodes(
+    episodes: Sequence[Sequence[Conversation]],
+    rewards: Sequence[float],
+    cuts: Sequence[str],
+    prompts: Sequence[Any],
+    *,
+    pad: int,
+    sampling: Sampling,
+    numbers: Mapping[str, Sequence[float]],
+) -> Played:
+    """Assemble episodes of several rows, G for each of N prompts in their order.
+
+    The first N G rows of the rollout are the last row of each episode; those before it follow. An episode
+    without any has a row of one token, of which nothing is learned.
+    """
+    last = [
+        rows[-1] if rows else Conversation(i * len(prompts) // len(episodes), 0, 0, 0, [pad], [False], [0.0])
+        for i, rows in enumerate(episodes)
+    ]
+    earlier = [(i, row) for i, rows in enumerate(episodes) for row in rows[:-1]]
+    rows = [*last, *(row for _, row in earlier)]
+    of = torch.tensor([*range(len(last)), *(i for i, _ in earlier)])
+    rollout, token_reward = _rollout(rows, [*cuts, *("" for _ in earlier)], pad=pad, sampling=sampling)
+    n = len(episodes) // len(prompts)
+    counted = {
+        "rows": [len(x) for x in episodes],
+        "turns": [sum(row.turns for row in x) for x in episodes],
+        "cut_by_turns": [cut == "turns" for cut in cuts],
+        "cut_by_tokens": [cut == "tokens" for cut in cuts],
+        "unfinished": [sum(row.unfinished for row in x) for x in episodes],
+        **numbers,
+    }
+    return Played(
+        rollout=tree.replace(rollout, group=of // n),
+        reward=torch.tensor(rewards, dtype=torch.float32).view(len(prompts), n),
+        token_reward=token_reward,
+        prompts=list(prompts),
+        talks=[row.messages for row in last],
+        texts=[_said(row.messages) for row in last],
+        numbers={name: torch.tensor(x, dtype=torch.float32) for name, x in counted.items()},
+        episode=of,
+    )
+
+
+def _said(messages: Sequence[Turn]) -> str:
+    """Return what the policy said in a conversation."""
+    return "\n".join(text_of(m) for m in messages if m["role"] == "assistant")
+
+
+def _rollout(
+    rows: Sequence[Conversation], cuts: Sequence[str], *, pad: int, sampling: Sampling
+) -> tuple[Rollout, Tensor]:
+    """Return conversations as (a rollout, the rewards of tokens), right-padded."""
+    size = max(len(row.tokens) for row in rows)
+    tokens = torch.full((len(rows), size), pad)
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    logp = torch.zeros(tokens.shape)
+    token_reward = torch.zeros(tokens.shape)
+    for b, row in enumerate(rows):
+        length = len(row.tokens)
+        tokens[b, :length] = torch.tensor(row.tokens)
+        mask[b, :length] = torch.tensor(row.mask)
+        logp[b, :length] = torch.tensor(row.logp)
+        for place, reward in row.rewards:
+            token_reward[b, place] += reward
+    rollout = Rollout(
+        tokens=tokens,
+        mask=mask,
+        logp=logp,
+        length=torch.tensor([len(row.tokens) for row in rows]),
+        truncated=torch.tensor([bool(cut) for cut in cuts]),
+        group=torch.tensor([row.prompt for row in rows]),
+        version=torch.tensor([row.version for row in rows]),
+        sampling=sampling,
+    )
+    return rollout, token_reward

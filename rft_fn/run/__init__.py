@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from rft_fn.run import options
+from rft_fn.run.agent_episodes import check_agent, play_agents
 from rft_fn.run.building import setup
 from rft_fn.run.card import save_card
 from rft_fn.run.cli import cli, error_line, guard, without
@@ -43,6 +44,7 @@ from rft_fn.run.reward_task import (
     check_engine_media,
     draw_examples,
     load_rewards,
+    load_task,
     normalized_reward,
     rewards_of,
 )
@@ -56,10 +58,12 @@ from rft_fn.run.tokens import TokenLog, token_log
 
 if TYPE_CHECKING:
     from rft_fn.tools.serving import serve
+    from rft_fn.tools.serving.model_server import Front, serve_model
 
 __all__ = [
     "Distillation",
     "DistillationRun",
+    "Front",
     "Model",
     "Reference",
     "RewardModelRun",
@@ -70,6 +74,7 @@ __all__ = [
     "actor_critic",
     "as_one_pack",
     "calibrate",
+    "check_agent",
     "check_engine_media",
     "check_gap",
     "check_labelled",
@@ -86,6 +91,7 @@ __all__ = [
     "load_processing",
     "load_reward_model",
     "load_rewards",
+    "load_task",
     "load_taught_task",
     "load_teachers",
     "minibatches",
@@ -94,11 +100,13 @@ __all__ = [
     "objective",
     "optimizer",
     "options",
+    "play_agents",
     "read_rollout",
     "response_row",
     "rewards_of",
     "save_card",
     "serve",
+    "serve_model",
     "settings",
     "setup",
     "shaping",
@@ -119,9 +127,13 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Return `serve`, which is a tool and has its name here too."""
+        """Return a server, which is a tool and has its name here too."""
         if name == "serve":
             from rft_fn.tools.serving import serve
 
             return serve
+        if name in ("Front", "serve_model"):
+            from rft_fn.tools.serving import model_server
+
+            return getattr(model_server, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,6 +30,7 @@ from rft_fn.limits import (
     Count,
     Decay,
     Filled,
+    Finite,
     Free,
     Positive,
     PositiveShare,
@@ -94,6 +95,17 @@ class Rollouts(Sampling, subject="Rollouts", first=("prompts", "group", "strateg
             raise ValueError("temperature: expected > 0 to learn from samples, got 0")
         if self.floor is not None and self.mismatch not in ("tis", "icepop"):
             raise ValueError(f"floor: expected None without --mismatch tis or icepop, got {self.floor}")
+
+
+@dataclass(frozen=True)
+class Agents(Options, subject="Agents", first=("agent",)):
+    """Programs that play episodes, in place of an environment."""
+
+    agent: str = ""  # the command of one episode: it speaks to OPENAI_BASE_URL, RFT_TASK names its task
+    agent_timeout: Free[Positive] = 300.0  # seconds that an episode may take
+    agent_memory: Free[AtLeast0] = 4.0  # GiB of addresses that each of its processes may take; 0: any
+    agents_at_once: Free[Count] = 16  # programs of a rank that run at a time
+    agent_failed: Finite = 0.0  # the reward of an episode whose program fails
 
 
 @dataclass(frozen=True)

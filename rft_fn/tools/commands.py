@@ -291,6 +291,7 @@ COMMANDS = {
     "export": Command(partial(_script, "export")),
     "evaluate": Command(partial(_script, "evaluate")),
     "check-engine": Command(partial(_script, "check_engine")),
+    "serve-model": Command(partial(_script, "serve_model")),
     "doctor": Command(partial(_own, Doctor, examine), Doctor),
     "migrate": Command(partial(_own, Migrate, migrate), Migrate),
     "certify": Command(partial(_own, Certify, certify), Certify),

@@ -73,7 +73,9 @@ def test_every_option_of_a_script_is_offered(name, offers):
     owners = parsing.owners(config)
     parts = {part for part, inner in parsing._parts(config) if inner}
     marked = get_type_hints(config, include_extras=True)
-    places = {name for name, hint in marked.items() if Positional in get_args(hint)[1:]}  # the model of a check
+    places = {
+        name for name, hint in marked.items() if Positional in get_args(hint)[1:]
+    }  # the model of a check
     want = {"--config"}
     for option, found in owners.items():
         if option in parts or option == "extra" or option in places:  # not flags of a command line

@@ -21,7 +21,7 @@ from rft_fn.reward.wire import Batch
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install rft-fn[serve]")
 
-from rft_fn.tools.serving import app, http_texts, jobs
+from rft_fn.tools.serving import app, http, http_texts, jobs
 from rft_fn.tools.serving.jobs import Partial, work
 
 
@@ -32,11 +32,12 @@ class Served:
         self.score = Partial(parts)
         self.jobs = jobs.Jobs(queue)
         self.metrics = app.Metrics(self.jobs)
-        rules = app.Rules(max_bytes, arrival, token, rft.reward.columns(self.score))
+        rules = http.Rules(max_bytes, arrival, token)
         self.sock = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
-        made = app.application(list(parts), self.jobs, rules, self.metrics)
-        self.server = app.Server(made, rules)
+        columns = rft.reward.columns(self.score)
+        made = app.application(list(parts), self.jobs, rules, self.metrics, columns)
+        self.server = http.Server(made, rules)
         limits = {"rows": rows, "wait": wait, "timeout": 30.0, "observe": self.metrics.observe}
         self.work = lambda: work(self.jobs, self.score, alive=lambda: True, **limits)
 

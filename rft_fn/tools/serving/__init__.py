@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from rft_fn.reward import columns
 from rft_fn.reward.combine import Weighted
@@ -24,7 +24,14 @@ __all__ = ["serve"]
 
 _ARRIVAL = 30.0  # s that a request may take to arrive
 _AGAIN = 1.0  # s after which another signal stops at once
-_LOCAL = ("127.0.0.1", "localhost", "::1")
+MISSING = "pip install 'starlette>=1.0' 'uvicorn>=0.34' 'prometheus-client>=0.21'"
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+class Closes(Protocol):
+    """A queue that a signal closes."""
+
+    closed: bool
 
 
 def serve(
@@ -52,28 +59,25 @@ def serve(
     extra `serve`.
     """
     try:
-        from rft_fn.tools.serving import app
+        from rft_fn.tools.serving import app, http
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{error}: pip install 'starlette>=1.0' 'uvicorn>=0.34' 'prometheus-client>=0.21'",
-            name=error.name,
-        ) from error
+        raise ModuleNotFoundError(f"{error}: {MISSING}", name=error.name) from error
 
     token = os.environ.get(token_env, "").strip()
-    if not token and host not in _LOCAL:
+    if not token and host not in LOCAL:
         print(f"warning: anybody who reaches {host} may ask: {token_env} is not set", file=sys.stderr)
-    listening = _listen(host, port)
+    listening = listen(host, port)
     where = f"http://{host}:{listening.getsockname()[1]}"
 
     # HTTP in a thread; rewards here, since their time limits need the main thread
     by_state = any(reward.state for reward, _ in score.components.values())
     jobs = Jobs(queue, by_state=by_state)
     metrics = app.Metrics(jobs)
-    rules = app.Rules(max_bytes, _ARRIVAL, token, columns(score))
-    made = app.application(list(score.components), jobs, rules, metrics)
-    server = app.Server(made, rules)
+    rules = http.Rules(max_bytes, _ARRIVAL, token)
+    made = app.application(list(score.components), jobs, rules, metrics, columns(score))
+    server = http.Server(made, rules)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True, name="rft_fn server")
-    with _stopping(jobs):
+    with stopping(jobs):
         thread.start()
         print(f"serving {', '.join(score.components)} at {where}/score", flush=True)
         partial = Partial(score.components, specs=score.specs, vetoes=score.vetoes)
@@ -99,7 +103,7 @@ def serve(
     print(f"{where}: stopped, {end}", flush=True)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens; raise OSError, with the address, if it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # with the protocol named, asyncio sends small answers at once; without it each waits 40 ms
@@ -115,7 +119,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def _stopping(jobs: Jobs) -> Iterator[None]:
+def stopping(queue: Closes) -> Iterator[None]:
     """Close the queue on a signal inside this context, and end the process on another one."""
     asked: list[float] = []
 
@@ -125,7 +129,7 @@ def _stopping(jobs: Jobs) -> Iterator[None]:
             os._exit(128 + number)
         if not asked:
             asked.append(now)
-            jobs.closed = True
+            queue.closed = True
             line = f"{signal.Signals(number).name}: answering what has arrived; again to stop at once\n"
             os.write(2, line.encode())
 
