@@ -15,9 +15,7 @@ from torch import Tensor
 from rft_fn import check, rng, tree
 from rft_fn.types import Media, Rollout, Sampling
 
-__all__ = [
-    "concat", "draw_rows", "extend", "known_routing", "observed", "prefixes", "split", "take", "with_prompts",
-]  # fmt: skip
+__all__ = ["concat", "draw_rows", "extend", "observed", "prefixes", "split", "take", "with_prompts"]
 
 
 def take(rollout: Rollout, index: Sequence[int] | Tensor) -> Rollout:

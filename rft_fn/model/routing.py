@@ -1,4 +1,4 @@
-"""Which experts read each token of a mixture, as data: recorded in one forward, and replayed in another.
+"""The experts that read each token of a mixture, as data: recorded in a forward, replayed in another.
 
 A router whose choice is given does all else as its family does. Its scores are gathered from those of all
 experts, so that they have a gradient whatever the router itself would choose now. arXiv 2510.11370.

@@ -23,9 +23,8 @@ class Rollout:
     version: Tensor  # [B] i64, of the weights that sampled
     media: Media | None = None
     temperature: Tensor | None = None  # [B] f32, of rows that were drawn with their own; 1 for greedy ones
-    # [B, S, M, k] u8 or i16, of M routers 1 + each of the k experts that read a token; 0: no forward was made
-    # of it, as of the last token of a row and of padding
-    routing: Tensor | None = None
+    # of M routers 1 + each of the k experts that read a token; 0: no forward did, as of the last of a row
+    routing: Tensor | None = None  # [B, S, M, k] u8 or i16
     sampling: Sampling | None = tree.static(default=None)  # that it was drawn with; None: not known
 
 
