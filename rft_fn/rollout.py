@@ -106,6 +106,9 @@ def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) ->
     sampling = _common_sampling([part.sampling for part in parts])
     if any(part.temperature is not None for part in parts):
         parts = [tree.replace(part, temperature=_temperature(part, sampling)) for part in parts]
+    routed = [part.routing for part in parts if part.routing is not None]
+    if routed:
+        parts = [tree.replace(part, routing=_routing_like(part, routed[0])) for part in parts]
     plain, start = [], 0
     for part, count in zip(parts, counts):
         numbered = tree.replace(part, group=part.group + start, media=None, sampling=sampling)
@@ -146,8 +149,25 @@ def _prompts(rollout: Rollout) -> int:
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    """Pad a field [B, S] with 0 to `size` columns; leave a field [B] unchanged."""
-    return F.pad(x, (0, size - x.shape[1])) if x.dim() == 2 else x
+    """Pad a field [B, S, ...] with 0 to `size` columns; leave a field [B] unchanged."""
+    return F.pad(x, (*[0, 0] * (x.dim() - 2), 0, size - x.shape[1])) if x.dim() > 1 else x
+
+
+def _routing_like(rollout: Rollout, like: Tensor) -> Tensor:
+    """Return the routing [B, S, M, k] of a rollout; that of nothing where it has none."""
+    if rollout.routing is not None:
+        return rollout.routing
+    return like.new_zeros(*rollout.tokens.shape, *like.shape[2:])
+
+
+def known_routing(before: Tensor | None, after: Tensor | None) -> Tensor | None:
+    """Join the routing [..., S, M, k] of tokens with what a later forward of the same tokens has.
+
+    The earlier one stays where there is one: by it the token after was sampled.
+    """
+    if before is None or after is None:
+        return after if before is None else before
+    return torch.where(before > 0, before, after)
 
 
 class Owner:
@@ -218,8 +238,9 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
 
     `after.group[b]` is the row of `before` that row b continues: what an engine returns for
     `prefixes(before)`, and for prompts that add more tokens to those (an environment's answer). Up to the
-    first token that `after` sampled, mask and log-probs come from `before`, from there on from `after`.
-    The version is the smaller of both. Groups and media come from `before`.
+    first token that `after` sampled, mask and log-probs come from `before`, from there on from `after`, and
+    so does the routing of each token that `before` has read. The version is the smaller of both. Groups and
+    media come from `before`.
 
     ValueError for a group that is no row of `before`, or a row that does not begin as its source does: with
     as many of its tokens as the prompt of that row has. ValueError for rollouts, or rows, of different
@@ -252,6 +273,10 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
     # whatever is wider than the other is padding there
     size = after.tokens.shape[1]
     tokens, mask, logp = (_resized(x, size) for x in (old.tokens, old.mask, old.logp))
+    routing = after.routing
+    if old.routing is not None:
+        inherits = _resized(old.routing, size) * inherited[..., None, None]
+        routing = known_routing(inherits, after.routing)
     wrong = ((tokens != after.tokens) & inherited).any(-1)
     for b in wrong.nonzero().flatten().tolist():
         raise ValueError(
@@ -268,12 +293,13 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
         version=torch.minimum(old.version, after.version),
         media=old.media,
         temperature=temperature,
+        routing=routing,
         sampling=sampling,
     )
 
 
 def _resized(x: Tensor, size: int) -> Tensor:
-    """Cut a field [B, S] to `size` columns, or fill it up with 0."""
+    """Cut a field [B, S, ...] to `size` columns, or fill it up with 0."""
     return _padded(x[:, :size], size)
 
 
@@ -303,9 +329,10 @@ def with_prompts(
     and keeps its mask; a row without any is its prompt only.
 
     Version, `truncated` and log-probs stay as they were sampled, after the old prompts: `st.score` gives a
-    model's after the new ones. Sampled tokens have the same order in both, so numbers [B, S] of the result
-    belong to rows of the old one as torch.zeros_like(old.logp).masked_scatter(old.mask, x[new.mask]).
-    ValueError for a group that points to no prompt, a text, and a prompt without tokens.
+    model's after the new ones. Their routing is left out: it was after the old prompts too. Sampled tokens
+    have the same order in both, so numbers [B, S] of the result belong to rows of the old one as
+    torch.zeros_like(old.logp).masked_scatter(old.mask, x[new.mask]). ValueError for a group that points to no
+    prompt, a text, and a prompt without tokens.
     """
     at = rollout.group if group is None else torch.as_tensor(group)
     check.shapes(tokens=(rollout.tokens, "B S"), group=(at, "B"))
@@ -334,6 +361,7 @@ def with_prompts(
         logp=stacked[2],
         length=rollout.length.new_tensor([len(row) for row in tokens]),
         group=at.to(rollout.group),
+        routing=None,
         media=None if media is None else media.take(at.tolist()),
     )
 

@@ -904,6 +904,31 @@ def expert_balance(p, chosen, seq):
     return aux, largest
 
 
+def silu(x):
+    """x sigma(x)."""
+    return x / (1 + np.exp(-x))
+
+
+def chosen_weights(logits, chosen, way):
+    """[T, k]: the scores of chosen experts as shares of their sum; exp(z) or sigma(z) of logits z [T, E]."""
+    out = np.zeros(np.shape(chosen))
+    for t in range(len(chosen)):
+        z = logits[t][chosen[t]]
+        score = np.exp(z - z.max()) if way == "softmax" else 1 / (1 + np.exp(-z))
+        out[t] = score / score.sum()
+    return out
+
+
+def mixture(x, router, gate, up, down, chosen, way):
+    """[T, D]: of each token the chosen experts' down_e (silu(gate_e x) * up_e x), in shares by its logits."""
+    share = chosen_weights(x @ router.T, chosen, way)
+    out = np.zeros_like(x)
+    for t in range(len(x)):
+        for j, e in enumerate(chosen[t]):
+            out[t] += share[t, j] * (down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t])))
+    return out
+
+
 # ---- audio
 
 

@@ -665,6 +665,18 @@ ROLLOUTS = {
         lambda x: x.update(temperature=torch.zeros(4)),
         "temperature: expected finite numbers above 0",
     ),
+    "experts as numbers of 64 bits": (
+        lambda x: x.update(routing=torch.ones(4, 4, 2, 2, dtype=torch.long)),
+        "routing: expected torch.uint8, got torch.int64",
+    ),
+    "experts of a token that nobody read": (
+        lambda x: x.update(routing=torch.ones(4, 4, 2, 2, dtype=torch.uint8)),
+        "routing: expected 0 from the last token of a row on",
+    ),
+    "a negative expert": (
+        lambda x: x.update(routing=-torch.ones(4, 4, 2, 2, dtype=torch.int16)),
+        "routing: expected numbers in [0, 32767], got -1",
+    ),
     "no mask": (lambda x: x.pop("mask"), "expected the tensors tokens, mask, "),
     "one more": (lambda x: x.update(more=torch.ones(2)), "expected the tensors tokens, mask, "),
 }

@@ -55,7 +55,11 @@ NUMBERS = {stage: [({"what": what}, key) for what, key in pairs.items()] for sta
     ],
     "gap": [({"std": 3.0}, "fused_mean"), ({"std": 6.0}, "logits_max")],
     "vision": [({"model": "tiny-vl"}, "gap")],
-    "lora": [({"size": "1.5B"}, "tokens_s"), ({"way": "packs"}, "tokens_s"), ({"way": "one row"}, "peak_gib")],
+    "lora": [
+        ({"size": "1.5B"}, "tokens_s"),
+        ({"way": "packs"}, "tokens_s"),
+        ({"way": "one row"}, "peak_gib"),
+    ],
     "gradient_7b": [({"way": "checkpointing"}, "mfu")],
     "forecast": [({"size": "1.5B"}, "total_gib")],
 }

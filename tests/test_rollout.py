@@ -152,6 +152,42 @@ def test_temperatures_stay_with_their_rows():
     assert packing.take(exp, torch.tensor([1])).temperature.tolist() == [0.25]
 
 
+def test_routing_stays_with_its_tokens():
+    """A token has the experts of its first forward; what was never read has none."""
+    rows = [([1, 2, 3], 1, 0, 0), ([1, 4], 1, 1, 0)]
+    plain = build(rows)
+    read = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    number = torch.arange(1, 13).view(2, 3, 2, 1) * read[..., None, None]
+    own = tree.replace(plain, routing=number.to(torch.uint8))
+    assert torch.equal(take(own, [1, 0]).routing, own.routing.flip(0))
+    assert torch.equal(split(own, [0, 1])[1].routing, own.routing[1:])
+    short = tree.replace(build([([5, 6], 1, 0, 0)]), routing=torch.full((1, 2, 2, 1), 9, dtype=torch.uint8))
+    both = concat([plain, own, short]).routing
+    assert both.shape == (5, 3, 2, 1) and not both[:2].any() and not both[4, 2].any()
+    assert torch.equal(both[2:4], own.routing) and (both[4, :2] == 9).all()
+    assert concat([plain, plain]).routing is None
+    assert with_prompts(own, [[7], [8]]).routing is None
+
+    # one row is continued: by other experts, which count only where it had none
+    longer = build([([1, 2, 3, 8], 1, 0, 0)])
+    again = tree.replace(
+        longer, routing=torch.tensor([7, 7, 7, 0]).view(1, 4, 1, 1).expand(1, 4, 2, 1).byte()
+    )
+    found = extend(own, again).routing
+    assert found[0, :, :, 0].tolist() == [[1, 2], [3, 4], [7, 7], [0, 0]]
+    assert extend(own, longer).routing[0, :, :, 0].tolist() == [[1, 2], [3, 4], [0, 0], [0, 0]]
+    assert torch.equal(extend(plain, again).routing, again.routing)
+
+    # a pack has it by its inputs, not by their targets
+    exp = experience(own, adv=torch.zeros(2), w=own.mask.float())
+    pack = packing.pack(exp, [1, 0])
+    assert pack.routing[..., 0].tolist() == [[7, 8], [1, 2], [3, 4]]
+    assert packing.take(exp, torch.tensor([1])).routing.shape == (1, 3, 2, 1)
+    assert not packing.pad(packing.packs.pack(exp, [0]), 4).routing[2:].any()
+    with pytest.raises(ValueError, match=r"^routing: expected \[B, S, M, k\]"):
+        experience(tree.replace(own, routing=own.routing[:, :2]), adv=torch.zeros(2), w=own.mask.float())
+
+
 def test_groups_point_into_the_prompts_one_after_the_other():
     parts = [build([([1, 2], 1, g, 0) for g in groups]) for groups in ([0, 0, 1, 1], [1, 0])]
     assert concat(parts).group.tolist() == [0, 0, 1, 1, 3, 2]

@@ -15,7 +15,7 @@ from rft_fn.types import Rollout
 __all__ = ["rollout_of"]
 
 
-_FIELDS: dict[str, tuple[torch.dtype, str]] = {
+_FIELDS: dict[str, tuple[torch.dtype, str]] = {  # of routing, 16 bits where there are so many experts
     "tokens": (torch.int64, "B S"),
     "mask": (torch.bool, "B S"),
     "logp": (torch.float32, "B S"),
@@ -24,6 +24,7 @@ _FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "group": (torch.int64, "B"),
     "version": (torch.int64, "B"),
     "temperature": (torch.float32, "B"),
+    "routing": (torch.uint8, "B S M K"),
     "reward": (torch.float32, "N G"),
 }
 
@@ -36,13 +37,13 @@ def rollout_of(tensors: Mapping[str, Tensor], *, vocabulary: int | None = None) 
     and 0 outside mask, each of N prompts has G rows, one after the other, and rewards are finite.
     """
     unknown = sorted(set(tensors) - set(_FIELDS))
-    missing = sorted(set(_FIELDS) - set(tensors) - {"temperature"})
+    missing = sorted(set(_FIELDS) - set(tensors) - {"temperature", "routing"})
     if unknown or missing:
         raise ValueError(
             f"expected the tensors {', '.join(_FIELDS)}, got {', '.join(sorted(tensors)) or 'none'}"
         )
     for name, x in tensors.items():
-        if x.dtype != _FIELDS[name][0]:
+        if x.dtype != _FIELDS[name][0] and (name, x.dtype) != ("routing", torch.int16):
             raise ValueError(f"{name}: expected {_FIELDS[name][0]}, got {x.dtype}")
     sizes = check.shapes(
         **{name: (tensors[name], dims) for name, (_, dims) in _FIELDS.items() if name in tensors}
@@ -77,6 +78,10 @@ def rollout_of(tensors: Mapping[str, Tensor], *, vocabulary: int | None = None) 
         (found.temperature.isfinite() & (found.temperature > 0)).all()
     ):
         raise ValueError("temperature: expected finite numbers above 0, got others")
+    if found.routing is not None:
+        _within("routing", found.routing, 0, torch.iinfo(found.routing.dtype).max)
+        if bool(found.routing[place >= found.length[:, None] - 1].any()):
+            raise ValueError("routing: expected 0 from the last token of a row on, got experts")
     return found, reward
 
 

@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple
 
+from torch import Tensor
+
 from rft_fn.types import Engine, Sampling
 
 __all__ = ["Answer", "Call", "Calls", "answer"]
@@ -20,6 +22,7 @@ class Answer(NamedTuple):
     logp: list[float]  # of each token
     version: int  # of the weights
     cut: bool  # by its limit
+    routing: Tensor | None = None  # [S, M, k] of all tokens up to its end, as of a rollout
 
 
 class Call(NamedTuple):
@@ -106,5 +109,6 @@ def answer(engine: Engine, calls: Sequence[Call]) -> None:
                 rollout.logp[b, new].tolist(),
                 int(rollout.version[b]),
                 bool(rollout.truncated[b]),
+                None if rollout.routing is None else rollout.routing[b, : new.stop],
             )
         )

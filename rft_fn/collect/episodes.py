@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rft_fn import tree
 from rft_fn.data.messages import Turn, text_of
 from rft_fn.reward import Judged
-from rft_fn.rollout import take
+from rft_fn.rollout import known_routing, take
 from rft_fn.types import Rollout, Sampling
 
 __all__ = ["Conversation", "Played", "assembled", "of_episodes"]
@@ -36,6 +37,7 @@ class Conversation:
     version: int = 0  # the oldest of the weights that it was sampled with
     messages: list[Turn] = field(default_factory=list)  # to be read
     unread: list[Turn] = field(default_factory=list)  # observations that are not tokens yet
+    routing: Tensor | None = None  # [S, M, k] of the tokens, as of a rollout
 
     def read(self, ids: Sequence[int]) -> None:
         """Add tokens that the policy did not sample."""
@@ -43,8 +45,21 @@ class Conversation:
         self.mask += [False] * len(ids)
         self.logp += [0.0] * len(ids)
 
-    def say(self, ids: Sequence[int], logp: Sequence[float], *, version: int, cut: bool) -> None:
-        """Add the tokens of one turn of the policy."""
+    def say(
+        self,
+        ids: Sequence[int],
+        logp: Sequence[float],
+        *,
+        version: int,
+        cut: bool,
+        routing: Tensor | None = None,
+    ) -> None:
+        """Add the tokens of one turn of the policy; `routing` [S, M, k] is of all tokens up to its end."""
+        if routing is not None:
+            before = self.routing
+            if before is not None:
+                before = F.pad(before, (0, 0, 0, 0, 0, len(routing) - len(before)))
+            self.routing = known_routing(before, routing)
         if not self.turns:
             self.version = version
         self.version = min(self.version, version)
@@ -200,8 +215,12 @@ def _rollout(
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
     logp = torch.zeros(tokens.shape)
     token_reward = torch.zeros(tokens.shape)
+    routed = next((row.routing for row in rows if row.routing is not None), None)
+    routing = None if routed is None else routed.new_zeros(*tokens.shape, *routed.shape[1:])
     for b, row in enumerate(rows):
         length = len(row.tokens)
+        if routing is not None and row.routing is not None:
+            routing[b, : len(row.routing)] = row.routing
         tokens[b, :length] = torch.tensor(row.tokens)
         mask[b, :length] = torch.tensor(row.mask)
         logp[b, :length] = torch.tensor(row.logp)
@@ -215,6 +234,7 @@ def _rollout(
         truncated=torch.tensor([bool(cut) for cut in cuts]),
         group=torch.tensor([row.prompt for row in rows]),
         version=torch.tensor([row.version for row in rows]),
+        routing=routing,
         sampling=sampling,
     )
     return rollout, token_reward

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from rft_fn.collect.calls import Answer
 from rft_fn.collect.episodes import Conversation
 from rft_fn.data.messages import Turn, text_of
 from rft_fn.environment import Renderer
@@ -133,11 +134,7 @@ class Session:
         ask: Ask,
         tools: Sequence[Any],
         reply: Turn,
-        tokens: Sequence[int],
-        logp: Sequence[float],
-        *,
-        version: int,
-        cut: bool,
+        answer: Answer,
     ) -> None:
         """Add an answer that its program has got: `reply` is what it was told."""
         if ask.row >= 0:
@@ -146,7 +143,9 @@ class Session:
         else:
             row = _Row(Conversation(self.prompt, self.sample, ask.key[0], self.key), _digest(list(tools)))
             row.said.read(ask.ids)  # also what another row has sampled: it is learned there
-        row.said.say(tokens, logp, version=version, cut=cut)
+        row.said.say(
+            answer.tokens, answer.logp, version=answer.version, cut=answer.cut, routing=answer.routing
+        )
         row.said.messages = [*ask.turns, reply]
         row.marks.append(([_digest(turn) for turn in row.said.messages], len(row.said.tokens)))
         row.busy = False

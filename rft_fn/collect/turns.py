@@ -281,6 +281,7 @@ def _speak(
             rollout.logp[b, new].tolist(),
             version=int(rollout.version[b]),
             cut=bool(rollout.truncated[b]),
+            routing=None if rollout.routing is None else rollout.routing[b, : new.stop],
         )
 
 

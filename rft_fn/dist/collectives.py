@@ -132,7 +132,7 @@ def _gather_leaf(x: Tensor, plan: Sequence[tuple[tuple[int, ...], torch.dtype]])
     """Gather one leaf, padded to one shape on the way; `plan` has the shape and type on each rank."""
     shapes = [shape for shape, _ in plan]
     size = [max(sizes) for sizes in zip(*shapes)]
-    bits = torch.uint8 if x.dtype == torch.bool else x.dtype  # gloo has no bool
+    bits = {torch.bool: torch.uint8, torch.int16: torch.int32}.get(x.dtype, x.dtype)  # gloo has neither
     mine = torch.zeros(size, dtype=bits)
     mine[tuple(slice(n) for n in x.shape)] = x.detach().cpu().to(bits)
 

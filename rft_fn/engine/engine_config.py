@@ -11,7 +11,7 @@ __all__ = ["EngineConfig", "config_of"]
 
 
 # options of a run that are called otherwise than engine_NAME, and those that no run has
-_OF_A_RUN = {"sleep": "enable_engine_sleep", "fast_linear": "fast_linear"}
+_OF_A_RUN = {"sleep": "enable_engine_sleep", "fast_linear": "fast_linear", "routing": "replay_routing"}
 _OF_NO_RUN = ("key_env", "bf16", "alone")
 
 
@@ -49,6 +49,8 @@ class EngineConfig:
     """tokens of a block of the engine's cache; 0: the engine's choice"""
     dtype: str = StrategyConfig.engine_dtype
     """type of the engine's weights; auto: float32 on a CPU, bfloat16 on a GPU"""
+    routing: bool = StrategyConfig.replay_routing
+    """rollouts have the experts that each token went to; only for hf"""
     bf16: bool = False
     """weights in bfloat16, as a trainer that computes in it has them; only for hf"""
     alone: bool = False

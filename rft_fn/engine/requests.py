@@ -51,6 +51,7 @@ class Response(NamedTuple):
     tokens: list[int]
     logp: list[float]  # of each token
     ended: bool  # by an end token or a stop text; False where max_new cut it off
+    routing: Tensor | None = None  # [n - 1, M, k] of all n tokens of its row but the last, as of a rollout
 
 
 class Row(NamedTuple):
@@ -282,7 +283,19 @@ def assemble(
         group=group,
         version=torch.full((len(responses),), version),
         media=Media.of_prompts(media, each) if count and media else None,
+        routing=_routing(responses, mask.shape[1]),
     )
+
+
+def _routing(responses: Sequence[Response], size: int) -> Tensor | None:
+    """Return the routing [B, S, M, k] of responses, if they have one."""
+    routed = [response.routing for response in responses if response.routing is not None]
+    if not routed:
+        return None
+    out = routed[0].new_zeros(len(responses), size, *routed[0].shape[1:])
+    for row, x in zip(out, routed, strict=True):
+        row[: len(x)] = x
+    return out
 
 
 def _announce_nameless(tokens: Tensor, tokenizer: Any) -> None:

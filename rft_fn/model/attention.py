@@ -312,7 +312,7 @@ def bounds_of(lm: nn.Module, pack: Packed, *, share: bool = False) -> SequenceBo
     device = pack.seq.device
     seq, tokens, pos = torch.stack([pack.seq, pack.tokens, pack.pos]).cpu()
     sizes = torch.unique_consecutive(seq, return_counts=True)[1].tolist()
-    found = find_prefixes(tokens, pos, sizes)
+    found = find_prefixes(tokens, pos, sizes, None if pack.routing is None else pack.routing.cpu())
     if found is not None:
         found = found._replace(kept=found.kept.to(device), of=found.of.to(device))
     return SequenceBounds(sizes, device, prefixes=found)

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from rft_fn import logprob, tree
 from rft_fn.loss.evaluate import REMEDY
-from rft_fn.model import attention, quantize, router, teacher
+from rft_fn.model import attention, quantize, router, routing, teacher
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.copies import to_device
 from rft_fn.model.dropout import checkpointed, disable_dropout
@@ -40,7 +40,8 @@ class Scorer(Reader):
     runs inside this forward, so that a sharded model has its weight gathered there. The `fused` head never
     holds logits [T, V]. Whole logits are for top_p and top_k (log-probs are of the cut distribution, which
     was sampled from), and for models that scale or cap their logits, which a probe finds. With `aux` the
-    output has the balance of experts; ValueError for a model without any.
+    output has the balance of experts; ValueError for a model without any. A pack with a `routing` goes to
+    the experts that it names.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Scorer(Reader):
         self.chunk_size = chunk_size
         self.fused = fused and not sampling.truncates and self.parts.has_linear_head
         self.balance = router.Balance(self.parts.model) if aux else None
+        self.following: int | None = None  # routers that take the routing of packs, once one had some
         self.asked: teacher.Revealed | None = None  # of a teacher, within `revealed`
         self.teachers: tuple[teacher.Teacher, ...] = ()  # of a student, from `attach_teacher`
         attention.turn_on(lm)
@@ -78,6 +80,10 @@ class Scorer(Reader):
         return found
 
     def read(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
+        if pack.routing is not None:
+            if self.following is None:
+                self.following = routing.follow(self.parts.model)
+            routing.check_shape(pack.routing, self.following, self.parts.model)
         if self.balance is None:
             return self._scored(pack, bounds)
         with self.balance.listen() as heard:

@@ -29,14 +29,21 @@ class Prefixes(NamedTuple):
     own: list[int]  # how many of `kept` are in each sequence: its last ones
 
 
-def find_prefixes(tokens: Tensor, pos: Tensor, sizes: Sequence[int]) -> Prefixes | None:
+def find_prefixes(
+    tokens: Tensor, pos: Tensor, sizes: Sequence[int], routing: Tensor | None = None
+) -> Prefixes | None:
     """Return the tokens [T] of a pack to compute, given its positions [T] and sizes of sequences.
 
-    Two tokens share a hidden state if they are at the same place of their sequences, after equal tokens.
-    None if that saves less than a tenth of the tokens. Reads the tokens: they should be on the host.
+    Two tokens share a hidden state if they are at the same place of their sequences, after equal tokens; with
+    a `routing` [T, M, k] only if they and those before them go to the same experts too. None if that saves
+    less than a tenth of the tokens. Reads the tokens: they should be on the host.
     """
     starts = [0, *accumulate(sizes)]
     ids = np.array(tokens.tolist())  # inside a transform of functions a tensor has no array
+    if routing is not None:
+        bytes_of = [ids.reshape(-1, 1).view(np.uint8), routing.flatten(1).contiguous().numpy().view(np.uint8)]
+        both = np.concatenate(bytes_of, 1)
+        ids = np.unique(both.view(np.dtype((np.void, both.shape[1]))), return_inverse=True)[1].ravel()
     at = np.array(pos.tolist())
 
     # Padding after a sequence is at position 0: it is no continuation.

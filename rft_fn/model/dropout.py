@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from rft_fn.model import packed_states
+from rft_fn.model import packed_states, routing
 
 __all__ = ["checkpointed", "disable_dropout"]
 
@@ -22,12 +22,13 @@ class _EvalCheckpoint:
         self.function = function
 
     def __call__(self, forward: Callable[..., Any], *args: Any) -> Any:
-        sequences = packed_states.current()  # of this pack, also when the backward runs the layer again
+        # of this pack, also when the backward runs the layer again
+        sequences, experts = packed_states.current(), routing.current()
 
         def in_eval(*inputs: Any) -> Any:
             self.layer.training = False
             try:
-                with packed_states.apart(sequences):
+                with packed_states.apart(sequences), routing.replayed(experts):
                     return forward(*inputs)
             finally:
                 self.layer.training = True

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rft_fn import check, modality
-from rft_fn.model import attention, packed_states
+from rft_fn.model import attention, packed_states, routing
 from rft_fn.model.bounds import SequenceBounds, take_rows
 from rft_fn.model.media_inputs import described, media_inputs
 from rft_fn.model.parts import inside_adapters
@@ -99,15 +99,18 @@ def run(
     """
     inputs = text_inputs(module, pack, bounds, mode=mode, blind=blind, share=share)
     by_rows = mode in (ROWS, MASKED_ROWS) and pack.num_seqs > 1
+    given = inputs.get("rft_bounds")
+    experts = pack.routing
+    if experts is not None and given is not None and given.prefixes is not None:
+        experts = experts[given.prefixes.kept]
     try:
-        with packed_states.apart(_sequences(pack) if by_rows else None):
+        with packed_states.apart(_sequences(pack) if by_rows else None), routing.replayed(experts):
             out = module(**inputs)
     except ValueError as error:
         if pack.media is None:
             raise
         # It compares the sums of a pack; whoever reads this needs to know which sequence.
         raise ValueError(f"media: {error}: {described(module, pack)}") from error
-    given = inputs.get("rft_bounds")
     if given is None:
         return out
     if attention.complete(module, given):

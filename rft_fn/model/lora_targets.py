@@ -165,6 +165,7 @@ def target_paths(
     groups = {AUTO: text, TOWERS: _of_towers(module, every), "all-linear": every}
     if isinstance(target_modules, str):
         target_modules = [name.strip() for name in target_modules.split(",")]
+    _refuse_experts(module, every, target_modules)
     chosen = _named(every, groups, target_modules)
 
     unknown = [name for name in exclude if not _matching(every, [name])]
@@ -175,6 +176,17 @@ def target_paths(
     if not chosen:
         raise ValueError(f"target_modules: expected one linear layer or more, got none of {len(every)}")
     return chosen
+
+
+def _refuse_experts(module: nn.Module, every: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ValueError for a name that only weights of routed experts have."""
+    experts = list(_experts(module))
+    named = [name for name in names if _matching(experts, [name]) and not _matching(every, [name])]
+    if named:
+        raise ValueError(
+            f"target_modules: expected linear layers, got {named}: routed experts are no layers and get no "
+            "adapters; leave them out, or train all weights (lora_rank 0)"
+        )
 
 
 def _named(every: Sequence[str], groups: Mapping[str, Sequence[str]], names: Sequence[str]) -> list[str]:

@@ -17,7 +17,22 @@ from rft_fn.model.bounds import SequenceAxis, SequenceBounds
 from rft_fn.precision import widen
 from rft_fn.types import Packed
 
-__all__ = ["Balance", "Heard", "balance", "without_groups"]
+__all__ = [
+    "Balance",
+    "Heard",
+    "balance",
+    "experts_product",
+    "heard_of",
+    "routers",
+    "weighs",
+    "without_groups",
+]
+
+_PRODUCTS = {
+    "grouped_mm": "torch's product of groups",
+    "batched_mm": "products of all chosen experts at once",
+    "eager": "one expert after the other",
+}
 
 MOST_ERROR = 0.02  # of weights that a way of scoring explains: twice the rounding of bfloat16
 
@@ -29,6 +44,13 @@ def without_groups(module: nn.Module) -> None:
         grouped = getattr(getattr(part, "config", None), "_experts_implementation", None) == "grouped_mm"
         if grouped and hasattr(part, "set_experts_implementation") and part.dtype == torch.float64:
             part.set_experts_implementation("eager")
+
+
+def experts_product(module: nn.Module) -> str:
+    """Return in words how a model computes its experts; "" for one without fused ones."""
+    parts: list[Any] = [m for m in module.modules() if hasattr(m, "_is_expert_parallel")]
+    names = {getattr(part.config, "_experts_implementation", None) or "eager" for part in parts}
+    return ", ".join(f"{_PRODUCTS.get(name, name)} ({name})" for name in sorted(names))
 
 
 class Heard(NamedTuple):
@@ -47,7 +69,9 @@ class Balance:
     """
 
     def __init__(self, lm: nn.Module):
-        self.routers = _routers(lm)
+        self.routers, why = routers(lm)
+        if why:
+            raise ValueError(f"aux: expected False for {type(lm).__name__}, {why}; leave router_aux at 0")
         self.ways = dict.fromkeys(self.routers, "softmax")
         self.model = type(lm).__name__
 
@@ -128,8 +152,11 @@ def balance(
     return aux, share.amax(-1)[seq]
 
 
-def _routers(lm: nn.Module) -> dict[str, nn.Module]:
-    """Return the routers of a model by name: modules that transformers records `router_logits` of."""
+def routers(lm: nn.Module) -> tuple[dict[str, nn.Module], str]:
+    """Return the routers of a model by name, in order, and why there are none, or "".
+
+    They are the modules that transformers records `router_logits` of.
+    """
     specs: list[Any] = []
     for m in lm.modules():
         recorded = (getattr(type(m), "_can_record_outputs", None) or {}).get("router_logits", [])
@@ -138,22 +165,25 @@ def _routers(lm: nn.Module) -> dict[str, nn.Module]:
     # index 0: the router itself, with logits first in its output; others are blocks around one
     classes = tuple({spec.target_class for spec in specs if getattr(spec, "index", None) == 0})
     found = {name: m for name, m in lm.named_modules() if isinstance(m, classes)}
-    if not found:
-        why = "whose routers give no logits and choices" if specs else "which has no routers of experts"
-        raise ValueError(f"aux: expected False for {type(lm).__name__}, {why}; leave router_aux at 0")
-    return found
+    if found:
+        return found, ""
+    return {}, "whose routers give no logits and choices" if specs else "which has no routers of experts"
 
 
-def _note(heard: dict[str, Heard], name: str, router: nn.Module, _: Any, out: Any) -> None:
-    """Keep the output of a router; ValueError for one of another form."""
+def heard_of(router: nn.Module, out: Any, option: str, instead: str) -> Heard:
+    """Return the output of a router; ValueError for one of another form, which the option cannot have."""
     is_known = isinstance(out, tuple) and len(out) == 3 and not out[2].is_floating_point()
     if not is_known or out[1].shape != out[2].shape:
         raise ValueError(
-            f"aux: expected routers whose output is (logits, weights, chosen), {type(router).__name__} has "
-            "another; leave router_aux at 0"
+            f"{option}: expected routers whose output is (logits, weights, chosen), {type(router).__name__} "
+            f"has another; {instead}"
         )
     logits, weights, chosen = (x.reshape(-1, x.shape[-1]) for x in out)
-    heard[name] = Heard(logits, weights, chosen)
+    return Heard(logits, weights, chosen)
+
+
+def _note(heard: dict[str, Heard], name: str, router: nn.Module, _: Any, out: Any) -> None:
+    heard[name] = heard_of(router, out, "aux", "leave router_aux at 0")
 
 
 def _real(pack: Packed, bounds: SequenceBounds | None) -> Tensor:
@@ -176,6 +206,11 @@ _WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": _sigmoid,
     "given": lambda probabilities: probabilities,  # some routers give these in place of logits
 }
+
+
+def weighs(x: Heard) -> bool:
+    """Return whether the weights of a router are, up to a factor, those of its logits in one of the ways."""
+    return min(_error(way, x) for way in _WAYS) < MOST_ERROR
 
 
 def _error(way: str, x: Heard) -> float:

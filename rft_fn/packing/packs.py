@@ -90,6 +90,7 @@ def of_rows(exp: Experience, rows: Sequence[int], unit: tuple[int, ...]) -> Pack
         rows=tuple(rows),
         unit=unit,
         sampling=exp.sampling,
+        routing=None if exp.routing is None else exp.routing[row, pos],
         **_carried(exp, labels),
     )
 

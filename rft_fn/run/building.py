@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 
 from rft_fn import check, model
+from rft_fn.model.router import experts_product
+from rft_fn.model.routing import require_routers
 from rft_fn.optim import Schedule
 from rft_fn.run import opening, options, sizes
 from rft_fn.run.reward_task import Task, check_rewards, judges_here, load_task, reward_modules
@@ -117,6 +119,8 @@ def setup(
 
     # the models and their optimizers
     module = load_module(cfg, st)
+    if cfg.strategy.replay_routing:
+        require_routers(module)
     tx, schedule = optimizer(cfg)
     second = None if critic is None else critic(cfg, st)
     if second is not None:
@@ -145,6 +149,8 @@ def setup(
         apply, state = st.init(module, tx, sampling=sampling, entropy=True, aux=aux)
     else:
         apply, state = st.init(module, tx, aux=aux)
+    if said := experts_product(module):
+        st.print(f"experts: {said}")
     valuer = None
     if second is not None:
         valuer = Model(second[0], *st.init(second[0], second[1]), second[2])

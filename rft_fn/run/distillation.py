@@ -200,7 +200,8 @@ def _check(cfg: DistillationRun, st: Strategy, spec: TeacherSpec, tokenizer: Any
 
 def meet(cfg: DistillationRun, st: Strategy, spec: TeacherSpec, tokenizer: Any) -> ServedWords:
     """Meet a teacher on a server. ValueError for what it cannot give."""
-    config = replace(engine.config_of(st.config), type=spec.kind, servers=(spec.place,), process=False)
+    own = replace(engine.config_of(st.config), process=False, routing=False)
+    config = replace(own, type=spec.kind, servers=(spec.place,))
     try:
         engine.check_config(config)
     except ValueError as error:

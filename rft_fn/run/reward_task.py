@@ -212,7 +212,7 @@ def _engine_config(
 
     It has the policy's options of engines if it is of the same type, else the options that any type has.
     """
-    own = engine.config_of(config)
+    own = replace(engine.config_of(config), routing=False)
     if own.type != engine_type:
         own = engine.EngineConfig(batch=own.batch, timeout=own.timeout, fast_linear=own.fast_linear)
     sleep = config.enable_engine_sleep or config.offload_models

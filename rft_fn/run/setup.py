@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from rft_fn import collect, metric, model, reward
+from rft_fn import collect, metric, model, reward, tree
 from rft_fn.collect import AsyncSampler, Batch
 from rft_fn.optim import Schedule
 from rft_fn.reward import early
@@ -142,8 +142,11 @@ class Setup:
     ) -> TokenOut:
         """Return what a model says of a batch, without gradient: the policy, the critic or the reference.
 
-        `state` is of the policy or of the critic. `unit` consecutive rows share a pack, as in `st.shard`.
+        `state` is of the policy or of the critic. `unit` consecutive rows share a pack, as in `st.shard`. A
+        reference chooses its experts by itself, whatever the sampler chose.
         """
+        if isinstance(by, Reference):
+            batch = tree.replace(batch, routing=None)
         own = by.params if isinstance(by, Reference) else None
         params = state.params if own is None else own
         with self.run.phase("score"):

@@ -77,6 +77,7 @@ class _Member:
             logp, words, words_logp = (st.gather(x[None]).sum(0) for x in found)
             return ({WORDS: words, LOGP: words_logp} if cfg.loss in loss.DIVERGENCES else {}), logp, None
         apply, params = self.model(state)
+        rows = tree.replace(rows, routing=None)  # a teacher chooses its experts by itself
         rows = tree.replace(rows, sampling=None) if self.bound is not None else rows
         if cfg.teacher_temperature is not None:
             each = torch.full((len(rows.tokens),), cfg.teacher_temperature)
@@ -264,7 +265,7 @@ class Teachers:
         """Return the engine of a teacher, which keeps the weights that it starts with."""
         if i not in self.engines:
             st, task, spec = self.env.st, self.env.task, member.spec
-            config = replace(engine.config_of(st.config), process=False, alone=True)
+            config = replace(engine.config_of(st.config), process=False, routing=False, alone=True)
             place = self.env.cfg.model
             if spec.kind in SERVED:
                 config = replace(config, type=spec.kind, servers=(spec.place,))

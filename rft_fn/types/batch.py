@@ -23,6 +23,8 @@ class Rollout:
     version: Tensor  # [B] i64, of the weights that sampled
     media: Media | None = None
     temperature: Tensor | None = None  # [B] f32, of rows that were drawn with their own; 1 for greedy ones
+    # of M routers 1 + each of the k experts that read a token; 0: no forward did, as of the last of a row
+    routing: Tensor | None = None  # [B, S, M, k] u8 or i16
     sampling: Sampling | None = tree.static(default=None)  # that it was drawn with; None: not known
 
 
@@ -42,6 +44,7 @@ class Experience:
     words: Tensor | None = None  # [B, S, K] i64, more words at each token, for their log-probs
     extra: dict[str, Tensor] | None = None  # name -> [B, S, ...], per-token data for a custom loss
     temperature: Tensor | None = None  # [B], of the rollout, in place of that of `sampling`
+    routing: Tensor | None = None  # [B, S, M, k], of the rollout: the experts that the forward is to take
     media: Media | None = None
     group: Tensor | None = None  # [B] i64, which prompt; None: each row (or unit) has its own
     sampling: Sampling | None = tree.static(default=None)  # of the rollout
@@ -51,7 +54,8 @@ class Experience:
 class Packed:
     """One micro-batch, flat and label-aligned.
 
-    Everything at t is about `target[t]`. Fields other than tokens, target, pos and seq are 0 outside mask.
+    Everything at t is about `target[t]`, but `routing[t]` about `tokens[t]`. Fields other than tokens,
+    target, pos, seq and routing are 0 outside mask.
     Sequences after the first len(rows) are borrowed for their media, or are in an empty pack: nothing of
     them is in mask.
     """
@@ -70,6 +74,7 @@ class Packed:
     words: Tensor | None = None  # [T, K] i64
     extra: dict[str, Tensor] | None = None  # name -> [T, ...]
     temperature: Tensor | None = None  # [T], in place of that of `sampling`
+    routing: Tensor | None = None  # [T, M, k], as of the rollout; 0: the router chooses by itself
     media: Media | None = None
     num_seqs: int = tree.static()  # K
     rows: tuple[int, ...] = tree.static(default=())  # rows of the Experience, of the first sequences
@@ -145,6 +150,7 @@ def experience(
         **{f"extra[{name!r}]": (x[(..., *[0] * (x.dim() - 2))], "B S") for name, x in (extra or {}).items()},
         **{"media.of": (of, "B")},
         temperature=(rollout.temperature, "B"),
+        routing=(rollout.routing, "B S M k"),
     )
     for name, x in numbers.items():
         _require_numbers(name, x, rollout.mask)
@@ -162,6 +168,7 @@ def experience(
         words=words,
         extra=extra,
         temperature=rollout.temperature,
+        routing=rollout.routing,
         media=rollout.media,
         group=rollout.group,
         sampling=rollout.sampling,

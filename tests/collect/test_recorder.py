@@ -36,8 +36,8 @@ class Talk:
         """What the program is told, after the policy has said these tokens."""
         calls = call_parser(self.tok)(self.renderer.said(tokens)) if self.tools else ()
         reply = told(self.renderer.said(tokens), calls, f"{ask.key[0]}_{ask.key[1]}")
-        logp = [-0.5] * len(tokens)
-        self.session.answered(ask, self.tools, reply, tokens, logp, version=3, cut=False)
+        answer = Answer(tokens, [-0.5] * len(tokens), version=3, cut=False)
+        self.session.answered(ask, self.tools, reply, answer)
         return reply
 
     def rows(self):

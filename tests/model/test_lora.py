@@ -627,3 +627,12 @@ def test_names_of_experts_and_routers_are_no_targets(kind, layers):
     ids = torch.arange(3, 9)[None]
     got = module(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(got, family(kind)(input_ids=ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("name", ["experts", "gate_up_proj", "mlp.experts.down_proj"])
+def test_a_target_that_only_routed_experts_have_is_refused(name):
+    with pytest.raises(
+        ValueError, match=r"target_modules: expected linear layers, .* routed experts"
+    ) as error:
+        model.apply_lora_configuration(family("Qwen3Moe"), 4, 8.0, target_modules=f"q_proj,{name}")
+    assert "\n" not in str(error.value)

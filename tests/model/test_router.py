@@ -17,7 +17,7 @@ from test_straight_line import logged, mixture
 from tiny import mixed
 
 import rft_fn as rft
-from rft_fn import metric, model, optim, packing
+from rft_fn import metric, model, optim, packing, tree
 from rft_fn.model import router
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
@@ -50,6 +50,15 @@ KINDS = {
 SIGMOID = ("DeepseekV3", "Glm4Moe", "Lfm2Moe")
 SIZES = [(2, 5), (3, 7), (1, 4), (2, 2)]
 EXP = rows(SIZES)
+
+
+def routed(exp, routers=2, experts=4):
+    """The batch with experts that are drawn, so that no router would choose them."""
+    g = torch.Generator().manual_seed(5)
+    shape = (*exp.tokens.shape, routers)
+    drawn = torch.rand(*shape, experts, generator=g).argsort(-1)[..., :2] + 1
+    read = torch.arange(exp.tokens.shape[1]) < exp.length[:, None] - 1
+    return tree.replace(exp, routing=(drawn * read[..., None, None]).to(torch.uint8))
 
 
 def small(kind, dtype=torch.float32, std=0.3, **changes):
@@ -302,18 +311,19 @@ WAYS = {
 
 
 def on_ranks(rank):
-    """The balance and weights after a step of plain gradient descent, by each backend."""
+    """The balance and weights after a step of plain gradient descent, by each backend; by experts too."""
     out = {}
     for name, config in WAYS.items():
-        st = get_strategy(config)
-        lm = model.load(small("Qwen3Moe"), gradient_checkpointing=name == "checkpointed")
-        out[name] = step_of(st, lm)
+        for exp in (EXP, routed(EXP)):
+            st = get_strategy(config)
+            lm = model.load(small("Qwen3Moe"), gradient_checkpointing=name == "checkpointed")
+            out[name, exp.routing is not None] = step_of(st, lm, exp)
     return out
 
 
-def step_of(st, lm):
+def step_of(st, lm, exp):
     apply, state = quiet(st.init, lm, optim.adamw(1e-2, eps=1.0), aux=True)
-    grads, values = st.grad(state, apply, loss_fn, st.shard(EXP, 12))
+    grads, values = st.grad(state, apply, loss_fn, st.shard(exp, 12))
     state, more = st.update(state, grads)
     weights = {name: x.clone() for name, x in st.export(state)}
     return weights, metric.results(values | more)
@@ -321,9 +331,11 @@ def step_of(st, lm):
 
 def test_two_processes_are_as_one(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    want, wanted = step_of(get_fake_strategy(), small("Qwen3Moe"))
+    alone = {exp.routing is not None: exp for exp in (EXP, routed(EXP))}
+    alone = {given: step_of(get_fake_strategy(), small("Qwen3Moe"), exp) for given, exp in alone.items()}
     for rank in run(2, "test_router:on_ranks"):
         for name, (weights, values) in rank.items():
+            want, wanted = alone[name[1]]
             for metric_name in ("router/aux", "router/max_share", "loss", "grad/norm"):
                 assert values[metric_name] == pytest.approx(wanted[metric_name], rel=1e-5), (
                     name,

@@ -1,6 +1,7 @@
 """Samples by transformers only, on a model in this process."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +21,13 @@ from rft_fn.engine.requests import Request, Stop
 from rft_fn.engine.weight_folder import LoadCheck, manifest
 from rft_fn.model import quantize
 from rft_fn.model.copies import mover_of
-from rft_fn.model.forward import forget_lengths
+from rft_fn.model.forward import forget_lengths, rope_switch
 from rft_fn.model.packed_attention import leave_out_plans
+from rft_fn.model.packing_probe import usual_tokens
 from rft_fn.model.placeholders import placeholder_ids
 from rft_fn.model.quantize import packed, set_fast
 from rft_fn.model.router import without_groups
+from rft_fn.model.routing import Recorder, require_replay
 from rft_fn.rollout import take
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["build", "check_config", "hf"]
 
 _LONG = 512  # tokens of a prompt from which on a GPU gains by reading it once, not for each of its samples
+_TRIED = 8  # tokens that show whether the experts of a model can be replayed
 _CHECK_EVERY = 16  # tokens after which the host looks at them, where it would wait for the device each time
 
 
@@ -62,11 +66,24 @@ def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engin
         lm = model_lib.load(model, quantize="none", dtype=torch.bfloat16)
     else:
         lm = model_lib.load(model, quantize="none")
-    return _in_process(lm, tokenizer, batch=config.batch, sleep=config.sleep, fast_linear=config.fast_linear)
+    return _in_process(
+        lm,
+        tokenizer,
+        batch=config.batch,
+        sleep=config.sleep,
+        fast_linear=config.fast_linear,
+        routing=config.routing,
+    )
 
 
 def hf(
-    lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True, fast_linear: bool = True
+    lm: nn.Module,
+    tokenizer: Any,
+    *,
+    batch: int = 64,
+    sleep: bool = True,
+    fast_linear: bool = True,
+    routing: bool = False,
 ) -> Engine:
     """Return an Engine over a transformers model that it owns: `load` copies weights into it.
 
@@ -78,13 +95,17 @@ def hf(
 
     Prompts are sorted by length, so that a batch holds little padding, or none where the model's cache does
     not allow it (a few random tokens before the first sample show it). Rows that ended leave the batch at
-    once. ValueError for a quantised model, and for one that is not of transformers.
+    once. With `routing` rollouts have the experts of a mixture that each token went to, which a trainer then
+    takes; steps of fixed shapes are left out. ValueError for a quantised model, for one that is not of
+    transformers, and for `routing` of one whose routers cannot be given their choice.
     """
-    core = _in_process(lm, tokenizer, batch=batch, sleep=sleep, fast_linear=fast_linear)
+    core = _in_process(lm, tokenizer, batch=batch, sleep=sleep, fast_linear=fast_linear, routing=routing)
     return supervised(lambda: core)
 
 
-def _in_process(lm: nn.Module, tokenizer: Any, *, batch: int, sleep: bool, fast_linear: bool) -> "_InProcess":
+def _in_process(
+    lm: nn.Module, tokenizer: Any, *, batch: int, sleep: bool, fast_linear: bool, routing: bool
+) -> "_InProcess":
     """Prepare a model for sampling."""
     from transformers import PreTrainedModel
 
@@ -97,13 +118,13 @@ def _in_process(lm: nn.Module, tokenizer: Any, *, batch: int, sleep: bool, fast_
     leave_out_plans()
     set_fast(plain, fast_linear, narrow=plain.dtype == torch.bfloat16)
     without_groups(plain)
-    return _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep)
+    return _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep, routing=routing)
 
 
 class _InProcess:
     """A transformers model that samples, and its mutable state."""
 
-    def __init__(self, lm: "PreTrainedModel", tokenizer: Any, *, batch: int, can_sleep: bool):
+    def __init__(self, lm: "PreTrainedModel", tokenizer: Any, *, batch: int, can_sleep: bool, routing: bool):
         forget_lengths(lm)
         self.lm = lm
         self.tokenizer = tokenizer
@@ -118,6 +139,16 @@ class _InProcess:
         self.version = 0
         self.borrowed: dict[int, tuple[Tensor, int]] = {}  # by parameter: what is lent, and its edition
         self.asleep = False
+        self.recorder: Recorder | None = None
+        self.unrouted: Tensor | None = None  # [0, M, k], of no tokens
+        if routing and rope_switch(lm.config) is not None:
+            raise ValueError(
+                f"replay_routing: expected False for {type(lm).__name__}, which reads a sequence anew once "
+                "it has grown (LongRoPE)"
+            )
+        if routing:
+            self.unrouted = require_replay(lm, usual_tokens(lm.config)[:_TRIED].to(lm.device))
+            self.recorder = Recorder(lm)
 
     @torch.no_grad()
     def sample(self, request: Request) -> Rollout:
@@ -127,7 +158,8 @@ class _InProcess:
         media = prompt_media.read(request.prompts, ids, request.start)
         prompt_media.check(self.lm, ids, media)
         if not ids:
-            return requests.empty(self.version)
+            routing = None if self.unrouted is None else self.unrouted.cpu()[None][:0]
+            return tree.replace(requests.empty(self.version), routing=routing)
 
         self._check_borrowed()
         self.wake()
@@ -136,6 +168,8 @@ class _InProcess:
             self.batching = find_cache_support(self.lm, pad)
         alone = request.n == 1 or (self.lm.device.type != "cpu" and max(map(len, ids)) < _LONG)
         batching = self.batching._replace(shares=False) if alone else self.batching
+        if self.recorder is not None:
+            batching = batching._replace(fixed=False)  # a graph tells nobody what it has routed
         stop = Stop(self.tokenizer, self.ends, request.sampling.stop)
         check_every = 1 if self.lm.device.type == "cpu" else _CHECK_EVERY
         sampler = Sampler(
@@ -148,8 +182,9 @@ class _InProcess:
             check_every,
             memory=self.steps,
             on_row=request.on_row,
+            recorder=self.recorder,
         )
-        with packed(self.lm):
+        with packed(self.lm), nullcontext() if self.recorder is None else self.recorder.listen():
             responses = sampler.responses(ids, media, request.rows())
         return requests.assemble(
             ids,

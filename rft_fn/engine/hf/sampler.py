@@ -7,7 +7,7 @@ one piece or in several, up to the rounding of products, which may decide betwee
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +21,7 @@ from rft_fn.engine.hf.step_memory import StepMemory
 from rft_fn.engine.prompt_media import PromptMedia
 from rft_fn.engine.requests import Response, Row, Stop
 from rft_fn.model.placeholders import placeholders
+from rft_fn.model.routing import Recorder
 from rft_fn.types import Sampling
 from rft_fn.types.engine import OnRow
 
@@ -44,6 +45,7 @@ class _Sequence:
     logp: list[float]
     row: Row
     ended: bool = False
+    routing: list[Tensor] = field(default_factory=list)  # [n, M, k] of each forward that read some of the row
 
     def tokens(self) -> list[int]:
         """Return the response so far."""
@@ -82,6 +84,7 @@ class Sampler(NamedTuple):
     check_every: int = 1  # tokens after which the host looks which rows have ended
     memory: StepMemory | None = None  # that steps of fixed shapes are kept in
     on_row: OnRow | None = None
+    recorder: Recorder | None = None  # of the experts that tokens go to; it listens
 
     def responses(
         self, prompts: Sequence[Sequence[int]], media: Sequence[PromptMedia], rows: Sequence[Row]
@@ -111,7 +114,23 @@ class Sampler(NamedTuple):
             live = None
             while waiting or live is not None:
                 live = self._step(self._admit(live, waiting, max_rows=most, max_tokens=longest))
-        return [Response(x.tokens(), x.logp, x.ended) for x in sequences]
+        return [
+            Response(x.tokens(), x.logp, x.ended, self._routing(x, len(prompts[x.number // n])))
+            for x in sequences
+        ]
+
+    def _routing(self, x: _Sequence, prompt: int) -> Tensor | None:
+        """Return the routing [S - 1, M, k] of all tokens of a row but the last, after `prompt` tokens."""
+        return None if self.recorder is None else torch.cat(x.routing)[: prompt + len(x.logp) - 1].cpu()
+
+    def _record(self, read: Sequence[Sequence[_Sequence]], counts: Sequence[int]) -> None:
+        """Add to sequences how the last forward routed the last tokens of its rows, `counts` of each."""
+        if self.recorder is None:
+            return
+        of_rows = self.recorder.take().unflatten(0, (len(read), -1))
+        for routing, sequences, count in zip(of_rows, read, counts):
+            for x in sequences:
+                x.routing.append(routing[len(routing) - count :])
 
     def _joins(self) -> bool:
         """Return whether prompts may join rows that are sampled."""
@@ -142,6 +161,7 @@ class Sampler(NamedTuple):
             [job.media for job in jobs],
             max_tokens=max_tokens,
         )
+        self._record([job.responses for job in jobs], [len(job.prompt) for job in jobs])
         live = [x for job in jobs for x in job.responses]
         vocab = batch.logits.shape[-1]
         u = uniform_numbers([x.row for x in live], max_tokens, vocab).to(self.lm.device)
@@ -209,8 +229,13 @@ class Sampler(NamedTuple):
             rows.live = [rows.live[k] for k in keep]
             rows.places = rows.places[index]
         if rows.steps is None:
-            rows.batch.decode_step(self.lm, token)
+            self._decode(rows, token)
         return rows
+
+    def _decode(self, rows: _Rows, token: Tensor) -> None:
+        """Read one more token [R] of each row."""
+        rows.batch.decode_step(self.lm, token)
+        self._record([[x] for x in rows.live], [1] * len(rows.live))
 
     def _numbers(self, rows: _Rows, count: int) -> tuple[Tensor, Tensor | None]:
         """Return uniform numbers [R, `count`, D] of the next tokens, and temperatures [R] that differ."""
@@ -236,7 +261,7 @@ class Sampler(NamedTuple):
             if len(tokens) < u.shape[1]:
                 # a placeholder ends a row, and the model would look for its media
                 ended |= rows.ends[token]
-                rows.batch.decode_step(self.lm, torch.where(ended, self.pad, token))
+                self._decode(rows, torch.where(ended, self.pad, token))
         return torch.stack(tokens, -1), torch.stack(logps, -1)
 
 

@@ -291,7 +291,7 @@ async def _record(
         turn = wire.told(text, policy.parser()(text) if tools else (), name)
         if session.closed:
             raise _Refused(404, "session: expected one that is open", "session_closed")
-        session.answered(ask, tools, turn, answer.tokens, answer.logp, version=answer.version, cut=answer.cut)
+        session.answered(ask, tools, turn, answer)
         kept = True
         body = wire.chat_answer(name, policy.name, asked, ask.ids, [(turn, answer, texts)])
         return _response(body, asked)
