@@ -1,4 +1,4 @@
-"""Families of rows that begin alike: samples of one prompt, branches of one response, turns of one episode.
+"""Families of rows that begin alike: samples of a prompt, branches of a response, turns of an episode.
 
 A model that computes equal beginnings once reads a family as a trie over its tokens. In the order of the trie
 each row adds what it does not have in common with the row before it.
