@@ -133,16 +133,27 @@ def flat(st, dtype):
 
 
 def one_prompt(st, dtype):
-    """Responses to the same prompts, whose tokens are computed once in each pack; norms are in float64."""
+    """Responses to the same prompts, whose tokens are computed once in each pack; norms are in float64.
+
+    In the second step the rows are the turns of two episodes, each after all turns before it.
+    """
 
     def grouped(i, dtype):
         exp = experience(i, dtype=dtype)
         rows = [exp.tokens[k, :n].tolist() for k, n in enumerate(exp.length.tolist())]
         of = [rows[0] * 2, rows[4] * 2]
-        both = packing.supervised([(of[k // 4][:12], row) for k, row in enumerate(rows)])
+        read = [of[k // 4][:12] for k in range(8)]
+        if i == 1:
+            before = [[x for row in rows[k - k % 4 : k] for x in row] for k in range(8)]
+            read = [begun + turns[:24] for begun, turns in zip(read, before)]
+        both = packing.supervised(list(zip(read, rows)))
         w = rft.weight.token_mean(both.mask).to(dtype)
         return tree.replace(
-            both, w=w, old_logp=both.old_logp.to(dtype) - 3, adv=exp.adv[:, :1] + 0.5 * both.mask
+            both,
+            w=w,
+            old_logp=both.old_logp.to(dtype) - 3,
+            adv=exp.adv[:, :1] + 0.5 * both.mask,
+            group=torch.arange(8) // 4,
         )
 
     lm = families.small(

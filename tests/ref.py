@@ -89,18 +89,63 @@ def cheapest_first(sizes, costs, budget, count, most, rows):
     return packs
 
 
+def alike(a, b):
+    """How many tokens two rows begin with alike."""
+    return next((k for k, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def families(rows, prompts, groups, inputs, least=0.1, block=64):
+    """(the members of each family in order, {row: saved}) of rows of tokens and the sizes of their prompts.
+
+    A row without inputs is in none. Neighbours in the order of their tokens are linked if they are of one
+    group and share a tenth of the shorter one, and all rows of one prompt are linked.
+    """
+    filled = [i for i in range(len(rows)) if inputs[i]]
+    key = lambda i: (rows[i], i)  # noqa: E731
+    linked = {(i, j) for i in filled for j in filled if rows[i][: prompts[i]] == rows[j][: prompts[j]] != []}
+    for group in set(groups):
+        order = sorted((i for i in filled if groups[i] == group), key=key)
+        linked |= {
+            pair
+            for i, j in itertools.pairwise(order)
+            if alike(rows[i], rows[j]) >= least * min(len(rows[i]), len(rows[j]))
+            for pair in ((i, j), (j, i))
+        }
+    families, saved = [], {}
+    for i in filled:
+        if any(i in family for family in families):
+            continue
+        members, new = set(), {i}
+        while new:
+            members |= new
+            new = {j for k in new for j in filled if (k, j) in linked} - members
+        order = sorted(members, key=key)
+        for a, b in itertools.pairwise(order):
+            n = alike(rows[a], rows[b])
+            read = min(n, max(prompts[a], prompts[b]))
+            saved[b] = min(read + block * ((n - read) // block), inputs[b])
+        one = all(rows[j][: prompts[j]] == rows[i][: prompts[i]] for j in members)
+        if one and all(saved[b] == min(prompts[b], inputs[b]) for b in order[1:]):
+            order = sorted(members)
+            saved |= {b: min(prompts[b], inputs[b]) for b in order}
+        families.append(order)
+    return families, saved
+
+
 def families_together(sizes, families, budget, most, rows):
     """Each item behind the last list of its family, or in a new one where that is full."""
     lists = []
-    for i, size in enumerate(sizes):
-        last = [items for items in lists if families[items[0]] == families[i]][-1:] if size else []
-        tokens = sum(sizes[j] for items in last for j in items) + size
-        held = sum(rows[j] for items in last for j in items) + rows[i]
-        if last and tokens <= budget and not (most and held > most):
-            last[0].append(i)
-        elif size:
-            lists.append([i])
-    return lists
+    for family in families:
+        own = []
+        for i in family:
+            tokens = sum(sizes[j] for j in (own[-1] if own else [])) + sizes[i]
+            held = sum(rows[j] for j in (own[-1] if own else [])) + rows[i]
+            if own and tokens <= budget and not (most and held > most):
+                own[-1].append(i)
+            else:
+                own.append([i])
+        lists += own
+    return sorted(lists, key=min)
 
 
 # ---------- reward models

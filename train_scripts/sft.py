@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
+import torch
+
 import rft_fn as rft
 from rft_fn.limits import Count, Filled, Free, Share, Warmup
 from rft_fn.run import options
@@ -71,7 +73,10 @@ def load(cfg: Config, st: rft.Strategy) -> rft.run.Task:
 
 
 def lessons(cfg: Config, prompts: list, tokenizer) -> rft.Experience:
-    """Return questions with their answers, or conversations with the turns that are learned."""
+    """Return questions with their answers, or conversations with the turns that are learned.
+
+    A conversation is a group of rows, where its template tells earlier turns otherwise behind later ones.
+    """
     learn = partial(
         rft.data.lessons,
         tokenizer=tokenizer,
@@ -80,7 +85,9 @@ def lessons(cfg: Config, prompts: list, tokenizer) -> rft.Experience:
         loss_on=cfg.loss_on,
         chat_template_kwargs=rft.data.literals(cfg.chat_template_kwargs),
     )
-    return rft.packing.conversations([lesson for prompt in prompts for lesson in learn(prompt)])
+    rows = [(i, lesson) for i, prompt in enumerate(prompts) for lesson in learn(prompt)]
+    exp = rft.packing.conversations([lesson for _, lesson in rows])
+    return rft.tree.replace(exp, group=torch.tensor([i for i, _ in rows]))
 
 
 def nll(cfg: Config, out: rft.TokenOut, b: rft.Packed):

@@ -22,7 +22,7 @@ from rft_fn.types import Packed
 
 __all__ = [
     "bounds_of", "complete", "eager_attention", "keep_apart", "keeps_scores", "leave_graphs",
-    "needs_all_tokens", "sdpa_attention", "turn_off", "turn_on", "unfit_model", "use",
+    "needs_all_tokens", "sdpa_attention", "sequences", "turn_off", "turn_on", "unfit_model", "use",
 ]  # fmt: skip
 
 # names in transformers' table of attention functions
@@ -31,6 +31,8 @@ EAGER = "rft_bounds_eager"
 APART = {SDPA: "rft_bounds_apart", EAGER: "rft_bounds_eager_apart"}  # of compiled blocks
 OURS = (*APART, *APART.values())
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+# kinds of layers that do not mask by the places of tokens in a whole pack
+_WITHOUT_PLACES = {"full_attention", "attention", "linear_attention", "mamba", "conv", "hybrid", "moe", "mlp"}
 
 
 def _unfit(module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict) -> str | None:
@@ -209,7 +211,7 @@ def needs_all_tokens(lm: nn.Module) -> bool:
     config = text_config(inside_adapters(lm))
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
-        return set(kinds) != {"full_attention"}
+        return not _WITHOUT_PLACES.issuperset(kinds)
     return bool(getattr(config, "sliding_window", None))
 
 
@@ -304,12 +306,17 @@ def bounds_of(lm: nn.Module, pack: Packed, *, share: bool = False) -> SequenceBo
         if why:  # else it was turned off, with a warning
             _warn_of_mask(inside_adapters(lm), why)
         return None
+    return sequences(pack, share=share)
+
+
+def sequences(pack: Packed, *, share: bool = False) -> SequenceBounds:
+    """Return the boundaries of a pack, with `share` those tokens that begin alike, if they are many."""
+    device = pack.seq.device
     if not share:
         counts = torch.unique_consecutive(pack.seq, return_counts=True)[1]
-        return SequenceBounds(counts.tolist(), pack.seq.device)
+        return SequenceBounds(counts.tolist(), device)
 
     # what a device holds is read once, for all that is decided on the host
-    device = pack.seq.device
     seq, tokens, pos = torch.stack([pack.seq, pack.tokens, pack.pos]).cpu()
     sizes = torch.unique_consecutive(seq, return_counts=True)[1].tolist()
     found = find_prefixes(tokens, pos, sizes, None if pack.routing is None else pack.routing.cpu())

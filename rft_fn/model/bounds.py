@@ -1,6 +1,7 @@
 """The boundaries of a pack's sequences, and the axis that splits its tokens."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, Protocol
@@ -12,13 +13,24 @@ from torch.nn.functional import embedding, pad
 
 from rft_fn.types import Packed, TokenOut
 
-__all__ = ["Prefixes", "SequenceAxis", "SequenceBounds", "find_prefixes", "take_rows"]
+__all__ = ["COUNTS", "Prefixes", "SequenceAxis", "SequenceBounds", "find_prefixes", "take_rows"]
 
 
 # ---------- tokens of a pack that begin alike: the hidden states of all of them are computed once
 
 
 LEAST = 0.1  # share of a pack's tokens that must be saved: attention gathers what the others save
+
+
+@dataclass
+class Counts:
+    """Tokens of the packs that models of this process have read, and those that they computed."""
+
+    read: int = 0
+    computed: int = 0
+
+
+COUNTS = Counts()
 
 
 class Prefixes(NamedTuple):

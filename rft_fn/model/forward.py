@@ -7,7 +7,7 @@ from torch import nn
 
 from rft_fn import check, modality
 from rft_fn.model import attention, packed_states, routing
-from rft_fn.model.bounds import SequenceBounds, take_rows
+from rft_fn.model.bounds import COUNTS, SequenceBounds, take_rows
 from rft_fn.model.media_inputs import described, media_inputs
 from rft_fn.model.parts import inside_adapters
 from rft_fn.model.placeholders import sees_or_hears
@@ -40,8 +40,9 @@ def text_inputs(
     They include the boundaries of its sequences (`bounds`, or the pack's) if `attention.turn_on`
     took effect, and with BOUNDARIES the keywords that states read. A model that sees or hears also gets
     `media_inputs`; `blind` takes placeholders without their media. With `share` tokens that begin alike
-    are there once, if the model is a text model that tells sequences apart by their boundaries. ValueError
-    for media of a text model, and for shapes that disagree.
+    are there once, if the model is a text model that tells sequences apart by their boundaries; with ROWS
+    if the `bounds` that its layers keep to have some. ValueError for media of a text model, and for shapes
+    that disagree.
     """
     # The towers look at a whole pack; `cut_before` leaves the text model this process's part of it.
     if bounds is not None and bounds.whole is not None:
@@ -65,14 +66,14 @@ def text_inputs(
         tokens = tokens[bounds.prefixes.kept]
         pos = pos[bounds.prefixes.kept]
     inputs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": pos[None], "use_cache": False}
-    if bounds is not None:
+    if bounds is not None and mode != ROWS:
         inputs["rft_bounds"] = bounds
     if pack.num_seqs == 1 or bounds is not None or mode == ROWS:
         # With a mask transformers does not look for sequences in the values of pos, which vmap does not have.
         inputs["attention_mask"] = torch.ones(1, tokens.shape[0], device=tokens.device)
     if mode == BOUNDARIES and pack.num_seqs > 1:
         # the sequences by the names that transformers' kernels for states read
-        states = _sequences(pack)
+        states = attention.sequences(pack)
         inputs |= {"cu_seq_lens_q": states.cu, "cu_seq_lens_k": states.cu}
         inputs |= {"max_length_q": states.longest, "max_length_k": states.longest}
         inputs["seq_idx"] = pack.seq[None].to(torch.int32)
@@ -97,14 +98,19 @@ def run(
     `share` a decoder computes tokens that begin alike once; its hidden states are of all tokens.
     ValueError for one with a layer that needs them all.
     """
-    inputs = text_inputs(module, pack, bounds, mode=mode, blind=blind, share=share)
-    by_rows = mode in (ROWS, MASKED_ROWS) and pack.num_seqs > 1
-    given = inputs.get("rft_bounds")
+    states = None
+    if mode in (ROWS, MASKED_ROWS) and pack.num_seqs > 1:
+        states = attention.sequences(pack, share=share and mode == ROWS)
+    of_layers = states if mode == ROWS else None
+    inputs = text_inputs(module, pack, bounds or of_layers, mode=mode, blind=blind, share=share)
+    given = inputs.get("rft_bounds", of_layers)
     experts = pack.routing
     if experts is not None and given is not None and given.prefixes is not None:
         experts = experts[given.prefixes.kept]
+    COUNTS.read += pack.tokens.shape[0]
+    COUNTS.computed += inputs["input_ids"].shape[1]
     try:
-        with packed_states.apart(_sequences(pack) if by_rows else None), routing.replayed(experts):
+        with packed_states.apart(states), routing.replayed(experts):
             out = module(**inputs)
     except ValueError as error:
         if pack.media is None:
@@ -113,7 +119,7 @@ def run(
         raise ValueError(f"media: {error}: {described(module, pack)}") from error
     if given is None:
         return out
-    if attention.complete(module, given):
+    if mode == ROWS or attention.complete(module, given):
         if given.refused:
             raise ValueError(
                 f"share_prefixes: expected False for {type(module).__name__}: it asks for {given.refused}"
@@ -128,11 +134,6 @@ def run(
         raise ValueError(f"sp_size: expected 1 for {type(module).__name__}: {why}")
     attention.turn_off(module, "not all of its layers got the boundaries")
     return run(module, pack, mode=mode, blind=blind)
-
-
-def _sequences(pack: Packed) -> SequenceBounds:
-    sizes = torch.unique_consecutive(pack.seq, return_counts=True)[1]
-    return SequenceBounds(sizes.tolist(), pack.seq.device)
 
 
 # ---------- rotary factors that depend on the length

@@ -4,6 +4,9 @@ The scans of such a layer carry a state from token to token, and of most there i
 inside of a row. So within `apart` the layer, which is transformers' own, reads the sequences of a pack as the
 rows of batches, padded behind their last tokens, where nothing that is causal sees it. Attention keeps to the
 same boundaries (see `attention`); MLPs and experts read the pack.
+
+Where tokens that begin alike are computed once, such a layer still reads every sequence whole, so that its
+state behind a prompt is that of the prompt. What is computed once is all else.
 """
 
 import re
@@ -17,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rft_fn.model.bounds import SequenceBounds
+from rft_fn.model.bounds import SequenceBounds, take_rows
 
-__all__ = ["apart", "current", "joined", "separated"]
+__all__ = ["apart", "current", "joined", "leaves_work", "separated"]
 
 
 # by the words with which transformers names the classes of layers that carry states
@@ -67,6 +70,16 @@ def joined(module: nn.Module) -> None:
             layer.__class__ = before
 
 
+def leaves_work(module: nn.Module) -> bool:
+    """Return whether a model has matrices outside of its separated layers, besides those of words."""
+    layers = [m for m in module.modules() if hasattr(m, "rft_separated")]
+    words = [m for m in module.modules() if isinstance(m, nn.Embedding)]
+    apart = {id(p) for m in (*layers, *words) for p in m.parameters()}
+    # ZeRO 3 keeps a part of a weight, and its shape
+    shapes = [getattr(p, "ds_shape", p.shape) for p in module.parameters() if id(p) not in apart]
+    return not layers or any(len(shape) > 1 for shape in shapes)
+
+
 @cache
 def _separated_class(cls: type[nn.Module]) -> type[nn.Module]:
     plain = cls.forward
@@ -80,24 +93,25 @@ def _separated_class(cls: type[nn.Module]) -> type[nn.Module]:
         whole = any(hasattr(p, "ds_id") for p in self.parameters())
         batches = [list(range(len(bounds.sizes)))] if whole else bounds.batches
         with apart(None):  # for layers inside of this one, which get its rows
-            return _by_rows(partial(plain, self), bounds.sizes, batches, args, kwargs)
+            return _by_rows(partial(plain, self), bounds, batches, args, kwargs)
 
     return type(f"Packed{cls.__name__}", (cls,), {"forward": forward, "rft_separated": cls})
 
 
 def _by_rows(
     layer: Callable[..., Any],
-    sizes: Sequence[int],
+    bounds: SequenceBounds,
     batches: Sequence[Sequence[int]],
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
     """Call a layer with the sequences of a pack as rows: all that is [1, T, ...] becomes [K, S, ...].
 
-    The output, or the first of several, is [1, T, D] again; the others, which are states, are left out.
+    The output, or the first of several, is [1, T, D] again; the others, which are states, are left out. Where
+    the pack has prefixes, T are the tokens that it keeps.
     """
-    tokens = sum(sizes)
-    places = {name: _cut(x, sizes, tokens) for name, x in [*enumerate(args), *kwargs.items()]}
+    sizes = bounds.sizes
+    places = {name: _cut(x, bounds) for name, x in [*enumerate(args), *kwargs.items()]}
     rows: list[Any] = [None] * len(sizes)
     result = None
     for members in batches:
@@ -108,7 +122,10 @@ def _by_rows(
         # unbound at once: the gradient of a slice of a batch is a batch of zeros
         for i, row in zip(members, out.unbind(0)):
             rows[i] = row[: sizes[i]]
-    whole = torch.cat(rows)[None]
+    whole = torch.cat(rows)
+    if bounds.prefixes is not None:
+        whole = take_rows(whole, bounds.prefixes.kept)
+    whole = whole[None]
     return (whole, *[None] * (len(result) - 1)) if isinstance(result, tuple) else whole
 
 
@@ -116,11 +133,16 @@ class _Cut(list):
     """The sequences of a tensor that was [1, T, ...]."""
 
 
-def _cut(x: Any, sizes: Sequence[int], tokens: int) -> Any:
+def _cut(x: Any, bounds: SequenceBounds) -> Any:
+    prefixes = bounds.prefixes
+    tokens = sum(bounds.sizes) if prefixes is None else len(prefixes.kept)
     if isinstance(x, Tensor) and x.dim() > 1 and x.shape[:2] == (1, tokens):
-        return _Cut(x[0].split(list(sizes)))
+        whole = x[0]
+        if prefixes is not None:
+            whole = take_rows(whole, prefixes.of) if whole.requires_grad else whole[prefixes.of]
+        return _Cut(whole.split(bounds.sizes))
     if isinstance(x, tuple):  # the sines and cosines of positions
-        return tuple(_cut(y, sizes, tokens) for y in x)
+        return tuple(_cut(y, bounds) for y in x)
     return x
 
 

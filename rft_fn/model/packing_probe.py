@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rft_fn.model.forward import POSITIONS, rope_grows, rope_kinds, run, text_inputs
+from rft_fn.model.forward import POSITIONS, ROWS, rope_grows, rope_kinds, run, text_inputs
 from rft_fn.model.head_probe import plain_head, same_value
 from rft_fn.model.parts import Parts, inside_adapters
 from rft_fn.model.placeholders import placeholder_ids
@@ -207,7 +207,7 @@ def measure(root: nn.Module, parts: Parts, asked: Question, *, head: bool, share
             pack = [torch.zeros_like(single)]
             other = [torch.full_like(single, torch.inf)]
         twins = single.new_zeros(1)
-        if share and asked.mode == POSITIONS and not asked.blind:
+        if share and asked.mode in (POSITIONS, ROWS) and not asked.blind:
             twins = _of_twins(parts.decoder, asked)
             if head and not plain:  # its logits are computed whole, for all tokens
                 twins = torch.full_like(twins, torch.inf)

@@ -206,7 +206,7 @@ def detect_packing(
     """Ask the model of a `Reader` how it takes packs, and set its `mode`, `fused` and `shared`.
 
     The model must have its weights; a module that is no `Reader` is skipped. Takes five short forwards,
-    up to nine more for a model with states, and three for one whose layers change after some length. `call`
+    up to eleven more for a model with states, and three for one whose layers change after some length. `call`
     is the module as it is run (under ZeRO by its engine), `agree(x)` whether x is true on every process.
     ValueError for a model that mixes sequences and was to share its tokens with other processes.
     """
@@ -226,7 +226,6 @@ def detect_packing(
         root.shared = False
     with warnings.catch_warnings(record=True) as heard:
         root.mode = _mode(root, call or root, agree or bool)
-    root.shared = root.shared and root.mode == POSITIONS
 
     # Warnings are about packs, so they matter only to a model that gets some.
     name = type(root.parts.decoder).__name__
@@ -267,21 +266,27 @@ def _mode(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool
         attention.keep_apart(root.parts.model, mode == ROWS)
         found = call(packing_probe.question(config, device, mode))
         if mode == POSITIONS:
-            root.fused = root.fused and agree(bool(found.plain))
-            root.shared = root.shared and agree(found.shares())
+            fused = root.fused and agree(bool(found.plain))
+            root.shared = root.shared and fused == root.fused  # else logits are of all tokens
+            root.fused = fused
+        shares = mode in (POSITIONS, ROWS) and agree(found.shares())
         fits = agree(found.fits())
         for place in places:
             fits = fits and agree(call(packing_probe.question(config, device, mode, place=place)).fits())
         if fits and far:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # they would tell of thresholds that are not the model's
-                fits = agree(call(packing_probe.question(config, device, mode, near=True)).fits())
+                found = call(packing_probe.question(config, device, mode, near=True))
+                fits = agree(found.fits())
+                shares = shares and agree(found.shares())
         if fits:
             break
     else:
         mode = ONE_SEQUENCE
+        shares = False
     if mode not in (ROWS, MASKED_ROWS):
         packed_states.joined(root.parts.text)
+    root.shared = root.shared and shares and packed_states.leaves_work(root.parts.text)
     return mode
 
 

@@ -83,30 +83,30 @@ class _Rooms:
 
 def bundle(
     sizes: Sequence[int],
-    families: Sequence[int],
+    families: Sequence[Sequence[int]],
     budget: int,
     *,
     most: int = 0,
     rows: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Put items of one family together, in lists that each fit a pack.
+    """Put items of one family together, in lists that each fit a pack, ordered by their least item.
 
-    `families` has a number for each item. A list has at most `budget` tokens and `most` rows (see `assign`);
-    an item that is larger has its own list. Items of size 0 are in no list.
+    `families` has the items of each, in the order in which they fill their lists. A list has at most `budget`
+    tokens and `most` rows (see `assign`); an item that is larger has its own list.
     """
     rows = rows or [1] * len(sizes)
     lists: list[list[int]] = []
-    last: dict[int, tuple[list[int], int, int]] = {}  # family -> its list to fill, its tokens and rows
-    for i, size in enumerate(sizes):
-        if not size:
-            continue
-        items, tokens, held = last.get(families[i], ([], 0, 0))
-        if not items or tokens + size > budget or (most and held + rows[i] > most):
-            items, tokens, held = [], 0, 0
-            lists.append(items)
-        items.append(i)
-        last[families[i]] = (items, tokens + size, held + rows[i])
-    return lists
+    for family in families:
+        items: list[int] = []
+        tokens = held = 0
+        for i in family:
+            if not items or tokens + sizes[i] > budget or (most and held + rows[i] > most):
+                items, tokens, held = [], 0, 0
+                lists.append(items)
+            items.append(i)
+            tokens += sizes[i]
+            held += rows[i]
+    return sorted(lists, key=min)
 
 
 def spread(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check, rng, tree
+from rft_fn.packing.families import find_families
 from rft_fn.packing.media import pack, tokens_to_borrow
 from rft_fn.packing.plan import assign, bundle, deal, spread
 from rft_fn.packing.units import members_of_each, total, units_of
@@ -19,7 +20,7 @@ __all__ = [
     "Halves", "cut", "halves", "left_out", "minibatch_units", "minibatches", "shard", "take",
 ]  # fmt: skip
 
-MORE = 1.25  # packs in place of one, at most, to keep the rows of a prompt together
+MORE = 1.25  # packs in place of one, at most, to keep the rows of a family together
 
 Batch = TypeVar("Batch", Experience, Rollout)
 
@@ -100,7 +101,7 @@ def cut(
 
     packs = _packs(sizes, costs, counted, room, world, most)
     if share_prefixes and not one_unit:
-        families, saved = _families(exp, sizes, rows)
+        families, saved = find_families(exp, sizes, rows)
         lists = bundle(sizes, families, room, most=most, rows=counted)
         cheaper = list(costs)
         for i in itertools.chain.from_iterable(items[1:] for items in lists):
@@ -163,23 +164,6 @@ def _packs(
     return packs + [[] for _ in range(count - len(packs))]
 
 
-def _families(exp: Experience, sizes: Sequence[int], rows: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return (family, tokens saved) of each unit.
-
-    A family is a prompt, up to the first token that its first row sampled. In a pack with another unit of its
-    family a unit has that many tokens fewer to compute.
-    """
-    starts = [0, *itertools.accumulate(rows)][: len(rows)]
-    first = torch.tensor(starts, dtype=torch.long, device=exp.tokens.device)
-    prompts = exp.mask[first].int().argmax(-1).tolist()
-    known: dict[bytes | int, int] = {}
-    families = []
-    for i, (row, size) in enumerate(zip(exp.tokens[first].cpu(), prompts)):
-        prompt = row[:size].numpy().tobytes() or i  # without a prompt it is its own family
-        families.append(known.setdefault(prompt, len(known)))
-    return families, [min(n, size) for n, size in zip(prompts, sizes)]
-
-
 def shard(
     exp: Experience,
     budget: int,
@@ -199,9 +183,9 @@ def shard(
     up to a multiple of `world`; rows are spread over them evenly if the budget allows it. ValueError for a
     row (or unit) that is larger than the budget, units that do not make up the rows, or a `most` below one.
 
-    With `share_prefixes` units of one prompt stay in one pack where they can, for models that compute tokens
-    that begin alike once: that may take a quarter more packs, with fewer tokens to compute. Packs and
-    ranks are then balanced by these.
+    With `share_prefixes` units that begin alike stay in one pack where they can, for models that compute such
+    beginnings once: samples of one prompt, and of one group also branches, turns and rewritten contexts. That
+    may take a quarter more packs, with fewer tokens to compute. Packs and ranks are then balanced by these.
 
     With media, packs and ranks are balanced by tokens + media_cost * numbers of media. The default, 1e-4, is
     the work of an encoder of a tenth of the text model: Qwen2-VL's 0.675 B parameters to 7.6 B make 0.09

@@ -5,10 +5,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rft_fn.model.bounds import COUNTS
 from rft_fn.text import printable
 
 if TYPE_CHECKING:
@@ -34,11 +36,13 @@ class Progress:
         self.first = step
         self.began = time.perf_counter()
 
-    def show(self, step: int, metrics: Mapping[str, float], tokens_per_s: float) -> None:
-        """Show that step number `step` is done, with its reward or else its loss."""
+    def show(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        """Show that step number `step` is done, with its reward or else its loss, and its `Timing.row`."""
         name = "reward" if "reward/mean" in metrics else "loss"
         value = metrics.get("reward/mean", metrics.get("loss", math.nan))
-        text = f"{name} {value:.3f}  {tokens_per_s:,.0f} tok/s"
+        text = f"{name} {value:.3f}  {timing['tokens_per_s']:,.0f} tok/s"
+        if timing.get("computed", 1.0) < 1:
+            text += f", {timing['computed']:.0%} computed"
 
         done = step + 1
         if sys.stdout.isatty() and sys.stderr.isatty():
@@ -95,6 +99,7 @@ class Timing:
 
     def __init__(self) -> None:
         self.since = time.perf_counter()  # the last row
+        self.counts = replace(COUNTS)  # of tokens up to then
         self.phases: dict[str, float] = {}  # seconds since then
         self.beside: dict[str, float] = {}  # seconds since then of work that this process did not wait for
 
@@ -122,7 +127,11 @@ class Timing:
         row |= {f"phase/{name}": x for name, x in self.phases.items()}
         row |= {f"beside/{name}": x for name, x in self.beside.items()}
         row["idle"] = idle(row)
+        # beginnings that rows have in common are computed once
+        if read := COUNTS.read - self.counts.read:
+            row["computed"] = (COUNTS.computed - self.counts.computed) / read
         self.since = now
+        self.counts = replace(COUNTS)
         self.phases = {}
         self.beside = {}
         return row

@@ -192,7 +192,7 @@ class Run:
 
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
-        self._progress.show(step, metrics, timing["tokens_per_s"])
+        self._progress.show(step, metrics, timing)
         for line in lines:
             self._progress.say(line)
 

@@ -13,10 +13,10 @@ from families import FAMILIES, VOCAB, small
 from tiny import definition, mixed
 
 from rft_fn import model, packing, tree
-from rft_fn.model import packed_states, reader
+from rft_fn.model import packed_states, packing_probe, reader
 from rft_fn.model.bind import wrap_for_training
 from rft_fn.model.blocks import compile_blocks
-from rft_fn.model.bounds import SequenceBounds
+from rft_fn.model.bounds import COUNTS, SequenceBounds
 from rft_fn.model.forward import BOUNDARIES, MASKED_ROWS, POSITIONS, ROWS
 from rft_fn.strategy import get_fake_strategy
 
@@ -88,6 +88,61 @@ def test_a_pack_is_its_rows(kind):
     want = definition(plain, EXP)
     wants = torch.autograd.grad(mixed(want), [own[name] for name in params], allow_unused=True)
     agree(scored(apply, params, packs), (want, dict(zip(params, wants))), BOUND[kind])
+
+
+# responses to two prompts, and turns that begin with a whole row of another
+ALIKE = packing.supervised(
+    [
+        (prompt, [*begun, *(3 + (7 * k + 5 * j) % 50 for j in range(2 + 9 * k))])
+        for prompt, begun in (([*range(3, 33)], []), ([*range(5, 50)], [9, 8, 7] * 12))
+        for k in range(4)
+    ]
+)
+
+
+def exact_norms(lm):
+    """Norms that compute in the type of the model, where transformers has float32."""
+    for m in lm.modules():
+        if type(m).__name__.endswith("RMSNorm"):
+            m.forward = lambda x, m=m: m.weight * x * (x.square().mean(-1, True) + m.variance_epsilon).rsqrt()
+    return lm
+
+
+def shared_and_not(lm, atol):
+    """Compare ALIKE in one pack as a model reads it that may share tokens, and as one that may not."""
+    pack = packing.pack(ALIKE, range(8))
+    found, computed = [], []
+    for share in (True, False):
+        apply, params = bound(copy.deepcopy(lm), share_prefixes=share)
+        before = COUNTS.computed
+        logp = packing.unpack([apply(params, pack).logp], [pack], ALIKE.tokens)
+        computed.append(COUNTS.computed - before)
+        grads = torch.autograd.grad(mixed(logp), list(params.values()), allow_unused=True)
+        found.append((logp, dict(zip(params, grads))))
+    agree(*found, atol)
+    torch.testing.assert_close(found[0][0], definition(lm, ALIKE), rtol=0, atol=atol)
+    return computed
+
+
+@pytest.mark.parametrize("kind", ["Bamba", "Jamba", "KimiLinear", "Qwen3_5Text", "Zamba2"])
+def test_what_has_no_state_is_computed_once_for_rows_that_begin_alike(kind, monkeypatch):
+    """Log-probs and gradients stay: layers with states read every row whole."""
+    require(kind)
+    monkeypatch.setattr(packing_probe, "rounds", lambda *_: False)  # in float64 norms round the gradient
+    few, every = shared_and_not(small(kind), BOUND[kind])
+    assert few < 0.6 * every == 0.6 * sum(ALIKE.length - 1)
+
+
+def test_in_float64_throughout_sharing_changes_thirteen_digits_at_most():
+    few, every = shared_and_not(exact_norms(small("Lfm2")), 1e-12)
+    assert few < 0.6 * every
+
+
+def test_a_model_of_layers_with_states_alone_shares_nothing():
+    """Neither does one that masks by windows, also where they are longer than the probe's rows."""
+    for kind in ("Mamba", "RecurrentGemma"):
+        assert not root_of(bound(small(kind, torch.float32))[0]).shared
+    assert root_of(bound(small("Jamba", torch.float32))[0]).shared
 
 
 def test_every_family_with_a_layer_that_carries_states_is_tried():

@@ -8,13 +8,14 @@ import ref
 import sees_and_hears
 import tiny
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 from torch.nn.functional import scaled_dot_product_attention
 
-from rft_fn import loss, model, optim, packing, tree
+from rft_fn import loss, metric, model, optim, packing, tree
+from rft_fn.loss.gradient import gradient
 from rft_fn.model import attention, packed_attention, packing_probe
-from rft_fn.model.bounds import SequenceBounds, find_prefixes, take_rows
+from rft_fn.model.bounds import COUNTS, SequenceBounds, find_prefixes, take_rows
 from rft_fn.packing import supervised
 from rft_fn.strategy import StrategyConfig, get_strategy
 
@@ -218,6 +219,65 @@ def test_in_float64_no_cut_changes_the_gradient(kind):
         found.append(torch.cat([x.flatten() for x in total]))
     for got in found[1:]:
         assert float((got - found[0]).norm()) <= 1e-12 * float(found[0].norm())
+
+
+def grown(seed, rows=7):
+    """Rows that continue others at random places, in two groups; all that follows the first place is in mask
+    in some of them, and only the new tokens in the others."""
+    g = torch.Generator().manual_seed(seed)
+
+    def number(n):
+        return int(torch.randint(n, (1,), generator=g))
+
+    ids, masks, group = [[3 + number(20) for _ in range(6)]], [[False] * 2 + [True] * 4], [0]
+    for k in range(1, rows):
+        of = number(k)
+        at = number(len(ids[of])) + 1
+        new = [3 + number(20) for _ in range(1 + number(9))]
+        learned = masks[of][:at] if number(2) else [False] * at
+        ids.append([*ids[of][:at], *new])
+        masks.append([*learned, *[True] * len(new)])
+        group.append(group[of] if number(4) else 1 - group[of])
+    exp = packing.conversations(list(zip(ids, masks)))
+    adv = torch.randn(exp.mask.shape, generator=g, dtype=torch.float64) * exp.mask
+    old = -2.5 + 0.5 * torch.randn(exp.mask.shape, generator=g, dtype=torch.float64)
+    return tree.replace(exp, old_logp=old * exp.mask, adv=adv, w=exp.w.double(), group=torch.tensor(group))
+
+
+def watched_ppo(out, b):
+    loss, _ = ppo(out, b)
+    return loss, {"logp": metric.mean(out.logp, b.mask), "most": metric.max(-out.logp, b.mask)}
+
+
+@settings(max_examples=12)
+@given(seed=some.integers(0, 10**6), cut=some.sampled_from([(0, 1), (70, 1), (40, 2), (25, 3)]))
+def test_a_tree_of_turns_has_the_gradient_and_metrics_of_its_rows_alone(seed, cut):
+    """Of tokens that several rows learn, each with its own advantage and weight; for any cut into packs."""
+    exp = grown(seed)
+    lm = families.small("GPTNeoX")
+    apply, params = model.bind(lm)
+    assert apply.root.shared
+
+    # each row by itself
+    alone = [packing.pack(exp, [i]) for i in range(len(exp.length))]
+    want, metrics = gradient(params, apply, watched_ppo, alone)
+    by_definition = tiny.definition(lm, exp)[exp.mask]
+    assert metric.results(metrics)["logp"] == pytest.approx(by_definition.mean().item(), rel=1e-12)
+
+    budget, world = cut
+    before = dataclasses.replace(COUNTS)
+    packs = [p for part in packing.shard(exp, budget, world, share_prefixes=True) for p in part]
+    got, found = gradient(params, apply, watched_ppo, packs)
+    scale = max(float(g.abs().max()) for g in want.values())
+    assert max(float((got[name] - want[name]).abs().max()) for name in want) <= 1e-12 * scale
+    for name, x in metric.results(metrics).items():
+        assert metric.results(found)[name] == pytest.approx(x, rel=1e-12), name
+
+    # what was computed is each beginning once in a pack, where that is a tenth less
+    counts = [(len(p.tokens), len(set(ref.beginnings(p.tokens, p.pos, sizes(p))))) for p in packs]
+    least = [few if len(p.rows) > 1 and few <= 0.9 * n else n for p, (n, few) in zip(packs, counts)]
+    assert COUNTS.read - before.read == sum(n for n, _ in counts)
+    assert COUNTS.computed - before.computed == sum(least)
 
 
 def test_values_and_scores_are_those_of_each_row_alone(computed, also_rounded):

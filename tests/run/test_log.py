@@ -24,6 +24,7 @@ from matplotlib import image
 from rft_fn import data, dist, limits, model
 from rft_fn import run as runs
 from rft_fn.data import template_variables
+from rft_fn.model.bounds import Counts
 from rft_fn.reward import Judged
 from rft_fn.run import claim, earlier_run, opening, options, plot, progress, signals
 from rft_fn.run import claim as lock
@@ -619,10 +620,11 @@ def test_a_log_in_a_file_has_lines_of_all_steps_and_no_escapes(monkeypatch, caps
     """Also where only the errors go to a terminal: a bar there would leave the file without its steps."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     bar = progress.Progress("r", 3)
-    for step in range(3):
-        bar.show(step, {"reward/mean": 0.5}, 100.0)
+    for step, computed in enumerate(({}, {"computed": 1.0}, {"computed": 0.538})):
+        bar.show(step, {"reward/mean": 0.5}, {"tokens_per_s": 100.0, **computed})
     found = capsys.readouterr()
-    lines = [f"step {step}/3  reward 0.500  100 tok/s" for step in (1, 2, 3)]
+    shared = ["", "", ", 54% computed"]
+    lines = [f"step {step + 1}/3  reward 0.500  100 tok/s{shared[step]}" for step in range(3)]
     assert [line.rpartition("  ")[0] for line in found.out.splitlines()] == lines and not found.err
 
 
@@ -814,6 +816,19 @@ def test_seconds_by_phase(tmp_path, monkeypatch):
     with (tmp_path / "none.jsonl").open("w") as file:
         file.write('{"step": 0, "seconds": 1.0}\n')
     assert plot.phases(tmp_path / "none.jsonl", tmp_path / "q.png") is None
+
+
+def test_the_share_of_tokens_that_models_computed(tmp_path, monkeypatch):
+    """Between two rows; a step in which none read a pack has no share."""
+    monkeypatch.setattr(progress, "COUNTS", counts := Counts(read=50, computed=50))
+    run = runs.Run(tmp_path / "r", Config(), total=3)
+    run.resume(0)
+    counts.read, counts.computed = 150, 75
+    write(run, [0, 1])
+    counts.read, counts.computed = 160, 85
+    write(run, [2])
+    timing = plot.read_metrics(tmp_path / "r/timing.jsonl")
+    assert [row.get("computed") for row in timing] == [0.25, None, 1.0]
 
 
 @each(
