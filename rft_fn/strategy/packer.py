@@ -19,7 +19,7 @@ class Packer:
     """Cuts batches into packs, as the models of a strategy allow.
 
     Each model is tested when it is bound. After one that mixes the sequences of a pack, a pack has one
-    sequence (one unit); after one that computes common beginnings once, the rows of a prompt stay together.
+    sequence (one unit); after one that computes common beginnings once, rows that begin alike stay together.
     """
 
     def __init__(self, config: StrategyConfig, agree: Callable[[bool], bool] = bool):

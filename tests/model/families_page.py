@@ -38,7 +38,8 @@ log-probs and gradients in float64 to 1e-10, to 5e-6 where a layer computes in f
 BailingHybrid, InklingText, LaraMini, Lfm3 and Qwen4ExpText. Sequence parallelism needs layers without states.
 Of rows that begin alike, attention, MLPs and experts compute the common tokens once. A layer with a state
 reads every row whole, since most have no way to begin with a state that has a gradient: a prompt costs it one
-scan for each response. So a model of such layers alone (Mamba, RWKV) shares nothing.
+scan for each response. So a model of such layers alone (Mamba, RWKV) shares nothing, nor does one whose
+kernels read the pack as one row.
 On one core a pack of 8 rows of 32 tokens was scored 4.4 to 5.8 times as fast as by 8 forwards, of 128
 tokens 2.2 to 4.7 times: there arithmetic takes most of it (`tests/bench/hybrid_packs.py`).
 
