@@ -49,6 +49,8 @@ class EngineConfig:
     """tokens of a block of the engine's cache; 0: the engine's choice"""
     dtype: str = StrategyConfig.engine_dtype
     """type of the engine's weights; auto: float32 on a CPU, bfloat16 on a GPU"""
+    speculative: str = StrategyConfig.engine_speculative
+    """speculative decoding: the engine's own config, as JSON or a file of it; empty: none; only for vllm"""
     bf16: bool = False
     """weights in bfloat16, as a trainer that computes in it has them; only for hf"""
     alone: bool = False

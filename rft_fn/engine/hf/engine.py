@@ -50,7 +50,7 @@ def check_config(config: EngineConfig) -> None:
             f"engine_servers: expected none for hf, got {', '.join(config.servers)}; choose openai or sglang"
         )
     usual = EngineConfig()
-    for name in ("max_model_len", "block_size", "dtype"):
+    for name in ("max_model_len", "block_size", "dtype", "speculative"):
         got = getattr(config, name)
         if got != getattr(usual, name):
             raise ValueError(f"engine_{name}: expected {getattr(usual, name)!r} for hf, got {got!r}")
