@@ -106,6 +106,8 @@ def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) ->
     sampling = _common_sampling([part.sampling for part in parts])
     if any(part.temperature is not None for part in parts):
         parts = [tree.replace(part, temperature=_temperature(part, sampling)) for part in parts]
+    if any(part.kept is not None for part in parts):
+        parts = [tree.replace(part, kept=x) for part, x in zip(parts, _kept_of_all(parts))]
     plain, start = [], 0
     for part, count in zip(parts, counts):
         numbered = tree.replace(part, group=part.group + start, media=None, sampling=sampling)
@@ -146,8 +148,16 @@ def _prompts(rollout: Rollout) -> int:
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    """Pad a field [B, S] with 0 to `size` columns; leave a field [B] unchanged."""
-    return F.pad(x, (0, size - x.shape[1])) if x.dim() == 2 else x
+    """Pad a field [B, S, ...] with 0 to `size` columns; leave a field [B] unchanged."""
+    return F.pad(x, (*[0, 0] * (x.dim() - 2), 0, size - x.shape[1])) if x.dim() > 1 else x
+
+
+def _kept_of_all(parts: Sequence[Rollout]) -> list[Tensor]:
+    """Return the words that were left [B, S, W] of each part, of one width; not known where it has none."""
+    given = [part.tokens.new_zeros(*part.tokens.shape, 0, dtype=torch.int32) for part in parts]
+    given = [x if part.kept is None else part.kept for x, part in zip(given, parts)]
+    width = max(x.shape[-1] for x in given)
+    return [F.pad(x, (0, width - x.shape[-1])) for x in given]
 
 
 class Owner:
@@ -252,6 +262,10 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
     # whatever is wider than the other is padding there
     size = after.tokens.shape[1]
     tokens, mask, logp = (_resized(x, size) for x in (old.tokens, old.mask, old.logp))
+    kept = None
+    if old.kept is not None or after.kept is not None:
+        left, new = _kept_of_all([old, after])
+        kept = torch.where(inherited.unsqueeze(-1), _resized(left, size), new)
     wrong = ((tokens != after.tokens) & inherited).any(-1)
     for b in wrong.nonzero().flatten().tolist():
         raise ValueError(
@@ -268,12 +282,13 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
         version=torch.minimum(old.version, after.version),
         media=old.media,
         temperature=temperature,
+        kept=kept,
         sampling=sampling,
     )
 
 
 def _resized(x: Tensor, size: int) -> Tensor:
-    """Cut a field [B, S] to `size` columns, or fill it up with 0."""
+    """Cut a field [B, S, ...] to `size` columns, or fill it up with 0."""
     return _padded(x[:, :size], size)
 
 
@@ -303,9 +318,10 @@ def with_prompts(
     and keeps its mask; a row without any is its prompt only.
 
     Version, `truncated` and log-probs stay as they were sampled, after the old prompts: `st.score` gives a
-    model's after the new ones. Sampled tokens have the same order in both, so numbers [B, S] of the result
-    belong to rows of the old one as torch.zeros_like(old.logp).masked_scatter(old.mask, x[new.mask]).
-    ValueError for a group that points to no prompt, a text, and a prompt without tokens.
+    model's after the new ones, for which `kept` is left out. Sampled tokens have the same order in both, so
+    numbers [B, S] of the result belong to rows of the old one as
+    torch.zeros_like(old.logp).masked_scatter(old.mask, x[new.mask]). ValueError for a group that points to no
+    prompt, a text, and a prompt without tokens.
     """
     at = rollout.group if group is None else torch.as_tensor(group)
     check.shapes(tokens=(rollout.tokens, "B S"), group=(at, "B"))
@@ -334,6 +350,7 @@ def with_prompts(
         logp=stacked[2],
         length=rollout.length.new_tensor([len(row) for row in tokens]),
         group=at.to(rollout.group),
+        kept=None,
         media=None if media is None else media.take(at.tolist()),
     )
 

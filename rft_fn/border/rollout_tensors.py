@@ -24,6 +24,7 @@ _FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "group": (torch.int64, "B"),
     "version": (torch.int64, "B"),
     "temperature": (torch.float32, "B"),
+    "kept": (torch.int32, "B S W"),
     "reward": (torch.float32, "N G"),
 }
 
@@ -36,7 +37,7 @@ def rollout_of(tensors: Mapping[str, Tensor], *, vocabulary: int | None = None) 
     and 0 outside mask, each of N prompts has G rows, one after the other, and rewards are finite.
     """
     unknown = sorted(set(tensors) - set(_FIELDS))
-    missing = sorted(set(_FIELDS) - set(tensors) - {"temperature"})
+    missing = sorted(set(_FIELDS) - set(tensors) - {"temperature", "kept"})
     if unknown or missing:
         raise ValueError(
             f"expected the tensors {', '.join(_FIELDS)}, got {', '.join(sorted(tensors)) or 'none'}"
@@ -77,6 +78,10 @@ def rollout_of(tensors: Mapping[str, Tensor], *, vocabulary: int | None = None) 
         (found.temperature.isfinite() & (found.temperature > 0)).all()
     ):
         raise ValueError("temperature: expected finite numbers above 0, got others")
+    if found.kept is not None:
+        _within("kept", found.kept.long(), 0, INT64 - 1 if vocabulary is None else vocabulary)
+        if bool(found.kept[~found.mask].any()):
+            raise ValueError("kept: expected 0 outside mask, got other numbers")
     return found, reward
 
 

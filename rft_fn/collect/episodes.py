@@ -34,6 +34,7 @@ class Conversation:
     version: int = 0  # the oldest of the weights that it was sampled with
     messages: list[Turn] = field(default_factory=list)  # to be read
     unread: list[Turn] = field(default_factory=list)  # observations that are not tokens yet
+    kept: list[tuple[int, Tensor]] = field(default_factory=list)  # (place of a turn, [n, W] of it)
 
     def read(self, ids: Sequence[int]) -> None:
         """Add tokens that the policy did not sample."""
@@ -41,8 +42,18 @@ class Conversation:
         self.mask += [False] * len(ids)
         self.logp += [0.0] * len(ids)
 
-    def say(self, ids: Sequence[int], logp: Sequence[float], *, version: int, cut: bool) -> None:
-        """Add the tokens of one turn of the policy."""
+    def say(
+        self,
+        ids: Sequence[int],
+        logp: Sequence[float],
+        *,
+        version: int,
+        cut: bool,
+        kept: Tensor | None = None,
+    ) -> None:
+        """Add the tokens of one turn of the policy, and the words [n, W] that were left at each."""
+        if kept is not None:
+            self.kept.append((len(self.tokens), kept))
         if not self.turns:
             self.version = version
         self.version = min(self.version, version)
@@ -109,6 +120,9 @@ def assembled(
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
     logp = torch.zeros(tokens.shape)
     token_reward = torch.zeros(tokens.shape)
+    known = [kept for row in rows for _, kept in row.kept]
+    width = max((x.shape[-1] for x in known), default=0)
+    kept = torch.zeros(*tokens.shape, width, dtype=torch.int32) if known else None
     for b, row in enumerate(rows):
         length = len(row.tokens)
         tokens[b, :length] = torch.tensor(row.tokens)
@@ -116,6 +130,9 @@ def assembled(
         logp[b, :length] = torch.tensor(row.logp)
         for place, reward in row.rewards:
             token_reward[b, place] += reward
+        for place, words in row.kept:
+            if kept is not None:
+                kept[b, place : place + len(words), : words.shape[-1]] = words
 
     rollout = Rollout(
         tokens=tokens,
@@ -125,6 +142,7 @@ def assembled(
         truncated=torch.tensor([bool(cut) for cut in cuts]),
         group=torch.tensor([row.prompt * seats + row.seat for row in rows]),
         version=torch.tensor([row.version for row in rows]),
+        kept=kept,
         sampling=sampling,
     )
     numbers = {

@@ -281,6 +281,7 @@ def _speak(
             rollout.logp[b, new].tolist(),
             version=int(rollout.version[b]),
             cut=bool(rollout.truncated[b]),
+            kept=None if rollout.kept is None else rollout.kept[b, new],
         )
 
 

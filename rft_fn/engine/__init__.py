@@ -70,6 +70,10 @@ def check_config(config: EngineConfig) -> None:
             f"engine_process, engine_tp_size: expected one process for an engine that has its own, got "
             f"{config.tp_size}: the ranks that share an engine sample together"
         )
+    if config.kept and config.type != "hf":
+        raise ValueError(
+            f"replay_kept: expected engine_type hf, which tells the words that were left, got {config.type}"
+        )
     ENGINES[config.type].check_config(config)
 
 

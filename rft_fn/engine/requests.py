@@ -51,6 +51,7 @@ class Response(NamedTuple):
     tokens: list[int]
     logp: list[float]  # of each token
     ended: bool  # by an end token or a stop text; False where max_new cut it off
+    kept: Sequence[Tensor] | None = None  # [W] ids of the words that were left at each token
 
 
 class Row(NamedTuple):
@@ -282,7 +283,22 @@ def assemble(
         group=group,
         version=torch.full((len(responses),), version),
         media=Media.of_prompts(media, each) if count and media else None,
+        kept=_kept([response.kept for response in responses], mask),
     )
+
+
+def _kept(sets: Sequence[Sequence[Tensor] | None], mask: Tensor) -> Tensor | None:
+    """Return the words [B, S, W] that were left at each token in mask, as of a rollout, if rows have them."""
+    known = [x for x in sets if x is not None]
+    if not known or len(known) < len(sets):
+        return None
+    each = list(chain.from_iterable(known))
+    size = torch.tensor([len(x) for x in each])
+    of_tokens = torch.zeros(len(each), max(size.tolist(), default=0), dtype=torch.int32)
+    of_tokens[torch.arange(of_tokens.shape[1]) < size[:, None]] = torch.cat(each).int() + 1
+    kept = torch.zeros(*mask.shape, of_tokens.shape[1], dtype=torch.int32)
+    kept[mask] = of_tokens
+    return kept
 
 
 def _announce_nameless(tokens: Tensor, tokenizer: Any) -> None:

@@ -217,8 +217,8 @@ def _engine_config(
     if own.type != engine_type:
         own = engine.EngineConfig(batch=own.batch, timeout=own.timeout, fast_linear=own.fast_linear)
     sleep = config.enable_engine_sleep or config.offload_models
-    own = replace(own, type=engine_type, servers=tuple(servers), sleep=sleep, alone=True, speculative="")
-    return replace(own, batch=batch or own.batch, process=False, tp_size=1)
+    own = replace(own, type=engine_type, servers=tuple(servers), sleep=sleep, alone=True)
+    return replace(own, batch=batch or own.batch, process=False, tp_size=1, speculative="", kept=False)
 
 
 def _folder_and_head(target: str) -> tuple[str, str]:

@@ -88,6 +88,8 @@ class StrategyConfig:
     """tokens of a block of the engine's cache; 0: vLLM's choice on a GPU, 32 on a CPU"""
     engine_dtype: str = "auto"
     """type of the engine's weights: float32, bfloat16, float16; auto: float32 on a CPU, else bfloat16"""
+    replay_kept: bool = False
+    """under top_p and top_k learn on the words that the sampler left at each token; with engine_type hf"""
     engine_speculative: str = ""
     """speculative decoding by vllm: its own config, as JSON or a file of it; if empty, none"""
     log_dir: Free[str] = ""

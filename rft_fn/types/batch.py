@@ -23,6 +23,8 @@ class Rollout:
     version: Tensor  # [B] i64, of the weights that sampled
     media: Media | None = None
     temperature: Tensor | None = None  # [B] f32, of rows that were drawn with their own; 1 for greedy ones
+    # [B, S, W] i32, 1 + each word that top_p and top_k left at a token; 0: no word; all 0: not known
+    kept: Tensor | None = None
     sampling: Sampling | None = tree.static(default=None)  # that it was drawn with; None: not known
 
 
@@ -42,6 +44,7 @@ class Experience:
     words: Tensor | None = None  # [B, S, K] i64, more words at each token, for their log-probs
     extra: dict[str, Tensor] | None = None  # name -> [B, S, ...], per-token data for a custom loss
     temperature: Tensor | None = None  # [B], of the rollout, in place of that of `sampling`
+    kept: Tensor | None = None  # [B, S, W], of the rollout, in place of what top_p and top_k leave now
     media: Media | None = None
     group: Tensor | None = None  # [B] i64, which prompt; None: each row (or unit) has its own
     sampling: Sampling | None = tree.static(default=None)  # of the rollout
@@ -70,6 +73,7 @@ class Packed:
     words: Tensor | None = None  # [T, K] i64
     extra: dict[str, Tensor] | None = None  # name -> [T, ...]
     temperature: Tensor | None = None  # [T], in place of that of `sampling`
+    kept: Tensor | None = None  # [T, W], in place of what top_p and top_k leave now
     media: Media | None = None
     num_seqs: int = tree.static()  # K
     rows: tuple[int, ...] = tree.static(default=())  # rows of the Experience, of the first sequences
@@ -145,6 +149,7 @@ def experience(
         **{f"extra[{name!r}]": (x[(..., *[0] * (x.dim() - 2))], "B S") for name, x in (extra or {}).items()},
         **{"media.of": (of, "B")},
         temperature=(rollout.temperature, "B"),
+        kept=(rollout.kept, "B S W"),
     )
     for name, x in numbers.items():
         _require_numbers(name, x, rollout.mask)
@@ -162,6 +167,7 @@ def experience(
         words=words,
         extra=extra,
         temperature=rollout.temperature,
+        kept=rollout.kept,
         media=rollout.media,
         group=rollout.group,
         sampling=rollout.sampling,

@@ -62,11 +62,24 @@ def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engin
         lm = model_lib.load(model, quantize="none", dtype=torch.bfloat16)
     else:
         lm = model_lib.load(model, quantize="none")
-    return _in_process(lm, tokenizer, batch=config.batch, sleep=config.sleep, fast_linear=config.fast_linear)
+    return _in_process(
+        lm,
+        tokenizer,
+        batch=config.batch,
+        sleep=config.sleep,
+        fast_linear=config.fast_linear,
+        kept=config.kept,
+    )
 
 
 def hf(
-    lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True, fast_linear: bool = True
+    lm: nn.Module,
+    tokenizer: Any,
+    *,
+    batch: int = 64,
+    sleep: bool = True,
+    fast_linear: bool = True,
+    kept: bool = False,
 ) -> Engine:
     """Return an Engine over a transformers model that it owns: `load` copies weights into it.
 
@@ -78,13 +91,17 @@ def hf(
 
     Prompts are sorted by length, so that a batch holds little padding, or none where the model's cache does
     not allow it (a few random tokens before the first sample show it). Rows that ended leave the batch at
-    once. ValueError for a quantised model, and for one that is not of transformers.
+    once. With `kept` rollouts have the words that top_p and top_k left at each token, which a trainer then
+    takes; steps of fixed shapes are left out. ValueError for a quantised model, and for one that is not of
+    transformers.
     """
-    core = _in_process(lm, tokenizer, batch=batch, sleep=sleep, fast_linear=fast_linear)
+    core = _in_process(lm, tokenizer, batch=batch, sleep=sleep, fast_linear=fast_linear, kept=kept)
     return supervised(lambda: core)
 
 
-def _in_process(lm: nn.Module, tokenizer: Any, *, batch: int, sleep: bool, fast_linear: bool) -> "_InProcess":
+def _in_process(
+    lm: nn.Module, tokenizer: Any, *, batch: int, sleep: bool, fast_linear: bool, kept: bool
+) -> "_InProcess":
     """Prepare a model for sampling."""
     from transformers import PreTrainedModel
 
@@ -97,18 +114,19 @@ def _in_process(lm: nn.Module, tokenizer: Any, *, batch: int, sleep: bool, fast_
     leave_out_plans()
     set_fast(plain, fast_linear, narrow=plain.dtype == torch.bfloat16)
     without_groups(plain)
-    return _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep)
+    return _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep, kept=kept)
 
 
 class _InProcess:
     """A transformers model that samples, and its mutable state."""
 
-    def __init__(self, lm: "PreTrainedModel", tokenizer: Any, *, batch: int, can_sleep: bool):
+    def __init__(self, lm: "PreTrainedModel", tokenizer: Any, *, batch: int, can_sleep: bool, kept: bool):
         forget_lengths(lm)
         self.lm = lm
         self.tokenizer = tokenizer
         self.batch = batch
         self.can_sleep = can_sleep
+        self.kept = kept
         self.home: torch.device = lm.device
         self.manifest = manifest(lm)
         self.ends = requests.end_tokens(lm, tokenizer)
@@ -126,8 +144,10 @@ class _InProcess:
         request.check(ids, self.window)
         media = prompt_media.read(request.prompts, ids, request.start)
         prompt_media.check(self.lm, ids, media)
+        kept = self.kept and request.sampling.truncates
         if not ids:
-            return requests.empty(self.version)
+            none = requests.empty(self.version)
+            return tree.replace(none, kept=torch.zeros(0, 0, 0, dtype=torch.int32)) if kept else none
 
         self._check_borrowed()
         self.wake()
@@ -136,6 +156,8 @@ class _InProcess:
             self.batching = find_cache_support(self.lm, pad)
         alone = request.n == 1 or (self.lm.device.type != "cpu" and max(map(len, ids)) < _LONG)
         batching = self.batching._replace(shares=False) if alone else self.batching
+        if kept:
+            batching = batching._replace(fixed=False)  # which of many words are left has no fixed shape
         stop = Stop(self.tokenizer, self.ends, request.sampling.stop)
         check_every = 1 if self.lm.device.type == "cpu" else _CHECK_EVERY
         sampler = Sampler(
@@ -148,6 +170,7 @@ class _InProcess:
             check_every,
             memory=self.steps,
             on_row=request.on_row,
+            kept=kept,
         )
         with packed(self.lm):
             responses = sampler.responses(ids, media, request.rows())
