@@ -109,6 +109,8 @@ def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) ->
     routed = [part.routing for part in parts if part.routing is not None]
     if routed:
         parts = [tree.replace(part, routing=_routing_like(part, routed[0])) for part in parts]
+    if any(part.kept is not None for part in parts):
+        parts = [tree.replace(part, kept=x) for part, x in zip(parts, _kept_of_all(parts))]
     plain, start = [], 0
     for part, count in zip(parts, counts):
         numbered = tree.replace(part, group=part.group + start, media=None, sampling=sampling)
@@ -168,6 +170,14 @@ def known_routing(before: Tensor | None, after: Tensor | None) -> Tensor | None:
     if before is None or after is None:
         return after if before is None else before
     return torch.where(before > 0, before, after)
+
+
+def _kept_of_all(parts: Sequence[Rollout]) -> list[Tensor]:
+    """Return the words that were left [B, S, W] of each part, of one width; not known where it has none."""
+    given = [part.tokens.new_zeros(*part.tokens.shape, 0, dtype=torch.int32) for part in parts]
+    given = [x if part.kept is None else part.kept for x, part in zip(given, parts)]
+    width = max(x.shape[-1] for x in given)
+    return [F.pad(x, (0, width - x.shape[-1])) for x in given]
 
 
 class Owner:
@@ -277,6 +287,10 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
     if old.routing is not None:
         inherits = _resized(old.routing, size) * inherited[..., None, None]
         routing = known_routing(inherits, after.routing)
+    kept = None
+    if old.kept is not None or after.kept is not None:
+        left, new = _kept_of_all([old, after])
+        kept = torch.where(inherited.unsqueeze(-1), _resized(left, size), new)
     wrong = ((tokens != after.tokens) & inherited).any(-1)
     for b in wrong.nonzero().flatten().tolist():
         raise ValueError(
@@ -294,6 +308,7 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
         media=old.media,
         temperature=temperature,
         routing=routing,
+        kept=kept,
         sampling=sampling,
     )
 
@@ -329,10 +344,10 @@ def with_prompts(
     and keeps its mask; a row without any is its prompt only.
 
     Version, `truncated` and log-probs stay as they were sampled, after the old prompts: `st.score` gives a
-    model's after the new ones. Their routing is left out: it was after the old prompts too. Sampled tokens
-    have the same order in both, so numbers [B, S] of the result belong to rows of the old one as
-    torch.zeros_like(old.logp).masked_scatter(old.mask, x[new.mask]). ValueError for a group that points to no
-    prompt, a text, and a prompt without tokens.
+    model's after the new ones. Their `routing` and `kept` are left out, which were after the old prompts too.
+    Sampled tokens have the same order in both, so numbers [B, S] of the result belong to rows of the old one
+    as torch.zeros_like(old.logp).masked_scatter(old.mask, x[new.mask]). ValueError for a group that points to
+    no prompt, a text, and a prompt without tokens.
     """
     at = rollout.group if group is None else torch.as_tensor(group)
     check.shapes(tokens=(rollout.tokens, "B S"), group=(at, "B"))
@@ -362,6 +377,7 @@ def with_prompts(
         length=rollout.length.new_tensor([len(row) for row in tokens]),
         group=at.to(rollout.group),
         routing=None,
+        kept=None,
         media=None if media is None else media.take(at.tolist()),
     )
 

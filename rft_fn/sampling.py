@@ -13,7 +13,12 @@ _FIRST = 64  # ranks that are looked at before more, for top_p
 
 
 def process_logits(
-    logits: Tensor, sampling: Sampling, *, keep: Tensor | None = None, temperature: Tensor | None = None
+    logits: Tensor,
+    sampling: Sampling,
+    *,
+    keep: Tensor | None = None,
+    temperature: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Return logits / temperature, -inf where top_k or top_p exclude a token, [..., V] -> [..., V].
 
@@ -21,7 +26,8 @@ def process_logits(
     of the distribution that is sampled from, for the engine and for the trainer. `keep` [...] is a token that
     stays whatever its rank: the trainer's target, which the policy of the rollout did draw, so that its
     log-prob stays finite after an update. The exclusion carries no gradient. `temperature` [...] > 0 is one
-    for each distribution, in place of that of `sampling`.
+    for each distribution, in place of that of `sampling`. `kept` [..., W] are the words that were left when
+    the token was drawn, as of a `Rollout`: they stay in place of what these logits would leave, where known.
     """
     z = widen(logits)
     if temperature is not None:
@@ -30,11 +36,24 @@ def process_logits(
         z = z / sampling.temperature
     if not sampling.truncates:
         return z
-    rows = z.detach().reshape(-1, z.shape[-1])
-    drop = _excluded(rows, sampling).view(z.shape)
+    drop = _excluded_or_known(z.detach(), sampling, kept)
     if keep is not None:
         drop = drop.scatter(-1, keep.unsqueeze(-1), False)
     return z.masked_fill(drop, -torch.inf)
+
+
+def _excluded_or_known(z: Tensor, sampling: Sampling, kept: Tensor | None) -> Tensor:
+    """Return what is excluded of z [..., V], [..., V] bool: all but the words `kept` where they are known."""
+    if kept is None:
+        return _excluded(z.reshape(-1, z.shape[-1]), sampling).view(z.shape)
+    drop = torch.ones(*z.shape[:-1], z.shape[-1] + 1, dtype=torch.bool, device=z.device)
+    drop = drop.scatter(-1, kept.long(), False)[..., 1:]  # the first place is for no word
+    unknown = ~(kept > 0).any(-1)
+    if not _can_branch(z):
+        return torch.where(unknown.unsqueeze(-1), _excluded_or_known(z, sampling, None), drop)
+    if bool(unknown.any()):
+        drop[unknown] = _excluded(z[unknown], sampling)
+    return drop
 
 
 def _excluded(z: Tensor, sampling: Sampling) -> Tensor:

@@ -44,6 +44,7 @@ class FakeServer:
         self.load_problem = None  # the answer to a load
         self.forgets = False  # says that it has loaded, and has not
         self.deterministic = True
+        self.drafts = {}  # of speculative decoding, as a server tells of it
         self.most_words = 20  # of each token of a prompt
         self.busy = []  # (status, Retry-After or "") of the next requests that say that they come too early
         self.key = ""  # that requests have to have
@@ -219,7 +220,8 @@ class FakeServer:
 
     def vllm_dev(self, path, body):
         if path == "/collective_rpc" and body["method"] == "rft_describe":
-            return 200, {"results": [{"device": self.device, "sleep": self.device != "cpu"}]}
+            about = {"device": self.device, "sleep": self.device != "cpu"}
+            return 200, {"results": [about | ({"speculative": self.drafts} if self.drafts else {})]}
         if path == "/collective_rpc" and body["method"] == "rft_load":
             if self.load_problem:
                 return 200, {"results": [self.load_problem]}
@@ -245,7 +247,8 @@ class FakeServer:
         if path == "/model_info":
             return 200, {"served_model_name": "tiny", "weight_version": self.label}
         if path == "/server_info":
-            return 200, {"max_context_length": self.window, "enable_memory_saver": self.device != "cpu"}
+            about = {"max_context_length": self.window, "enable_memory_saver": self.device != "cpu"}
+            return 200, about | self.drafts
         if path == "/generate":
             return self.sglang_generate(body)
         if path == "/update_weights_from_disk":

@@ -19,7 +19,7 @@ import rft_fn as rft
 from rft_fn import border, ckpt
 from rft_fn.data import file_formats, messages, template_variables
 from rft_fn.data.medium import columns_of
-from rft_fn.engine import EngineConfig, openai, served_words, sglang
+from rft_fn.engine import EngineConfig, openai, served_words, sglang, speculative
 from rft_fn.engine.server_protocol import Ask, Client, Described, Fault, check_reply
 from rft_fn.foreign_json import parse_json
 from rft_fn.model import head_folders, lora_folders
@@ -402,6 +402,11 @@ HOOKS: dict[str, Any] = {
     ),
     "border/json_files.py:json_rows": SHOWN,
     "engine/server_protocol.py:Client.call": CALL,
+    "engine/speculative.py:of_option": Reader(
+        {"method": "ngram", "num_speculative_tokens": 4},
+        spoken(speculative.of_option),
+        {"/method": a_text, "/num_speculative_tokens": lambda x: x is None or (at_least_0(x) and x > 0)},
+    ),
     "reward/wire.py:read_request": Reader(REQUEST, lambda data, _: wire.read_request(data), REQUEST_MUST),
     "reward/wire.py:read_answer": Reader(ANSWER, lambda data, _: wire.read_answer(data, 2), number_or_none),
     "reward/wire_openrlhf.py:read_openrlhf_request": Reader(

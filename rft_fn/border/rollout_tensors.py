@@ -25,6 +25,7 @@ _FIELDS: dict[str, tuple[torch.dtype, str]] = {  # of routing, 16 bits where the
     "version": (torch.int64, "B"),
     "temperature": (torch.float32, "B"),
     "routing": (torch.uint8, "B S M K"),
+    "kept": (torch.int32, "B S W"),
     "reward": (torch.float32, "N G"),
 }
 
@@ -37,7 +38,7 @@ def rollout_of(tensors: Mapping[str, Tensor], *, vocabulary: int | None = None) 
     and 0 outside mask, each of N prompts has G rows, one after the other, and rewards are finite.
     """
     unknown = sorted(set(tensors) - set(_FIELDS))
-    missing = sorted(set(_FIELDS) - set(tensors) - {"temperature", "routing"})
+    missing = sorted(set(_FIELDS) - set(tensors) - {"temperature", "routing", "kept"})
     if unknown or missing:
         raise ValueError(
             f"expected the tensors {', '.join(_FIELDS)}, got {', '.join(sorted(tensors)) or 'none'}"
@@ -82,6 +83,10 @@ def rollout_of(tensors: Mapping[str, Tensor], *, vocabulary: int | None = None) 
         _within("routing", found.routing, 0, torch.iinfo(found.routing.dtype).max)
         if bool(found.routing[place >= found.length[:, None] - 1].any()):
             raise ValueError("routing: expected 0 from the last token of a row on, got experts")
+    if found.kept is not None:
+        _within("kept", found.kept.long(), 0, INT64 - 1 if vocabulary is None else vocabulary)
+        if bool(found.kept[~found.mask].any()):
+            raise ValueError("kept: expected 0 outside mask, got other numbers")
     return found, reward
 
 

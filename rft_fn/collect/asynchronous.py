@@ -21,7 +21,7 @@ from rft_fn.engine.global_batch import (
 )
 from rft_fn.engine.requests import Request
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
-from rft_fn.types.engine import OnRow
+from rft_fn.types.engine import Drafts, OnRow
 
 __all__ = [
     "AsyncSampler",
@@ -91,6 +91,7 @@ class AsyncSampler:
         self._calls = calls
         self._begun: dict[str, _Begun] = {}
         self._lost = False  # the engine, for good
+        self._drafts = Drafts()  # that were told of
 
     def begin(
         self,
@@ -210,6 +211,20 @@ class AsyncSampler:
         seconds = self._calls.seconds
         self._calls.seconds = 0.0
         return seconds
+
+    def accepted(self) -> dict[str, float]:
+        """Return the share of drafted tokens that were accepted since the last call, and tokens per step.
+
+        Nothing where this rank's engine has drafted none.
+        """
+        before, now = self._drafts, self.engine.status().get("drafts", Drafts())
+        if now.tokens < before.tokens:  # an engine that was built again counts anew
+            before = Drafts()
+        self._drafts = now
+        steps, tokens, accepted = (b - a for a, b in zip(before, now))
+        if not tokens:
+            return {}
+        return {"rollout/accepted": accepted / tokens, "rollout/tokens_per_step": 1 + accepted / steps}
 
     def close(self) -> None:
         """End the engine, whatever it is doing."""

@@ -23,6 +23,7 @@ class Answer(NamedTuple):
     version: int  # of the weights
     cut: bool  # by its limit
     routing: Tensor | None = None  # [S, M, k] of all tokens up to its end, as of a rollout
+    kept: Tensor | None = None  # [n, W] of its own tokens, as of a rollout
 
 
 class Call(NamedTuple):
@@ -110,5 +111,6 @@ def answer(engine: Engine, calls: Sequence[Call]) -> None:
                 int(rollout.version[b]),
                 bool(rollout.truncated[b]),
                 None if rollout.routing is None else rollout.routing[b, : new.stop],
+                None if rollout.kept is None else rollout.kept[b, new],
             )
         )

@@ -38,6 +38,7 @@ class Conversation:
     messages: list[Turn] = field(default_factory=list)  # to be read
     unread: list[Turn] = field(default_factory=list)  # observations that are not tokens yet
     routing: Tensor | None = None  # [S, M, k] of the tokens, as of a rollout
+    kept: list[tuple[int, Tensor]] = field(default_factory=list)  # (place of a turn, [n, W] of it)
 
     def read(self, ids: Sequence[int]) -> None:
         """Add tokens that the policy did not sample."""
@@ -53,13 +54,19 @@ class Conversation:
         version: int,
         cut: bool,
         routing: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> None:
-        """Add the tokens of one turn of the policy; `routing` [S, M, k] is of all tokens up to its end."""
+        """Add the tokens of one turn of the policy.
+
+        `routing` [S, M, k] is of all tokens up to its end, `kept` [n, W] of its own.
+        """
         if routing is not None:
             before = self.routing
             if before is not None:
                 before = F.pad(before, (0, 0, 0, 0, 0, len(routing) - len(before)))
             self.routing = known_routing(before, routing)
+        if kept is not None:
+            self.kept.append((len(self.tokens), kept))
         if not self.turns:
             self.version = version
         self.version = min(self.version, version)
@@ -217,8 +224,14 @@ def _rollout(
     token_reward = torch.zeros(tokens.shape)
     routed = next((row.routing for row in rows if row.routing is not None), None)
     routing = None if routed is None else routed.new_zeros(*tokens.shape, *routed.shape[1:])
+    known = [kept for row in rows for _, kept in row.kept]
+    width = max((x.shape[-1] for x in known), default=0)
+    kept = torch.zeros(*tokens.shape, width, dtype=torch.int32) if known else None
     for b, row in enumerate(rows):
         length = len(row.tokens)
+        for place, words in row.kept:
+            if kept is not None:
+                kept[b, place : place + len(words), : words.shape[-1]] = words
         if routing is not None and row.routing is not None:
             routing[b, : len(row.routing)] = row.routing
         tokens[b, :length] = torch.tensor(row.tokens)
@@ -235,6 +248,7 @@ def _rollout(
         group=torch.tensor([row.prompt for row in rows]),
         version=torch.tensor([row.version for row in rows]),
         routing=routing,
+        kept=kept,
         sampling=sampling,
     )
     return rollout, token_reward

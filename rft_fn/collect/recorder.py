@@ -144,7 +144,12 @@ class Session:
             row = _Row(Conversation(self.prompt, self.sample, ask.key[0], self.key), _digest(list(tools)))
             row.said.read(ask.ids)  # also what another row has sampled: it is learned there
         row.said.say(
-            answer.tokens, answer.logp, version=answer.version, cut=answer.cut, routing=answer.routing
+            answer.tokens,
+            answer.logp,
+            version=answer.version,
+            cut=answer.cut,
+            routing=answer.routing,
+            kept=answer.kept,
         )
         row.said.messages = [*ask.turns, reply]
         row.marks.append(([_digest(turn) for turn in row.said.messages], len(row.said.tokens)))

@@ -282,6 +282,7 @@ def _speak(
             version=int(rollout.version[b]),
             cut=bool(rollout.truncated[b]),
             routing=None if rollout.routing is None else rollout.routing[b, : new.stop],
+            kept=None if rollout.kept is None else rollout.kept[b, new],
         )
 
 

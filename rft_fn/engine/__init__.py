@@ -74,6 +74,10 @@ def check_config(config: EngineConfig) -> None:
         raise ValueError(
             f"replay_routing: expected engine_type hf, which tells the experts of a token, got {config.type}"
         )
+    if config.kept and config.type != "hf":
+        raise ValueError(
+            f"replay_kept: expected engine_type hf, which tells the words that were left, got {config.type}"
+        )
     ENGINES[config.type].check_config(config)
 
 

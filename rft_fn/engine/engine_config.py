@@ -11,7 +11,12 @@ __all__ = ["EngineConfig", "config_of"]
 
 
 # options of a run that are called otherwise than engine_NAME, and those that no run has
-_OF_A_RUN = {"sleep": "enable_engine_sleep", "fast_linear": "fast_linear", "routing": "replay_routing"}
+_OF_A_RUN = {
+    "sleep": "enable_engine_sleep",
+    "fast_linear": "fast_linear",
+    "routing": "replay_routing",
+    "kept": "replay_kept",
+}
 _OF_NO_RUN = ("key_env", "bf16", "alone")
 
 
@@ -51,6 +56,10 @@ class EngineConfig:
     """type of the engine's weights; auto: float32 on a CPU, bfloat16 on a GPU"""
     routing: bool = StrategyConfig.replay_routing
     """rollouts have the experts that each token went to; only for hf"""
+    speculative: str = StrategyConfig.engine_speculative
+    """speculative decoding: the engine's own config, as JSON or a file of it; empty: none; only for vllm"""
+    kept: bool = StrategyConfig.replay_kept
+    """rollouts have the words that top_p and top_k left at each token; only for hf"""
     bf16: bool = False
     """weights in bfloat16, as a trainer that computes in it has them; only for hf"""
     alone: bool = False

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from rft_fn import border
+from rft_fn.engine import speculative
 from rft_fn.engine.engine_config import EngineConfig
 from rft_fn.engine.lifetime import EngineCore
 from rft_fn.engine.server_protocol import (
@@ -83,15 +84,18 @@ class _VLLM:
                 raise
             route = COMPLETIONS
         supported = {"score"}
-        label = ""
+        label, drafts = "", None
         try:
             label = self.label(server)
             worker = self.worker(server, "rft_describe", [])[0]
             with expected("a worker that can load", worker):
                 sleeps = worker["sleep"] is True
+                drafts = worker.get("speculative")  # older versions of the extension do not tell
             supported |= {"load", "sleep"} if sleeps else {"load"}
         except (Fault, Refused):
             pass  # no development mode, or no extension: it samples and scores
+        if drafts is not None:
+            _check_drafts(drafts)
         return Described(route, name, window, label, frozenset(supported))
 
     def check(self, sampling: Any) -> None:
@@ -217,6 +221,14 @@ class _VLLM:
     def post(self, server: str, path: str, body: Mapping[str, Any], tokens: int = 0) -> Any:
         """Return the answer to a POST about so many tokens."""
         return self.client.call(server, path, body, seconds=self.seconds, tokens=tokens)
+
+
+def _check_drafts(drafts: Any) -> None:
+    """Raise Refused for speculative decoding that does not draw from the model's distribution."""
+    try:
+        speculative.check_exact("speculative_config", border.object_of("speculative_config", drafts))
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 def _own(rows: Sequence[Any], tokens: Sequence[int]) -> list[float]:

@@ -274,6 +274,11 @@ def check_servers(config: EngineConfig) -> None:
             f"engine_tp_size, engine_mem_util: expected 1 and 0 for {config.type}, whose servers have such "
             f"options, got {config.tp_size} and {config.mem_util}"
         )
+    if config.speculative:
+        raise ValueError(
+            f"engine_speculative: expected none for {config.type}, whose servers are started with it "
+            f"(vLLM's --speculative-config), got {config.speculative!r}"
+        )
 
 
 def refuse_media(config: EngineConfig, model: str) -> None:

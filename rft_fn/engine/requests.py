@@ -52,6 +52,7 @@ class Response(NamedTuple):
     logp: list[float]  # of each token
     ended: bool  # by an end token or a stop text; False where max_new cut it off
     routing: Tensor | None = None  # [n - 1, M, k] of all n tokens of its row but the last, as of a rollout
+    kept: Sequence[Tensor] | None = None  # [W] ids of the words that were left at each token
 
 
 class Row(NamedTuple):
@@ -284,6 +285,7 @@ def assemble(
         version=torch.full((len(responses),), version),
         media=Media.of_prompts(media, each) if count and media else None,
         routing=_routing(responses, mask.shape[1]),
+        kept=_kept([response.kept for response in responses], mask),
     )
 
 
@@ -296,6 +298,20 @@ def _routing(responses: Sequence[Response], size: int) -> Tensor | None:
     for row, x in zip(out, routed, strict=True):
         row[: len(x)] = x
     return out
+
+
+def _kept(sets: Sequence[Sequence[Tensor] | None], mask: Tensor) -> Tensor | None:
+    """Return the words [B, S, W] that were left at each token in mask, as of a rollout, if rows have them."""
+    known = [x for x in sets if x is not None]
+    if not known or len(known) < len(sets):
+        return None
+    each = list(chain.from_iterable(known))
+    size = torch.tensor([len(x) for x in each])
+    of_tokens = torch.zeros(len(each), max(size.tolist(), default=0), dtype=torch.int32)
+    of_tokens[torch.arange(of_tokens.shape[1]) < size[:, None]] = torch.cat(each).int() + 1
+    kept = torch.zeros(*mask.shape, of_tokens.shape[1], dtype=torch.int32)
+    kept[mask] = of_tokens
+    return kept
 
 
 def _announce_nameless(tokens: Tensor, tokenizer: Any) -> None:

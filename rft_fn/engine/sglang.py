@@ -22,6 +22,7 @@ from rft_fn.engine.server_protocol import (
     Client,
     Described,
     Fault,
+    Refused,
     Reply,
     expected,
     limit,
@@ -34,6 +35,8 @@ __all__ = ["build", "protocol"]
 
 QUICK = 60.0  # seconds for anything but samples and weights
 TAGS = ["kv_cache", "weights"]
+ACCEPTED = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+"""Options of a server under which drafts are accepted although the model would not draw them, below 1."""
 
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> EngineCore:
@@ -63,6 +66,15 @@ class _SGLang:
         quick = min(QUICK, self.seconds)
         model = self.client.call(server, "/model_info", seconds=quick)
         options = self.client.call(server, "/server_info", seconds=quick)
+        with expected("the options of a server", options):
+            drafts = options.get("speculative_algorithm")
+            loose = {name: x for name in ACCEPTED if (x := options.get(name)) not in (None, 1)}
+        if drafts and loose:
+            name, x = next(iter(loose.items()))
+            raise Refused(
+                f"{name}: expected 1, which keeps the model's distribution, got {border.quoted(x)}: it "
+                "accepts more drafts than the model would draw"
+            )
         with expected("the model and the options of a server", [model, options]):
             window = options.get("max_context_length") or options.get("context_length")
             window = limit("max_context_length", window)

@@ -17,7 +17,7 @@ from rft_fn.engine import weight_folder
 from rft_fn.engine.weight_folder import LoadCheck
 from rft_fn.text import error_text
 
-__all__ = ["MissingElements", "WeightsFromFolder", "checked", "replace"]
+__all__ = ["MissingElements", "WeightsFromFolder", "checked", "drafts_of", "replace"]
 
 
 MissingElements = dict[str, tuple[int, int]]  # layers that got fewer elements than they hold: (got, held)
@@ -88,6 +88,27 @@ def _difference(missing: MissingElements, expected: MissingElements) -> str:
     )
 
 
+def drafts_of(config: Any) -> dict[str, Any] | None:
+    """Return what tells whether vLLM verifies drafts, for `speculative.check_exact`; None without drafts.
+
+    Once a worker has been built. Where vLLM has no Triton, a stand-in for one of its kernels may write to a
+    copy (0.32.0): temperature and top_p of the drafted tokens are then what the memory held before.
+    """
+    drafts = config.speculative_config
+    if drafts is None:
+        return None
+    from vllm.v1.sample.rejection_sampler import (  # pyright: ignore[reportMissingImports]
+        expand_batch_to_tokens,
+    )
+
+    device = torch.device(config.device_config.device_type)
+    counts = torch.tensor([1, 3], dtype=torch.int32, device=device)
+    cases = [torch.tensor(case, device=device) for case in ([2.5, 0.25], [0.75, 3.5])]
+    spread = all(torch.equal(expand_batch_to_tokens(x, counts, 3), x[[0, 1, 1]]) for x in cases)
+    names = ("method", "rejection_sample_method", "enable_adaptive_verification")
+    return {name: getattr(drafts, name, None) for name in names} | {"by_temperature": spread}
+
+
 class WeightsFromFolder:
     """A worker extension of vLLM that loads weights from a folder, called by `/collective_rpc`."""
 
@@ -95,10 +116,14 @@ class WeightsFromFolder:
     rft_usual: frozenset[str] | None = None  # layers that lack elements in a whole load
 
     def rft_describe(self: Any) -> dict[str, Any]:
-        """Return the device, and whether memory can be given back."""
+        """Return the device, whether memory can be given back, and what verifies drafts, if there are any."""
         config = self.vllm_config
         device = str(config.device_config.device_type)
-        return {"device": device, "sleep": bool(config.model_config.enable_sleep_mode) and device != "cpu"}
+        return {
+            "device": device,
+            "sleep": bool(config.model_config.enable_sleep_mode) and device != "cpu",
+            "speculative": drafts_of(config),
+        }
 
     def rft_load(self: Any, folder: str) -> dict[str, Any]:
         """Load the tensors of a folder, and count what arrives in each layer.

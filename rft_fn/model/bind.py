@@ -141,7 +141,13 @@ class Scorer(Reader):
 
     def _whole(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
         logits = run(self.lm, pack, bounds, mode=self.mode or POSITIONS).logits[0]
-        z = logprob.process_logits(logits, self.sampling, keep=pack.target, temperature=_temperature(pack))
+        z = logprob.process_logits(
+            logits,
+            self.sampling,
+            keep=pack.target,
+            temperature=_temperature(pack),
+            kept=pack.kept,
+        )
         # in place, without a copy: a where on only the results leaves 0 * inf in the gradient
         z = z.masked_fill_(~pack.mask[:, None], 0)
 

@@ -43,7 +43,7 @@ def begins(seq: Tensor) -> Tensor:
     return starts
 
 
-_TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret", "words")
+_TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret", "words", "kept")
 
 
 def pack(exp: Experience, rows: Sequence[int], *, unit: int | Sequence[int] = 1) -> Packed:

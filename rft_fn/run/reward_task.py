@@ -210,14 +210,15 @@ def _engine_config(
 ) -> engine.EngineConfig:
     """Return the config of a judge's engine, which every rank asks independently.
 
-    It has the policy's options of engines if it is of the same type, else the options that any type has.
+    It has the policy's options of engines if it is of the same type, else the options that any type has. Its
+    tokens are not drafted: what drafts for the policy is of another model.
     """
     own = replace(engine.config_of(config), routing=False)
     if own.type != engine_type:
         own = engine.EngineConfig(batch=own.batch, timeout=own.timeout, fast_linear=own.fast_linear)
     sleep = config.enable_engine_sleep or config.offload_models
     own = replace(own, type=engine_type, servers=tuple(servers), sleep=sleep, alone=True)
-    return replace(own, batch=batch or own.batch, process=False, tp_size=1)
+    return replace(own, batch=batch or own.batch, process=False, tp_size=1, speculative="", kept=False)
 
 
 def _folder_and_head(target: str) -> tuple[str, str]:

@@ -178,6 +178,7 @@ class Setup:
         values = metric.told(values) | of_rollout | reward.means(batch.judged, "reward")
         if self.samples is not None:
             self.run.beside("engine", self.samples.busy())
+            values |= self.samples.accepted()
         self.run.write(step, values, tokens=int(batch.rollout.length.sum()))
         self.run.trajectories(step, batch.prompts, batch.rollout, batch.judged)
         every = self.cfg.rollouts_every

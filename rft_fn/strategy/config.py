@@ -90,6 +90,10 @@ class StrategyConfig:
     """type of the engine's weights: float32, bfloat16, float16; auto: float32 on a CPU, else bfloat16"""
     replay_routing: bool = False
     """a mixture of experts learns by the experts that the sampler chose for each token (R3); only with hf"""
+    replay_kept: bool = False
+    """under top_p and top_k learn on the words that the sampler left at each token; with engine_type hf"""
+    engine_speculative: str = ""
+    """speculative decoding by vllm: its own config, as JSON or a file of it; if empty, none"""
     log_dir: Free[str] = ""
     """where pictures and tensorboard files go; if empty, the folder of the run"""
     plot_every: Free[Whole] = 0

@@ -25,6 +25,8 @@ class Rollout:
     temperature: Tensor | None = None  # [B] f32, of rows that were drawn with their own; 1 for greedy ones
     # of M routers 1 + each of the k experts that read a token; 0: no forward did, as of the last of a row
     routing: Tensor | None = None  # [B, S, M, k] u8 or i16
+    # [B, S, W] i32, 1 + each word that top_p and top_k left at a token; 0: no word; all 0: not known
+    kept: Tensor | None = None
     sampling: Sampling | None = tree.static(default=None)  # that it was drawn with; None: not known
 
 
@@ -45,6 +47,7 @@ class Experience:
     extra: dict[str, Tensor] | None = None  # name -> [B, S, ...], per-token data for a custom loss
     temperature: Tensor | None = None  # [B], of the rollout, in place of that of `sampling`
     routing: Tensor | None = None  # [B, S, M, k], of the rollout: the experts that the forward is to take
+    kept: Tensor | None = None  # [B, S, W], of the rollout, in place of what top_p and top_k leave now
     media: Media | None = None
     group: Tensor | None = None  # [B] i64, which prompt; None: each row (or unit) has its own
     sampling: Sampling | None = tree.static(default=None)  # of the rollout
@@ -75,6 +78,7 @@ class Packed:
     extra: dict[str, Tensor] | None = None  # name -> [T, ...]
     temperature: Tensor | None = None  # [T], in place of that of `sampling`
     routing: Tensor | None = None  # [T, M, k], as of the rollout; 0: the router chooses by itself
+    kept: Tensor | None = None  # [T, W], in place of what top_p and top_k leave now
     media: Media | None = None
     num_seqs: int = tree.static()  # K
     rows: tuple[int, ...] = tree.static(default=())  # rows of the Experience, of the first sequences
@@ -151,6 +155,7 @@ def experience(
         **{"media.of": (of, "B")},
         temperature=(rollout.temperature, "B"),
         routing=(rollout.routing, "B S M k"),
+        kept=(rollout.kept, "B S W"),
     )
     for name, x in numbers.items():
         _require_numbers(name, x, rollout.mask)
@@ -169,6 +174,7 @@ def experience(
         extra=extra,
         temperature=rollout.temperature,
         routing=rollout.routing,
+        kept=rollout.kept,
         media=rollout.media,
         group=rollout.group,
         sampling=rollout.sampling,

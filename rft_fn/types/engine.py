@@ -12,8 +12,8 @@ from rft_fn.types.batch import Rollout
 from rft_fn.types.distribution import Sampling
 
 __all__ = [
-    "Delivered", "Engine", "EngineStatus", "Generate", "Load", "OnRow", "Score", "described", "record",
-    "record_of_functions",
+    "Delivered", "Drafts", "Engine", "EngineStatus", "Generate", "Load", "OnRow", "Score", "described",
+    "record", "record_of_functions",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -28,6 +28,14 @@ class Delivered(NamedTuple):
     version: int  # rollouts carry it from now on
 
 
+class Drafts(NamedTuple):
+    """What speculative decoding has drafted since an engine was built."""
+
+    steps: int = 0  # of a row with drafts
+    tokens: int = 0  # that were drafted
+    accepted: int = 0  # of them
+
+
 class EngineStatus(TypedDict):
     """The state of an engine."""
 
@@ -40,6 +48,7 @@ class EngineStatus(TypedDict):
     computes: NotRequired[torch.dtype]  # the type that it computes in, where it tells
     window: NotRequired[int | None]  # tokens of a prompt and its response; None without a limit
     placeholders: NotRequired[frozenset[int]]  # of media: no prompt may have one without its media
+    drafts: NotRequired[Drafts]  # where it drafts and counts
     tied: NotRequired[bool]  # whether a tied weight must be sent under all of its names
 
 

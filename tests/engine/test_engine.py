@@ -383,6 +383,7 @@ def test_text_among_ids_is_one_line():
         ({"max_model_len": 64}, "engine_max_model_len: expected 0 for hf, got 64"),
         ({"block_size": 32}, "engine_block_size: expected 0 for hf, got 32"),
         ({"dtype": "bfloat16"}, "engine_dtype: expected 'auto' for hf, got 'bfloat16'"),
+        ({"speculative": "{}"}, "engine_speculative: expected '' for hf, got '{}'"),
         ({"type": "vllm", "tp_size": 2}, "engine_tp_size: expected a divisor of the 1 processes .*, got 2"),
         ({"type": "vllm", "dtype": "int8"}, "engine_dtype: expected one of auto, float32, .*, got 'int8'"),
     ],

@@ -9,7 +9,7 @@ from rft_fn import logprob, rng, tree
 from rft_fn.engine.requests import Row
 from rft_fn.types import Sampling
 
-__all__ = ["draw", "draw_token", "numbers_per_draw", "uniform_numbers"]
+__all__ = ["draw", "draw_token", "kept_words", "numbers_per_draw", "uniform_numbers"]
 
 
 def numbers_per_draw(vocab: int) -> int:
@@ -72,6 +72,12 @@ def draw_token(
         largest, token = z.max(-1)
         return token, largest - z.logsumexp(-1)
     return _drawn(z, u)
+
+
+def kept_words(logits: Tensor, sampling: Sampling, temperature: Tensor | None = None) -> Tensor:
+    """Return the words that `draw_token` may give, [B, V] bool; a greedy token is one of those at 1."""
+    own = None if temperature is None else torch.where(temperature > 0, temperature, 1)
+    return logprob.process_logits(logits, sampling, temperature=own) > -torch.inf
 
 
 def _drawn(z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ def check_config(config: EngineConfig) -> None:
             f"engine_servers: expected none for hf, got {', '.join(config.servers)}; choose openai or sglang"
         )
     usual = EngineConfig()
-    for name in ("max_model_len", "block_size", "dtype"):
+    for name in ("max_model_len", "block_size", "dtype", "speculative"):
         got = getattr(config, name)
         if got != getattr(usual, name):
             raise ValueError(f"engine_{name}: expected {getattr(usual, name)!r} for hf, got {got!r}")
@@ -73,6 +73,7 @@ def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engin
         sleep=config.sleep,
         fast_linear=config.fast_linear,
         routing=config.routing,
+        kept=config.kept,
     )
 
 
@@ -84,6 +85,7 @@ def hf(
     sleep: bool = True,
     fast_linear: bool = True,
     routing: bool = False,
+    kept: bool = False,
 ) -> Engine:
     """Return an Engine over a transformers model that it owns: `load` copies weights into it.
 
@@ -95,16 +97,19 @@ def hf(
 
     Prompts are sorted by length, so that a batch holds little padding, or none where the model's cache does
     not allow it (a few random tokens before the first sample show it). Rows that ended leave the batch at
-    once. With `routing` rollouts have the experts of a mixture that each token went to, which a trainer then
-    takes; steps of fixed shapes are left out. ValueError for a quantised model, for one that is not of
-    transformers, and for `routing` of one whose routers cannot be given their choice.
+    once. With `routing` rollouts have the experts of a mixture that each token went to, with `kept` the words
+    that top_p and top_k left at each, which a trainer then takes; steps of fixed shapes are left out.
+    ValueError for a quantised model, for one that is not of transformers, and for `routing` of one whose
+    routers cannot be given their choice.
     """
-    core = _in_process(lm, tokenizer, batch=batch, sleep=sleep, fast_linear=fast_linear, routing=routing)
+    core = _in_process(
+        lm, tokenizer, batch=batch, sleep=sleep, fast_linear=fast_linear, routing=routing, kept=kept
+    )
     return supervised(lambda: core)
 
 
 def _in_process(
-    lm: nn.Module, tokenizer: Any, *, batch: int, sleep: bool, fast_linear: bool, routing: bool
+    lm: nn.Module, tokenizer: Any, *, batch: int, sleep: bool, fast_linear: bool, routing: bool, kept: bool
 ) -> "_InProcess":
     """Prepare a model for sampling."""
     from transformers import PreTrainedModel
@@ -118,18 +123,21 @@ def _in_process(
     leave_out_plans()
     set_fast(plain, fast_linear, narrow=plain.dtype == torch.bfloat16)
     without_groups(plain)
-    return _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep, routing=routing)
+    return _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep, routing=routing, kept=kept)
 
 
 class _InProcess:
     """A transformers model that samples, and its mutable state."""
 
-    def __init__(self, lm: "PreTrainedModel", tokenizer: Any, *, batch: int, can_sleep: bool, routing: bool):
+    def __init__(
+        self, lm: "PreTrainedModel", tokenizer: Any, *, batch: int, can_sleep: bool, routing: bool, kept: bool
+    ):
         forget_lengths(lm)
         self.lm = lm
         self.tokenizer = tokenizer
         self.batch = batch
         self.can_sleep = can_sleep
+        self.kept = kept
         self.home: torch.device = lm.device
         self.manifest = manifest(lm)
         self.ends = requests.end_tokens(lm, tokenizer)
@@ -157,9 +165,11 @@ class _InProcess:
         request.check(ids, self.window)
         media = prompt_media.read(request.prompts, ids, request.start)
         prompt_media.check(self.lm, ids, media)
+        kept = self.kept and request.sampling.truncates
         if not ids:
             routing = None if self.unrouted is None else self.unrouted.cpu()[None][:0]
-            return tree.replace(requests.empty(self.version), routing=routing)
+            left = torch.zeros(0, 0, 0, dtype=torch.int32) if kept else None
+            return tree.replace(requests.empty(self.version), routing=routing, kept=left)
 
         self._check_borrowed()
         self.wake()
@@ -170,6 +180,8 @@ class _InProcess:
         batching = self.batching._replace(shares=False) if alone else self.batching
         if self.recorder is not None:
             batching = batching._replace(fixed=False)  # a graph tells nobody what it has routed
+        if kept:
+            batching = batching._replace(fixed=False)  # which of many words are left has no fixed shape
         stop = Stop(self.tokenizer, self.ends, request.sampling.stop)
         check_every = 1 if self.lm.device.type == "cpu" else _CHECK_EVERY
         sampler = Sampler(
@@ -183,6 +195,7 @@ class _InProcess:
             memory=self.steps,
             on_row=request.on_row,
             recorder=self.recorder,
+            kept=kept,
         )
         with packed(self.lm), nullcontext() if self.recorder is None else self.recorder.listen():
             responses = sampler.responses(ids, media, request.rows())

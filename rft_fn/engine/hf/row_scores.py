@@ -56,6 +56,7 @@ def score_rows(
     row, at = rollout.mask[:, 1:].nonzero(as_tuple=True)
     target = rollout.tokens[row, at + 1].to(states.device)
     own = None if rollout.temperature is None else rollout.temperature[row].to(states.device)
+    kept = None if rollout.kept is None else rollout.kept[row, at + 1].to(states.device)
     states = states[row.to(states.device), at.to(states.device)]
 
     mb = default_workspace_mb(states.device.type) if workspace_mb is None else workspace_mb
@@ -66,7 +67,13 @@ def score_rows(
         logits = decoded.logits(states[part])
         temperature = None if own is None else own[part]
         # a token outside of the cut keeps a finite log-prob
-        z = logprob.process_logits(logits, sampling, keep=target[part], temperature=temperature)
+        z = logprob.process_logits(
+            logits,
+            sampling,
+            keep=target[part],
+            temperature=temperature,
+            kept=None if kept is None else kept[part],
+        )
         logp[row[part], at[part] + 1] = logprob.log_probs_from_logits(z, target[part]).cpu()
     return logp
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from rft_fn.engine.hf.draws import draw_token, uniform_numbers
+from rft_fn.engine.hf.draws import draw_token, kept_words, uniform_numbers
 from rft_fn.engine.hf.fixed_steps import FixedSteps
 from rft_fn.engine.hf.row_batch import Batch, CacheSupport, prefill
 from rft_fn.engine.hf.step_memory import StepMemory
@@ -46,6 +46,7 @@ class _Sequence:
     row: Row
     ended: bool = False
     routing: list[Tensor] = field(default_factory=list)  # [n, M, k] of each forward that read some of the row
+    kept: list[Tensor] = field(default_factory=list)  # the words that were left at each token
 
     def tokens(self) -> list[int]:
         """Return the response so far."""
@@ -85,6 +86,7 @@ class Sampler(NamedTuple):
     memory: StepMemory | None = None  # that steps of fixed shapes are kept in
     on_row: OnRow | None = None
     recorder: Recorder | None = None  # of the experts that tokens go to; it listens
+    kept: bool = False  # whether responses have the words that were left; without steps of fixed shapes
 
     def responses(
         self, prompts: Sequence[Sequence[int]], media: Sequence[PromptMedia], rows: Sequence[Row]
@@ -115,7 +117,13 @@ class Sampler(NamedTuple):
             while waiting or live is not None:
                 live = self._step(self._admit(live, waiting, max_rows=most, max_tokens=longest))
         return [
-            Response(x.tokens(), x.logp, x.ended, self._routing(x, len(prompts[x.number // n])))
+            Response(
+                x.tokens(),
+                x.logp,
+                x.ended,
+                self._routing(x, len(prompts[x.number // n])),
+                x.kept if self.kept else None,
+            )
             for x in sequences
         ]
 
@@ -192,20 +200,23 @@ class Sampler(NamedTuple):
         # no row passes its limit, so that all positions are the model's
         count = min(self.check_every, min(x.most - len(x.text) for x in rows.live))
         u, temperature = self._numbers(rows, count)
+        kept: list[Tensor] = []
         if rows.steps is None:
-            token, logp = self._drawn(rows, u, temperature)
+            token, logp, kept = self._drawn(rows, u, temperature)
         else:
             token, logp = rows.steps.run(rows.batch, u, temperature)
         keep = []
         unsure = 0
         given = zip(rows.live, *torch.stack([token.double(), logp.double()]).tolist())
         for k, (response, tokens, logps) in enumerate(given):
-            for t, p in zip(tokens, logps):
+            for i, (t, p) in enumerate(zip(tokens, logps)):
                 if t < 0:
                     unsure += 1
                     break
                 response.text.append(int(t))
                 response.logp.append(p)
+                if kept:
+                    response.kept.append(kept[i][k].nonzero().flatten())
                 response.ended = self.stop.ends(response.text)
                 if response.ended:
                     break
@@ -246,15 +257,22 @@ class Sampler(NamedTuple):
         temperature = torch.tensor(own, device=device) if differ else None
         return rows.u[rows.places[:, None], drawn], temperature
 
-    def _drawn(self, rows: _Rows, u: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _drawn(
+        self, rows: _Rows, u: Tensor, temperature: Tensor | None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return tokens drawn by u [R, N, D], all read but the last, and their log-probs: both [R, N].
+
+        Then, where they are asked for, the words that were left at each of N tokens: [R, V] bool.
 
         The host looks at them only afterwards: what a row gets after its end is ignored.
         """
         tokens: list[Tensor] = []
         logps: list[Tensor] = []
+        kept: list[Tensor] = []
         ended = torch.zeros(len(u), dtype=torch.bool, device=u.device)
         for numbers in u.unbind(1):
+            if self.kept:
+                kept.append(kept_words(rows.batch.logits, self.sampling, temperature).cpu())
             token, logp = draw_token(rows.batch.logits, numbers, self.sampling, temperature)
             tokens.append(token)
             logps.append(logp)
@@ -262,7 +280,7 @@ class Sampler(NamedTuple):
                 # a placeholder ends a row, and the model would look for its media
                 ended |= rows.ends[token]
                 self._decode(rows, torch.where(ended, self.pad, token))
-        return torch.stack(tokens, -1), torch.stack(logps, -1)
+        return torch.stack(tokens, -1), torch.stack(logps, -1), kept
 
 
 def filled(keep: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import dist, memory
-from rft_fn.engine import prompt_media, requests
+from rft_fn.engine import prompt_media, requests, speculative
 from rft_fn.engine.engine_config import EngineConfig
 from rft_fn.engine.lifetime import EngineCore
 from rft_fn.engine.requests import Request, Stop
@@ -19,14 +19,14 @@ from rft_fn.engine.vllm import sampler, surroundings
 from rft_fn.engine.vllm.sampler import Asked, Sampler
 from rft_fn.engine.vllm.surroundings import Group, import_vllm, name_shared_memory
 from rft_fn.engine.weight_folder import LoadCheck, manifest
-from rft_fn.engine.worker import MissingElements, checked, replace
+from rft_fn.engine.worker import MissingElements, checked, drafts_of, replace
 from rft_fn.model.load import base_folder, load, usual_device
 from rft_fn.model.model_names import resolve
 from rft_fn.model.placeholders import placeholder_ids
 from rft_fn.model.save import save
 from rft_fn.model.weight_files import folder_of
 from rft_fn.types import Rollout, Sampling
-from rft_fn.types.engine import Delivered, EngineStatus
+from rft_fn.types.engine import Delivered, Drafts, EngineStatus
 
 __all__ = ["InProcess", "ModelFolder", "build", "check_config", "check_media"]
 
@@ -34,13 +34,20 @@ __all__ = ["InProcess", "ModelFolder", "build", "check_config", "check_media"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 HOTTEST = 2.0  # vLLM refuses temperatures above it
 STEP_TOKENS = 4096  # least that vLLM may read in a step, next to one whole prompt
+COUNTERS = (
+    "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+)  # fmt: skip
+"""vLLM's counters of the fields of `Drafts`."""
 CPU_BLOCK = 32  # tokens of a block of the cache: the fewest that vLLM takes on a CPU, where it would use 128
 
 
 def check_config(config: EngineConfig) -> None:
-    """Raise ValueError for an unknown dtype, or a tp_size that does not divide the world size."""
+    """Raise ValueError for an unknown dtype, inexact drafts, or a tp_size that does not divide the world."""
     if config.dtype not in DTYPES:
         raise ValueError(f"engine_dtype: expected one of {', '.join(DTYPES)}, got {config.dtype!r}")
+    if config.speculative:
+        speculative.of_option(config.speculative)
     world = dist.started()
     if world % config.tp_size:
         raise ValueError(
@@ -116,6 +123,7 @@ class InProcess:
         self.device = usual_device(None)
         self.can_sleep = config.sleep and self.device.type == "cuda"
         self.version = 0
+        self.drafts = Drafts()
         self.asleep = False
         self.missing: MissingElements | None = None  # in the first whole load
         self.llm: Any = None
@@ -132,6 +140,9 @@ class InProcess:
                 if self.folder.places:
                     sampler.check_family(self.folder.skeleton)
                 self.llm = vllm.LLM(**self._options())
+                drafts = drafts_of(self.llm.llm_engine.vllm_config)
+                if drafts is not None:
+                    speculative.check_exact(speculative.OPTION, drafts)
             except BaseException:
                 self.folder.close()
                 raise
@@ -184,6 +195,10 @@ class InProcess:
         if block:
             options["block_size"] = block
 
+        if self.config.speculative:
+            options["speculative_config"] = speculative.of_option(self.config.speculative)
+            options["disable_log_stats"] = False  # which count drafts
+
         # several processes started together: one engine each, or one over the ranks of each group
         if dist.started() > 1:
             options["distributed_executor_backend"] = "external_launcher"
@@ -230,14 +245,24 @@ class InProcess:
         if all_rows:
             self.wake()
         stop = Stop(self.tokenizer, self.folder.ends, sampling.stop)
+        before = self._drafted()
+        responses = self.sampler.responses(all_rows, sampling, stop)[own]
+        self.drafts = Drafts(*(x + b - a for x, a, b in zip(self.drafts, before, self._drafted())))
         return requests.assemble(
             ids,
-            self.sampler.responses(all_rows, sampling, stop)[own],
+            responses,
             pad=self.tokenizer.pad_token_id,
             version=self.version,
             media=prompt_media.tensors(media),
             tokenizer=self.tokenizer,
         )
+
+    def _drafted(self) -> Drafts:
+        """Return what vLLM's newest engine of this process has drafted, by its own counters."""
+        if not self.config.speculative:
+            return Drafts()
+        counts = {x.name: x.value for x in self.llm.get_metrics() if x.name in COUNTERS}
+        return Drafts(*(counts.get(name, 0) for name in COUNTERS))
 
     def _check(self, prompts: Sequence[Sequence[int]], rows: Sequence[requests.Row]) -> None:
         """Raise BadRequest for what vLLM would refuse only after it has begun, and for a row's `start`."""
@@ -326,7 +351,7 @@ class InProcess:
     def status(self) -> EngineStatus:
         """Return the state of the engine."""
         supported = {"load", "score", "sleep"} if self.can_sleep else {"load", "score"}
-        return {
+        status: EngineStatus = {
             "engine": "vllm",
             "alive": self.llm is not None,
             "version": self.version,
@@ -336,6 +361,9 @@ class InProcess:
             "placeholders": self.folder.places,
             "computes": getattr(torch, self._dtype()),
         }
+        if self.config.speculative:
+            status["drafts"] = self.drafts
+        return status
 
     def close(self) -> None:
         """Free the model and its cache; the process keeps vLLM's modules."""

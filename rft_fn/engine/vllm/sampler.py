@@ -67,14 +67,20 @@ class Sampler:
             for row in rows
         ]
         cut: dict[int, Response] = {}
+        looked = [0] * len(rows)  # at so many tokens
 
         def ended(i: int, out: Any) -> bool:
-            """Note a text that the last token of row i completes: vLLM's search decodes in another way."""
+            """Note a text that a new token of row i completes: vLLM's search decodes in another way."""
             output = out.outputs[0]
-            if not stop.texts or not stop.ends(output.token_ids):
+            before, looked[i] = looked[i], len(output.token_ids)
+            if not stop.texts:
                 return False
-            cut[i] = _response(output)._replace(ended=True)
-            return True
+            for size in range(before + 1, looked[i] + 1):  # drafts that were accepted come together
+                if stop.ends(output.token_ids[:size]):
+                    found = _response(output)
+                    cut[i] = Response(found.tokens[:size], found.logp[:size], True)
+                    return True
+            return False
 
         answers = self._answers(rows, params, ended)
         responses = [cut.get(i) or _response(answers[i].outputs[0]) for i in range(len(rows))]
