@@ -13,6 +13,7 @@ from spoken import END, Spoken, words
 
 import rft_fn as rft
 from rft_fn import collect, data, rng, tree
+from rft_fn.collect.episodes import Conversation, assembled
 from rft_fn.environment import Environment, Renderer, Stepped
 from rft_fn.environment.tiny_models import new_tokenizer
 from rft_fn.strategy import StrategyConfig, get_strategy
@@ -378,3 +379,18 @@ def test_judged_conversations_can_be_read():
     means = rft.reward.means(judged, "eval")
     assert means["eval/turns"] == pytest.approx(float(played.numbers["turns"].mean()))
     assert means["eval/mean"] == pytest.approx(float(played.reward.mean()))
+
+
+def test_tokens_of_a_conversation_keep_the_experts_of_their_first_turn():
+    """The last token of a turn has those of the next one, which reads it; another seat has none."""
+    talk = Conversation(prompt=0, sample=0, seat=0, key=0)
+    talk.read([3, 4])
+    first = torch.tensor([1, 1, 1, 0], dtype=torch.uint8)[:, None, None]
+    talk.say([5, 6], [-1.0, -1.0], version=0, cut=False, routing=first)
+    talk.read([7])
+    again = torch.tensor([2, 2, 2, 2, 2, 0], dtype=torch.uint8)[:, None, None]
+    talk.say([8], [-1.0], version=1, cut=False, routing=again)
+    silent = Conversation(prompt=0, sample=1, seat=0, key=0)
+    silent.read([3, 4])
+    played = assembled([talk, silent], [None], ["", ""], ["", ""], seats=1, pad=0, sampling=Sampling())
+    assert played.rollout.routing.flatten(1).tolist() == [[1, 1, 1, 2, 2, 0], [0] * 6]
