@@ -25,8 +25,7 @@ class Rollout:
     temperature: Tensor | None = None  # [B] f32, of rows that were drawn with their own; 1 for greedy ones
     # of M routers 1 + each of the k experts that read a token; 0: no forward did, as of the last of a row
     routing: Tensor | None = None  # [B, S, M, k] u8 or i16
-    # [B, S, W] i32, 1 + each word that top_p and top_k left at a token; 0: no word; all 0: not known
-    kept: Tensor | None = None
+    kept: Tensor | None = None  # [B, S, W] i32, 1 + each word that top_p and top_k left; all 0: not known
     sampling: Sampling | None = tree.static(default=None)  # that it was drawn with; None: not known
 
 
