@@ -29,6 +29,7 @@ from rft_fn.run import card, claim, config_file, earlier_run, files, manifest, p
 from rft_fn.strategy import diagnose
 from rft_fn.tools import watch
 from rft_fn.tools.page import build, recorded
+from rft_fn.tools.serving import model_wire
 from rft_fn.types import Sampling
 
 # ----------------------------------------------------------------------------------- the readers, by the code
@@ -409,6 +410,9 @@ HOOKS: dict[str, Any] = {
     ),
     "reward/wire.py:read_request": Reader(REQUEST, lambda data, _: wire.read_request(data), REQUEST_MUST),
     "reward/wire.py:read_answer": Reader(ANSWER, lambda data, _: wire.read_answer(data, 2), number_or_none),
+    "tools/serving/model_wire.py:_object": Reader(
+        {"reward": 0.5}, lambda data, _: model_wire.read_reward(data), {"/reward": number}
+    ),
     "reward/wire_openrlhf.py:read_openrlhf_request": Reader(
         {"query": ["pq"], "prompts": ["p"], "labels": ["x"]},
         lambda data, _: wire_openrlhf.read_openrlhf_request(data),

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rft_fn import border, rng
+from rft_fn import rng
 from rft_fn.collect.calls import Answer, Calls
 from rft_fn.collect.recorder import Ask, Session, TooLong
 from rft_fn.environment import Renderer
@@ -179,11 +179,7 @@ class _Handlers(NamedTuple):
             raise _Refused(403, "reward: the run gives the rewards of this session itself")
         if not hmac.compare_digest(given.encode(), f"Bearer {found.secret}".encode()):
             raise _Refused(401, "expected the token of rewards as a bearer", WWW_Authenticate="Bearer")
-        try:
-            body = border.object_of("request", border.read_json(await arrived(request, self.rules)))
-            x = border.number("reward", body.get("reward"))
-        except (ValueError, RecursionError) as error:
-            raise _Refused(400, str(error)) from None
+        x = _read(wire.read_reward, await arrived(request, self.rules))
         if found.session.reward is not None and found.session.reward != x:
             raise _Refused(409, f"reward: expected one a session, got {x:g} after {found.session.reward:g}")
         found.session.reward = x

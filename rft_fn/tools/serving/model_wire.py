@@ -17,14 +17,9 @@ from rft_fn.environment.call_forms import Call as ToolCall
 from rft_fn.types import Sampling
 
 __all__ = [
-    "Asked",
-    "chat_answer",
-    "completion_answer",
-    "error_body",
-    "events",
-    "read_chat",
-    "read_completion",
-]
+    "Asked", "chat_answer", "completion_answer", "error_body", "events", "read_chat", "read_completion",
+    "read_reward", "told",
+]  # fmt: skip
 
 
 _MOST = 128  # samples of a prompt
@@ -100,6 +95,11 @@ def read_completion(data: bytes, usual: Sampling, most: int) -> tuple[list[str |
     if level is not None and level is not False:
         border.integer("logprobs", int(level), low=0, high=1)  # of the tokens that were sampled
     return prompts, _asked(body, usual, most, logprobs=level is not None and level is not False)
+
+
+def read_reward(data: bytes) -> float:
+    """Return the reward of an episode. ValueError for none, and for one that is not finite."""
+    return border.number("reward", _object(data).get("reward"))
 
 
 def _prompt(x: Any) -> str | list[int]:
