@@ -9,12 +9,15 @@ import time
 import zlib
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import torch
 
 from rft_fn.engine import weight_folder
 from rft_fn.engine.hf.draws import draw_token, uniform_numbers
 from rft_fn.engine.requests import Row, Stop
+from rft_fn.engine.weight_channel import Connect, Update
+from rft_fn.engine.weight_receiver import Receiver
 from rft_fn.types import Sampling
 
 __all__ = ["FAULTS", "FakeServer", "serving"]
@@ -41,6 +44,14 @@ class FakeServer:
         self.routes = ("generate", "dev")  # of vLLM: the better route, the development mode
         self.window = 128
         self.device = "cpu"
+        self.transfer = ""  # vLLM's backend of weight transfer; "rft" is ours
+        self.extension = True  # of the worker
+        self.receiver = None  # of that backend
+        self.updating = False  # as vLLM's worker notes it
+        self.kept = None  # the last version, of a worker that takes differences
+        self.folders = []  # that were loaded
+        self.phase = None  # (path, function) that is called before that phase
+        self.answering = 0  # phases under way
         self.load_problem = None  # the answer to a load
         self.forgets = False  # says that it has loaded, and has not
         self.deterministic = True
@@ -130,13 +141,18 @@ class FakeServer:
             list(zip(*pair, strict=True)) for pair in zip(best.values.tolist(), best.indices.tolist())
         ]
 
-    @torch.no_grad()
     def load(self, folder):
+        """The number of tensors."""
+        self.folders.append(Path(folder))
+        return self.take(weight_folder.read(folder) if self.kept is None else self.kept.read(Path(folder)))
+
+    @torch.no_grad()
+    def take(self, weights):
         """The number of tensors."""
         places = dict(self.lm.named_parameters(remove_duplicate=False))
         count = 0
         with self.lock:
-            for name, x in weight_folder.read(folder):
+            for name, x in weights:
                 count += 1
                 if not self.forgets:
                     places[name].copy_(x)
@@ -219,13 +235,27 @@ class FakeServer:
         return self.tokenizer.decode([token])
 
     def vllm_dev(self, path, body):
+        if path.endswith(("_weight_transfer_engine", "_weight_update", "/update_weights")):
+            self.answering += 1
+            try:
+                return self.vllm_phase(path, body)
+            finally:
+                self.answering -= 1
+        if path == "/get_world_size":
+            return 200, {"world_size": 1}
+        if path == "/collective_rpc" and not self.extension:
+            return 500, {"error": {"message": "CPUWorker has no attribute"}}
         if path == "/collective_rpc" and body["method"] == "rft_describe":
-            about = {"device": self.device, "sleep": self.device != "cpu"}
+            about = {"device": self.device, "sleep": self.device != "cpu", "transfer": self.transfer}
+            about["differences"] = self.kept is not None
             return 200, {"results": [about | ({"speculative": self.drafts} if self.drafts else {})]}
         if path == "/collective_rpc" and body["method"] == "rft_load":
             if self.load_problem:
                 return 200, {"results": [self.load_problem]}
-            return 200, {"results": [{"names": self.load(body["args"][0]), "short": []}]}
+            try:
+                return 200, {"results": [{"names": self.load(body["args"][0]), "short": []}]}
+            except ValueError as error:
+                return 200, {"results": [{"error": f"ValueError: {error}"}]}
         if path == "/update_weight_version":
             self.label = body["new_version"]
             return 200, {"success": True}
@@ -239,6 +269,37 @@ class FakeServer:
         if path == "/is_sleeping":
             return 200, {"is_sleeping": self.asleep}
         return None
+
+    def vllm_phase(self, path, body):
+        """A phase of weight transfer as vLLM's worker goes through it, with our own receiver."""
+        if self.phase and self.phase[0] == path:
+            self.phase[1]()
+        try:
+            if self.transfer != "rft":
+                raise RuntimeError("Weight transfer not configured.")
+            self.receiver = self.receiver or Receiver(0, "cpu")
+            if path == "/init_weight_transfer_engine":
+                self.receiver.connect(Connect(**body["init_info"]))
+            elif path == "/start_weight_update":
+                if self.updating:
+                    raise RuntimeError("start_weight_update called while a weight update is already active.")
+                self.receiver.start()
+                self.updating = True
+            elif path == "/update_weights":
+                if not self.updating:
+                    raise RuntimeError("start_weight_update must be called before update_weights.")
+                self.updating = False
+                self.receiver.take(Update(**body["update_info"]))
+                self.updating = True
+            elif path == "/finish_weight_update":
+                if not self.updating:
+                    raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
+                self.receiver.finish(self.take)
+                self.updating = False
+                self.label = body.get("weight_version") or self.label
+        except Exception as error:
+            return 500, {"error": {"message": f"Call to {path[1:]} method failed: {error}"}}
+        return 200, {"message": "well"}
 
     # ------------------------------------------------------------------------------ SGLang
 

@@ -4,8 +4,9 @@ A new engine is one file next to `hf`, with a `build` and a `check_config`, and 
 engines share `requests` (checks of prompts, the end of a response, assembly of a Rollout), `weight_folder`
 (checks of the weights that are loaded), `lifetime` (in time, dead after a failure, and built again) and
 `time_limit` (the time of a call in this process). `openai` and `sglang` are protocols of `servers`, over
-`pool` (retries) and `server_protocol` (requests with deadlines). An engine that only one script needs can do
-without a row: every function that takes an Engine takes any such record.
+`pool` (retries), `server_protocol` (requests with deadlines) and `weight_delivery` (weights by channels and
+folders). An engine that only one script needs can do without a row: every function that takes an Engine takes
+any such record.
 """
 
 from collections.abc import Callable

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from rft_fn import limits
 from rft_fn.limits import Count, Range, Share, Whole
-from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.config import StrategyConfig, Transfer
 
 __all__ = ["EngineConfig", "config_of"]
 
@@ -48,6 +48,8 @@ class EngineConfig:
     """seconds that one call of the engine may take, or one request to a server"""
     weights: str = StrategyConfig.engine_weights
     """the folder that servers read weights from; if empty, a temporary one of this machine"""
+    transfer: Transfer = StrategyConfig.engine_transfer
+    """how servers get weights: by the channel rft, by a folder, or by the better one that a server has"""
     max_model_len: Whole = StrategyConfig.engine_max_model_len
     """most tokens of a prompt and its response; 0: the model's window"""
     block_size: Whole = StrategyConfig.engine_block_size

@@ -3,14 +3,17 @@
 Start each with
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --enable-scale-out \\
-        --worker-extension-cls rft_fn.engine.worker.WeightsFromFolder
+        --worker-extension-cls rft_fn.engine.worker.WeightsFromFolder \\
+        --weight-transfer-config '{"backend": "rft"}'
 
-where this package is installed and the folder of weights can be read. Without `--enable-scale-out` it is
-asked by `/v1/completions`, and its answers do not tell the version of the weights. Without the other two
-options it samples, and cannot be given weights.
+where this package is installed. The first of the last two options is for weights by a folder that it can
+read, the second for weights by a channel. Without `--enable-scale-out` it is asked by `/v1/completions`, and
+its answers do not tell the version of the weights. Without the development mode, or without both of the last
+options, it samples, and cannot be given weights.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -26,11 +29,13 @@ from rft_fn.engine.server_protocol import (
     Fault,
     Refused,
     Reply,
+    Sends,
     expected,
     limit,
     ranked,
 )
 from rft_fn.engine.servers import serve
+from rft_fn.engine.weight_sender import Senders
 
 __all__ = ["build", "protocol"]
 
@@ -55,14 +60,16 @@ class _VLLM:
 
     name = "openai"
     hint = (
-        "VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, --enable-scale-out and "
-        "--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder"
+        "VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, --enable-scale-out, "
+        "--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder and "
+        """--weight-transfer-config '{"backend": "rft"}'"""
     )
 
     def __init__(self, client: Client, seconds: float):
         """`seconds` is the limit of one request."""
         self.client = client
         self.seconds = seconds
+        self.senders: Sends | None = Senders(client, seconds)
 
     def get(self, server: str, path: str) -> Any:
         """Return the answer to a GET."""
@@ -85,18 +92,23 @@ class _VLLM:
             route = COMPLETIONS
         supported = {"score"}
         label, drafts = "", None
-        try:
+        ways: list[str] = []
+        with suppress(Fault, Refused):  # else there is no development mode: it samples and scores
             label = self.label(server)
-            worker = self.worker(server, "rft_describe", [])[0]
-            with expected("a worker that can load", worker):
-                sleeps = worker["sleep"] is True
-                drafts = worker.get("speculative")  # older versions of the extension do not tell
-            supported |= {"load", "sleep"} if sleeps else {"load"}
-        except (Fault, Refused):
-            pass  # no development mode, or no extension: it samples and scores
+            backend = None
+            with suppress(Fault, Refused):  # else there is no extension
+                worker = self.worker(server, "rft_describe", [])[0]
+                with expected("a worker that can load", worker):
+                    supported |= {"sleep"} if worker["sleep"] is True else set()
+                    backend = worker.get("transfer")
+                    drafts = worker.get("speculative")  # older versions of the extension do not tell
+                ways += ["difference", "folder"] if worker.get("differences") is True else ["folder"]
+            if backend == "rft" or (backend is None and self.senders and self.senders.has(server)):
+                ways.insert(0, "rft")
         if drafts is not None:
             _check_drafts(drafts)
-        return Described(route, name, window, label, frozenset(supported))
+        supported |= {"load"} if ways else set()
+        return Described(route, name, window, label, frozenset(supported), tuple(ways))
 
     def check(self, sampling: Any) -> None:
         """Accept every distribution: all are sampled from, and reported."""
@@ -180,6 +192,10 @@ class _VLLM:
             if problem:
                 raise Fault(f"weights: {problem}")
 
+        self.settle(server, label)
+
+    def settle(self, server: str, label: str) -> None:
+        """Empty the cache and set the version, in this order."""
         # tokens that were read with the old weights must not serve the new ones
         answer = self.post(server, "/reset_prefix_cache", {})
         if answer != {"success": True}:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rft_fn import border
 from rft_fn import model as model_lib
 from rft_fn.engine import requests
+from rft_fn.engine.weight_channel import Parcel
 from rft_fn.engine.weight_folder import Manifest, manifest
 from rft_fn.model import quantize
 from rft_fn.model.weight_files import Stored, converted, slices
@@ -183,6 +184,7 @@ class Described(NamedTuple):
     window: int | None  # tokens
     label: str  # of its weights; empty if it does not say
     supported: frozenset[str]  # which of "load", "score" and "sleep" do something
+    ways: tuple[str, ...] = ()  # by which it takes weights, the better ones first: rft, difference, folder
 
 
 class Ask(NamedTuple):
@@ -208,11 +210,28 @@ class Reply(NamedTuple):
     label: str | None  # of the weights that drew them; None if the server does not say
 
 
+class Sends(Protocol):
+    """Sends weights to servers over channels."""
+
+    def has(self, server: str) -> bool:
+        """Return whether a server can receive."""
+        ...
+
+    def send(self, server: str, parcel: Parcel, label: str) -> None:
+        """Send all of `parcel`. Fault or Refused where it has not arrived; `settle` ends it."""
+        ...
+
+    def close(self) -> None:
+        """Leave the channels."""
+        ...
+
+
 class ServerProtocol(Protocol):
     """The functions by which one kind of server is asked. All raise Fault and Refused."""
 
     name: str
     hint: str  # the options that a server must be started with
+    senders: Sends | None  # where this kind of server has channels
 
     def describe(self, server: str) -> Described:
         """Return what a server is and can do."""
@@ -242,6 +261,10 @@ class ServerProtocol(Protocol):
 
     def load(self, server: str, folder: str, label: str, names: int) -> None:
         """Make the server read weights; it has confirmed `names` tensors, `label` and an empty cache."""
+        ...
+
+    def settle(self, server: str, label: str) -> None:
+        """Empty the server's cache after a load, and let it confirm `label`."""
         ...
 
     def sleep(self, server: str) -> None:

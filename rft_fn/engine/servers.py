@@ -5,12 +5,9 @@ the sample's key as its seed, so that the same tokens come from any server at an
 answer; weights by way of a folder; and servers that failed are taken back once they are well.
 """
 
-import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -37,6 +34,7 @@ from rft_fn.engine.server_protocol import (
     probe,
     remote_model,
 )
+from rft_fn.engine.weight_delivery import Collected, Delivery
 from rft_fn.engine.weight_folder import LoadCheck
 from rft_fn.types import Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
@@ -78,12 +76,8 @@ class _Servers:
         self.known: dict[str, Described] = {}
         self.labels: dict[str, str] = {}  # of the weights that each server should have
         self.run = uuid4().hex[:8]  # a version of another run is another one
-        self.temporary: Any = None
-        self.folder = ""  # of the weights that were loaded last
-        self.written: list[Path] = []  # folders of this rank
-        # also where nobody calls `close`
-        self.tidy = weakref.finalize(self, weight_folder.remove_all, self.written)
-        self.names = 0  # tensors in it
+        self.delivery = Delivery(config, protocol, client)
+        self.loaded = False  # weights of this engine
         self.version = 0
         self.asleep = False
         self.mixed = False  # servers had weights of different labels, and are to be compared again
@@ -120,6 +114,8 @@ class _Servers:
     def meet(self, server: str) -> Described:
         """Describe a server. Refused for one that ignores an option."""
         known = self.protocol.describe(server)
+        if not self.config.alone:
+            self.delivery.check(known)
 
         def sampled(ask: Ask) -> Reply:
             reply = self.protocol.sample(server, known, ask)
@@ -147,8 +143,8 @@ class _Servers:
         """Make a server answer with the weights of this engine. Fault or Refused if it does not."""
         known = self.protocol.describe(server)
         want = self.labels.get(server, known.label)
-        if self.folder and known.label != want:
-            self.protocol.load(server, self.folder, want, self.names)
+        if self.loaded and known.label != want:
+            self.delivery.give(server, known, want)
         if server not in self.known:
             self.meet(server)
         self.known[server] = known
@@ -247,80 +243,56 @@ class _Servers:
             return border.log_probs("log-probs", logp, len(tokens) - 1)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
-        """Load as `Load` says: rank 0 writes a folder, and every server reads it. BadRequest if alone."""
+        """Load as `Load` says: rank 0 collects, then every server gets all of it. BadRequest if alone."""
         if self.config.alone:
             raise BadRequest("load: expected an engine that the ranks share, got one that is alone")
         began = time.perf_counter()
         check = LoadCheck(self.model.manifest, weights)
-        folder = f"{self.run}-{version}"
-        writer = weight_folder.Writer(Path(self.home(), folder)) if dist.is_main() else None
-
-        # a full disk is raised at the end: it takes all ranks to put the tensors together
-        problem: Exception | None = None
+        label = f"{self.run}:{version}"
+        collected = self.delivery.collect(label, self.known) if dist.is_main() else None
         try:
             for name, x in weights:
                 check.take(name, x)
-                if writer is not None and problem is None:
-                    problem = writer.add(name, x)
+                if collected is not None:
+                    collected.add(name, x)
             delivered = check.finish(version)
             frozen = check.unsent()
-            if writer is not None and frozen and problem is None:
-                before = next(iter(self.written), None)
-                problem = writer.add_kept(frozen, before, self.model.tensors)
+            if collected is not None and frozen:
+                collected.add_kept(frozen, self.delivery.before(), self.model.tensors)
         except BaseException:
-            if writer is not None:
-                writer.discard()
+            if collected is not None:
+                collected.discard()
             raise
 
-        label = f"{self.run}:{version}"
-        present = check.names | frozen
-        tied = weight_folder.tied(self.model.manifest.required, present)
-        self.names = len(present) + len(tied)
-        folder, working = _on_rank0(partial(self.publish, writer, tied, label, problem))
-        self.folder = folder
+        tied = weight_folder.tied(self.model.manifest.required, check.names | frozen)
+        self.delivery.names = len(check.names | frozen) + len(tied)
+        self.delivery.folder, working = _on_rank0(partial(self.publish, collected, tied, label))
+        self.loaded = True
         self.labels = dict.fromkeys(self.config.servers, label)
         self.pool.leave(working, "did not take the weights")
         self.version = version
         self.mixed = False
         return delivered._replace(seconds=time.perf_counter() - began)
 
-    def publish(
-        self,
-        writer: weight_folder.Writer | None,
-        tied: dict[str, str],
-        label: str,
-        problem: Exception | None,
-    ) -> tuple[str, list[str]]:
-        """Finish the folder, and let the servers read it. Returns it, and the servers that did."""
-        assert writer is not None  # on the first rank
-        folder = str(writer.folder.resolve())
+    def publish(self, collected: Collected | None, tied: dict[str, str], label: str) -> tuple[str, list[str]]:
+        """Give the weights to the servers. Returns their folder, and the servers that took them."""
+        assert collected is not None  # on the first rank
 
         def take(server: str) -> Described:
             known = self.known.get(server) or self.meet(server)
-            self.protocol.load(server, folder, label, self.names)
+            self.delivery.give(server, known, label)
             return known._replace(label=label)
 
         try:
-            if problem:
-                raise problem
-            writer.finish(tied)
+            self.delivery.offer(collected, tied)
             self.known |= self.pool.each(take)
             if self.mixed:
                 self.compare({server: self.known[server] for server in self.pool.working()})
         except BaseException:
-            writer.discard()
+            collected.discard()
             raise
-        weight_folder.remove_all([old for old in self.written if str(old) != folder])
-        self.written[:] = [Path(folder)]
-        return folder, self.pool.working()
-
-    def home(self) -> str:
-        """Return the folder for folders of weights."""
-        if self.config.weights:
-            return self.config.weights
-        if self.temporary is None:
-            self.temporary = tempfile.TemporaryDirectory(prefix="rft-weights-")
-        return self.temporary.name
+        self.delivery.settle()
+        return self.delivery.folder, self.pool.working()
 
     def sleep(self) -> None:
         """Let the servers give memory back, once no rank needs them."""
@@ -359,9 +331,7 @@ class _Servers:
     def close(self) -> None:
         """Break off requests under way, and delete the weights."""
         self.client.abort()
-        self.tidy()
-        if self.temporary is not None:
-            self.temporary.cleanup()
+        self.delivery.close()
 
 
 def _on_rank0(f: Callable[[], ResultT]) -> ResultT:

@@ -24,6 +24,7 @@ from rft_fn.engine.server_protocol import (
     Fault,
     Refused,
     Reply,
+    Sends,
     expected,
     limit,
     ranked,
@@ -55,6 +56,7 @@ class _SGLang:
 
     name = "sglang"
     hint = "--enable-deterministic-inference"
+    senders: Sends | None = None
 
     def __init__(self, client: Client, seconds: float):
         """`seconds` is the limit of one request."""
@@ -82,7 +84,8 @@ class _SGLang:
             if options.get("enable_memory_saver") is True:
                 supported.add("sleep")
             name = border.text("served_model_name", model["served_model_name"])
-            return Described("/generate", name, window, str(model["weight_version"]), frozenset(supported))
+            label = str(model["weight_version"])
+            return Described("/generate", name, window, label, frozenset(supported), ("folder",))
 
     def check(self, sampling: Sampling) -> None:
         """Raise BadRequest for both cuts together: the server takes the mass of top_p before top_k."""
@@ -153,6 +156,10 @@ class _SGLang:
         with expected("success", answer):
             if answer["success"] is not True:
                 raise Fault(f"weights: {answer['message']}")
+        self.settle(server, label)
+
+    def settle(self, server: str, label: str) -> None:
+        """Raise Fault unless the server says that it has these weights."""
         got = self.describe(server).label
         if got != label:
             raise Fault(f"expected weights {label!r} after the load, got {got!r}")

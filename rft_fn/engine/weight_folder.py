@@ -19,7 +19,7 @@ from rft_fn.types.engine import Delivered
 
 __all__ = [
     "TIED", "LoadCheck", "Manifest", "Writer", "manifest", "read", "remove",
-    "remove_all", "tied",
+    "remove_all", "tied", "with_tied",
 ]  # fmt: skip
 
 
@@ -120,20 +120,29 @@ class Writer:
         self.bytes = 0
 
 
-def read(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a folder, one in memory at a time, and each tied name as well."""
+def read(folder: str | Path, *, tied: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a folder, one in memory at a time; with `tied` by each further name as well."""
+    found = _stored(Path(folder))
+    return with_tied(folder, found) if tied else found
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(path), "pt") as file:
+            for name in file.keys():  # noqa: SIM118  (no mapping)
+                yield name, torch.as_tensor(file.get_tensor(name))
+
+
+def with_tied(folder: str | Path, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors by all of their names, as a folder says them."""
     aliases: dict[str, list[str]] = {}
     for alias, name in json.loads(Path(folder, TIED).read_text()).items():
         aliases.setdefault(name, []).append(alias)
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(str(path), "pt") as file:
-            for name in file.keys():  # noqa: SIM118  (no mapping)
-                x = torch.as_tensor(file.get_tensor(name))
-                yield name, x
-                for alias in aliases.get(name, ()):
-                    yield alias, x
+    for name, x in tensors:
+        for each in (name, *aliases.get(name, ())):
+            yield each, x
 
 
 def tied(required: Mapping[str, Collection[str]], sent: Collection[str]) -> dict[str, str]:

@@ -8,16 +8,20 @@ A server has `--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder`, so
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rft_fn.engine import weight_folder
+from rft_fn.engine.weight_delta import Kept
 from rft_fn.engine.weight_folder import LoadCheck
 from rft_fn.text import error_text
 
-__all__ = ["MissingElements", "WeightsFromFolder", "checked", "drafts_of", "replace"]
+__all__ = [
+    "MissingElements", "WeightsFromFolder", "check_same", "checked", "drafts_of", "reload", "replace",
+]  # fmt: skip
 
 
 MissingElements = dict[str, tuple[int, int]]  # layers that got fewer elements than they hold: (got, held)
@@ -48,31 +52,52 @@ def checked(
             yield each, x
 
 
-@torch.no_grad()
 def replace(
     worker: Any, weights: Iterable[tuple[str, Tensor]], expected: MissingElements | None
 ) -> MissingElements:
     """Load weights into the model of vLLM's worker; return the layers that did not get all elements.
 
-    Some never do: those with padding, scales and rotary tables. ValueError unless they are `expected`, the
-    ones of the first whole load. After any error the model must not be used again.
+    ValueError unless they are `expected`, the ones of the first whole load.
+    """
+    missing = reload(worker.get_model(), weights, worker.vllm_config, worker.model_runner.model_config)
+    if expected is not None:
+        check_same(missing, expected)
+    return missing
+
+
+@torch.no_grad()
+def reload(
+    model: Any, weights: Iterable[tuple[str, Tensor]], config: Any, model_config: Any
+) -> MissingElements:
+    """Load weights into a model of vLLM; return the layers that did not get all elements.
+
+    Some never do: those with padding, scales and rotary tables. The configs are vLLM's and the model's. After
+    an error the model must not be used before another whole load.
     """
     from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.model_loader.reload import layerwise  # pyright: ignore[reportMissingImports]
 
-    model = worker.get_model()
-    with set_current_vllm_config(worker.vllm_config):
+    with set_current_vllm_config(config):
         layerwise.initialize_layerwise_reload(model)
-        model.load_weights(weights)
-        missing: MissingElements = {}
-        for name, layer in model.named_modules():
-            info = layerwise.get_layerwise_info(layer)
-            if info.can_load() and info.load_numel < info.load_numel_total:
-                missing[name] = info.load_numel, info.load_numel_total
-        if expected is not None and missing != expected:
-            raise ValueError(_difference(missing, expected))
-        layerwise.finalize_layerwise_reload(model, worker.model_runner.model_config)
+        try:
+            model.load_weights(weights)
+            missing: MissingElements = {}
+            for name, layer in model.named_modules():
+                info = layerwise.get_layerwise_info(layer)
+                if info.can_load() and info.load_numel < info.load_numel_total:
+                    missing[name] = info.load_numel, info.load_numel_total
+        except BaseException:
+            with suppress(Exception):  # else the next load would go on from the counts of this one
+                layerwise.finalize_layerwise_reload(model, model_config)
+            raise
+        layerwise.finalize_layerwise_reload(model, model_config)
     return missing
+
+
+def check_same(missing: MissingElements, expected: MissingElements) -> None:
+    """Raise ValueError, by name, for layers that did not get what they got in the first whole load."""
+    if missing != expected:
+        raise ValueError(_difference(missing, expected))
 
 
 def _difference(missing: MissingElements, expected: MissingElements) -> str:
@@ -114,14 +139,20 @@ class WeightsFromFolder:
 
     # names start with rft_, because they are among the worker's own
     rft_usual: frozenset[str] | None = None  # layers that lack elements in a whole load
+    rft_kept: Kept | None = None  # weights that the next folder may be a difference from
 
     def rft_describe(self: Any) -> dict[str, Any]:
-        """Return the device, whether memory can be given back, and what verifies drafts, if there are any."""
+        """Return the device, and the parts of the config that decide what a trainer may ask for.
+
+        They are whether memory can be given back, vLLM's backend of weight transfer, and what verifies drafts.
+        """
         config = self.vllm_config
         device = str(config.device_config.device_type)
         return {
             "device": device,
             "sleep": bool(config.model_config.enable_sleep_mode) and device != "cpu",
+            "transfer": getattr(getattr(config, "weight_transfer_config", None), "backend", ""),
+            "differences": True,
             "speculative": drafts_of(config),
         }
 
@@ -136,11 +167,13 @@ class WeightsFromFolder:
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             nonlocal names
-            for name, x in weight_folder.read(folder):
+            for name, x in weights:
                 names += 1
                 yield name, x
 
         try:
+            self.rft_kept = self.rft_kept or Kept()
+            weights = self.rft_kept.read(Path(folder))  # all of a difference, before the model is touched
             missing = replace(self, counted(), None)
             self.model_runner.reset_encoder_cache()
             self.model_runner.reset_mm_cache()

@@ -8,13 +8,30 @@ import torch
 
 from rft_fn import dist
 
-__all__ = ["host_memory", "report"]
+__all__ = ["host_free", "host_memory", "report"]
 
 
 def host_memory() -> int:
     """Return host memory per process of this machine [bytes]."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def host_free() -> int:
+    """Return the host memory that is free or only a cache of files, within the container's limit [bytes]."""
+    about = Path("/proc/meminfo")
+    if not about.exists():
+        return host_memory()
+    lines = dict(line.split(":", 1) for line in about.read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())  # "max" without one
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return free
+    return min(free, limit - used + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0)))
 
 
 def _used() -> dict[str, int]:

@@ -5,12 +5,14 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from rft_fn import dist, limits
 from rft_fn.limits import AtLeast0, AutoCount, Count, Free, Range, Seed, Share, Whole
 
-__all__ = ["StrategyConfig", "add_arguments"]
+__all__ = ["StrategyConfig", "Transfer", "add_arguments"]
+
+Transfer = Literal["auto", "rft", "folder"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class StrategyConfig:
     """seconds that one call of the engine may take, or one request to a server"""
     engine_weights: Free[str] = ""
     """the folder that servers read weights from; if empty, a temporary one of this machine"""
+    engine_transfer: Free[Transfer] = "auto"
+    """how servers get weights: rft is a channel to each, folder is by disk, auto the better that each has"""
     engine_max_model_len: Free[Whole] = 0
     """most tokens of a prompt and its response in the engine; 0 is the model's window"""
     engine_block_size: Free[Whole] = 0
@@ -190,6 +194,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             parser.add_argument(f"--{f.name}", action=action, default=f.default, help=docs[f.name])
         elif get_origin(types[f.name]) is tuple:
             parser.add_argument(f"--{f.name}", nargs="*", default=f.default, help=docs[f.name])
+        elif get_origin(types[f.name]) is Literal:
+            choices = get_args(types[f.name])
+            parser.add_argument(f"--{f.name}", choices=choices, default=f.default, help=docs[f.name])
         else:
             parser.add_argument(f"--{f.name}", type=types[f.name], default=f.default, help=docs[f.name])
     parser.add_argument(

@@ -36,7 +36,8 @@ class Server:
         }
         options = f"--dtype float32 --enforce-eager --block-size 32 --max-model-len {window} "
         options += "--enable-scale-out --logprobs-mode processed_logprobs --host 127.0.0.1 "
-        options += "--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder"
+        options += "--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder "
+        options += '--weight-transfer-config {"backend":"rft"}'
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(self.port)]
         command += ["--model", model.resolve(served), *options.split()]
         with open(log, "w") as out:

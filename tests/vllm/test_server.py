@@ -5,6 +5,7 @@ They need an environment with vLLM; the trainer's side runs in the same one here
 
 import itertools
 import threading
+import time
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ import rft_fn as rft
 from rft_fn import engine, model, rng
 from rft_fn.engine import openai as dialect
 from rft_fn.engine import weight_folder
-from rft_fn.engine.server_protocol import Client
+from rft_fn.engine.pool import ServersFailed
+from rft_fn.engine.server_protocol import Client, Fault
+from rft_fn.engine.weight_channel import Channel, Parcel
+from rft_fn.engine.weight_sender import UPDATE, Senders
 
 pytestmark = needs_vllm
 
@@ -92,9 +96,12 @@ def test_log_probs_are_of_the_distribution_that_was_sampled_from(servers, route,
     assert (eng.score(got) - hf().score(got)).abs().max() < NOISE
 
 
-def test_only_the_embedding_changes_and_arrives(eng):
+@pytest.mark.parametrize("way", ["folder", "rft"])
+def test_only_the_embedding_changes_and_arrives(servers, way):
     """It is the head too, of which vLLM keeps a packed copy on the CPU."""
+    eng = made(*servers, batch=16, transfer=way)
     lm = model.load("tiny")
+    eng.load(lm.named_parameters(), version=0)
     with torch.no_grad():
         weight = lm.get_input_embeddings().weight
         weight.add_(0.05 * torch.randn(weight.shape, generator=rng.generator(0)))
@@ -105,6 +112,7 @@ def test_only_the_embedding_changes_and_arrives(eng):
         rollout = eng.generate(PROMPTS, KEYS, n=8, sampling=SAMPLING)
         assert gap(rollout, SAMPLING, lm) < 1e-4 < gap(rollout, SAMPLING)
         assert set(rollout.version.tolist()) == {1}
+    eng.close()
 
 
 def test_a_dropped_tensor_is_counted(eng, servers, tmp_path):
@@ -127,6 +135,59 @@ def test_a_dropped_tensor_is_counted(eng, servers, tmp_path):
         assert "FileNotFoundError" in worker["error"]
     eng.load(lm.named_parameters(), version=3)
     assert gap(eng.generate(PROMPTS, KEYS, n=8, sampling=SAMPLING), SAMPLING, lm) < NOISE
+
+
+def parcel(lm, without=""):
+    """The weights of a model, as the first rank has collected them."""
+    found = Parcel()
+    for name, x in lm.named_parameters():
+        if name != without:
+            found.add(name, x)
+    found.finish({"lm_head.weight": "model.embed_tokens.weight"})
+    return found
+
+
+def shaken(seed):
+    lm = model.load("tiny")
+    with torch.no_grad():
+        for p in lm.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=rng.generator(seed)))
+    return lm
+
+
+def test_weights_that_do_not_arrive_whole_leave_the_old_ones(eng, servers, monkeypatch):
+    """A tensor too few for the manifest, or for a layer; a trainer that never sends; one that is gone."""
+    old, new, url = shaken(1), shaken(2), servers[0].url
+    name = "model.layers.1.self_attn.q_proj.weight"
+    eng.load(old.named_parameters(), version=1)
+    senders = Senders(Client(), 5.0)
+
+    def refused(sent, line, seconds):
+        began = time.monotonic()
+        with pytest.raises(Fault, match=line) as found:
+            senders.send(url, sent, "other:1")
+        assert time.monotonic() - began < seconds and "\n" not in str(found.value)
+        assert gap(eng.generate(PROMPTS, KEYS, n=8, sampling=SAMPLING), SAMPLING, old) < NOISE
+
+    with monkeypatch.context() as patch:
+        whole = parcel(new).manifest()
+        patch.setattr(Parcel, "manifest", lambda _: whole)
+        refused(parcel(new, without=name), rf"status 500: .*{name}: expected float32 .*, got none", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "broadcast", lambda *_: None)
+        refused(parcel(new), f"^{UPDATE}: ", 8)
+    dead = Senders(Client(), 30.0)
+    dead._begin(url, time.monotonic() + 30)
+    del dead
+
+    # the next trainer, who also finds a layer that got too little: by vLLM's own count
+    eng.load(new.named_parameters(), version=2)
+    assert gap(eng.generate(PROMPTS, KEYS, n=8, sampling=SAMPLING), SAMPLING, new) < NOISE
+    with pytest.raises(Fault, match=r"status 500: .*layers\.1\.self_attn\.qkv_proj: expected \d+ elements"):
+        senders.send(url, parcel(old, without=name), "other:2")
+    assert dialect.protocol(Client(), 60).label(url) == "other:2 failed"
+    eng.load(old.named_parameters(), version=3)
+    assert gap(eng.generate(PROMPTS, KEYS, n=8, sampling=SAMPLING), SAMPLING, old) < NOISE
 
 
 def test_a_cpu_gives_no_memory_back(eng):
@@ -163,7 +224,7 @@ def trained(eng):
 def test_one_of_two_is_killed_in_mid_run(servers, monkeypatch):
     """Its workers die in the middle of the second rollout; the run goes on with the same tokens."""
     bad, well = servers
-    want = trained(made(well))
+    want = trained(made(well, transfer="folder"))
     eng = made(bad, well, batch=8)
     call, asked = Client.call, itertools.count(1)
 
@@ -177,3 +238,15 @@ def test_one_of_two_is_killed_in_mid_run(servers, monkeypatch):
     assert bad.process.poll() is not None and eng.status()["alive"]
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one.tokens, other.tokens) and torch.equal(one.version, other.version)
+
+
+def test_the_last_one_is_killed_while_weights_arrive(servers, monkeypatch):
+    _, last = servers
+    eng = made(last, transfer="rft")
+    lm = model.load("tiny")
+    eng.load(lm.named_parameters(), version=1)
+    monkeypatch.setattr(Channel, "broadcast", lambda *_: last.kill())
+    began = time.monotonic()
+    with pytest.raises(ServersFailed, match=f"^engine openai: {last.url}: {UPDATE}: ") as found:
+        eng.load(lm.named_parameters(), version=2)
+    assert time.monotonic() - began < 10 and "\n" not in str(found.value)

@@ -1,0 +1,205 @@
+"""Sends weights to servers of vLLM that have this package's backend, by vLLM's own four phases.
+
+The phases are requests; the weights go over a channel beside them. All of it has one deadline for each
+server, and after any failure the channel to that server is given up: the next load makes another one.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import torch
+
+from rft_fn import border
+from rft_fn.engine.server_protocol import Client, Fault, Refused, expected
+from rft_fn.engine.weight_channel import (
+    Bucket,
+    Channel,
+    Connect,
+    Parcel,
+    Update,
+    all_ready,
+    listen,
+    own_address,
+)
+
+__all__ = ["Senders", "answered"]
+
+T = TypeVar("T")
+
+INIT = "/init_weight_transfer_engine"
+START = "/start_weight_update"
+UPDATE = "/update_weights"
+FINISH = "/finish_weight_update"
+MEET = 60.0  # seconds for a group to come together
+POLL = 2e-3  # seconds between looks at whether the workers are ready
+WORDS = 2.0  # seconds that a server has to say why its end of a channel has closed
+SHARE = 0.9  # of the time that is left, for the server: its own words are better than none in time
+
+
+class Request:
+    """A request under way, in a thread of its own."""
+
+    def __init__(self, post: Callable[[], Any]):
+        self.problem: Exception | None = None
+        self.over = threading.Event()
+        threading.Thread(target=self._run, args=(post,), name="phase", daemon=True).start()
+
+    def _run(self, post: Callable[[], Any]) -> None:
+        try:
+            post()
+        except Exception as error:
+            self.problem = error
+        finally:
+            self.over.set()
+
+
+class Senders:
+    """The trainer's ends of the channels to its servers; threads may send to several at a time."""
+
+    def __init__(self, client: Client, seconds: float):
+        """`seconds` is the limit of all phases of one load together."""
+        self.client = client
+        self.seconds = seconds
+        self.run = uuid4().hex[:8]  # another one's weights are refused
+        self.open: dict[str, Channel] = {}
+
+    def has(self, server: str) -> bool:
+        """Ask whether a server has the backend: no other one takes the question."""
+        return self._takes(server, "gloo")
+
+    def send(self, server: str, parcel: Parcel, label: str) -> None:
+        """Send all of `parcel`. Fault or Refused where it has not arrived.
+
+        The server's version is none that anyone samples from until the protocol's `settle` has set `label`.
+        """
+        end = time.monotonic() + self.seconds
+        try:
+            channel = self.open[server] = self._begin(server, end)
+            for bucket in parcel.buckets:
+                update = self._update(parcel, bucket, end)
+                move = partial(channel.broadcast, bucket.data, update.seconds)
+                body = {"update_info": asdict(update)}
+                self._together(server, UPDATE, body, channel.ready, move, end)
+        except BaseException:
+            self.open.pop(server, None)
+            raise
+        try:
+            self._post(server, FINISH, {"weight_version": f"{label} arrived"}, end)
+        except (Fault, Refused):
+            self.open.pop(server, None)
+            # it may have begun to load: its old version is true no more
+            with suppress(Fault, Refused):
+                self._post(server, "/update_weight_version", {"new_version": f"{label} failed"}, end)
+            raise
+
+    def close(self) -> None:
+        """Leave the channels."""
+        self.open.clear()
+
+    def _update(self, parcel: Parcel, bucket: Bucket, end: float) -> Update:
+        update = Update(self.run, bucket.described(), parcel.total, SHARE * _left(end))
+        if bucket is parcel.buckets[-1]:
+            update.manifest, update.tied = parcel.manifest(), parcel.tied
+        return update
+
+    def _connect(self, server: str, end: float) -> Channel:
+        """Meet the workers of a server."""
+        answer = self.client.call(server, "/get_world_size", seconds=_left(end))
+        with expected("world_size", answer):
+            world = 1 + border.integer("world_size", answer["world_size"], low=1)
+        kind = "nccl" if torch.cuda.is_available() and self._takes(server, "nccl") else "gloo"
+        seconds = min(MEET, SHARE * _left(end))
+        try:
+            address = own_address(urlsplit(server).hostname or "")
+            store = listen(address, seconds)
+        except (OSError, RuntimeError) as error:
+            raise Fault(f"{INIT}: {_line(error)}") from error
+        info = Connect(kind=kind, store=f"{address}:{store.port}", run=self.run, world=world, seconds=seconds)
+        met = partial(all_ready, store, world, 0)
+        meet = partial(Channel, store, kind, address, rank=0, world=world, seconds=seconds)
+        return self._together(server, INIT, {"init_info": asdict(info)}, met, meet, end)
+
+    def _takes(self, server: str, kind: str) -> bool:
+        try:
+            self._post(
+                server,
+                INIT,
+                {"init_info": asdict(Connect(kind=kind))},
+                time.monotonic() + min(MEET, self.seconds),
+            )
+        except (Fault, Refused):
+            return False
+        return True
+
+    def _begin(self, server: str, end: float) -> Channel:
+        """Begin an update; return the channel to use for it."""
+        channel = self.open.get(server) or self._connect(server, end)
+        try:
+            self._post(server, START, {}, end)
+        except (Fault, Refused) as error:
+            if not answered(error):
+                raise
+            # one is open: a new channel is refused while its trainer sends; else it is ended as vLLM ends
+            # one, by an error
+            channel = self._connect(server, end)
+            with suppress(Fault, Refused):
+                left = Update(abandon=f"{self.run} begins")
+                self._post(server, UPDATE, {"update_info": asdict(left)}, end)
+            self._post(server, START, {}, end)
+        return channel
+
+    def _together(
+        self,
+        server: str,
+        path: str,
+        body: dict[str, Any],
+        ready: Callable[[], bool],
+        move: Callable[[], T],
+        end: float,
+    ) -> T:
+        """Post, and `move` once the workers are `ready` for it; return what it returns.
+
+        So nothing waits for workers that never came, or that refused the request.
+        """
+        request = Request(partial(self._post, server, path, body, end))
+        while not ready():
+            if request.over.wait(POLL):
+                raise request.problem or Fault(f"{path}: expected workers that receive, got an answer")
+        problem = None
+        result: list[T] = []
+        try:
+            result.append(move())
+        except RuntimeError as error:
+            problem = Fault(f"{path}: {_line(error)}")
+        request.over.wait(WORDS if problem else None)  # a request has a limit, and says more of a problem
+        wrong = request.problem or problem
+        if wrong is not None:
+            raise wrong
+        return result[0]
+
+    def _post(self, server: str, path: str, body: dict[str, Any], end: float) -> Any:
+        return self.client.call(server, path, body, seconds=_left(end))
+
+
+def answered(error: Exception) -> bool:
+    """Return whether a server has answered, though with an error."""
+    return ": status " in str(error)
+
+
+def _left(end: float) -> float:
+    """Return the seconds until `end`. Fault where there are none."""
+    left = end - time.monotonic()
+    if left <= 0:
+        raise Fault("weights: the time for all phases is over")
+    return left
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
