@@ -8,13 +8,33 @@ import torch
 
 from rft_fn import dist
 
-__all__ = ["host_memory", "report"]
+__all__ = ["free", "host_memory", "report"]
 
 
 def host_memory() -> int:
     """Return host memory per process of this machine [bytes]."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def free(device: torch.device) -> int:
+    """Return the memory of a device that this process has, or could take now [bytes].
+
+    Without a GPU that of the host, per process of this machine.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    about = Path("/proc/meminfo")  # on Linux
+    if not about.exists():
+        return host_memory()
+    lines = dict(line.split(":", 1) for line in about.read_text().splitlines())
+    left = int(lines["MemAvailable"].split()[0]) * 1024
+    return min(left // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + _resident(), host_memory())
+
+
+def _resident() -> int:
+    statm = Path("/proc/self/statm")  # on Linux
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def _used() -> dict[str, int]:
@@ -27,8 +47,7 @@ def _used() -> dict[str, int]:
         }
     import resource
 
-    statm = Path("/proc/self/statm")  # on Linux
-    resident = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
+    resident = _resident()
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {"resident": resident, "peak": max(peak, resident)}  # the kernel counts its peak in batches
