@@ -50,7 +50,7 @@ def bench():
 
 def test_the_data_agrees_with_the_estimate(bench):
     made, found = bench
-    assert set(found["knobs"]) == set(made.KNOBS) and len(found["scale"]) == 3 * len(made.SHAPES)
+    assert set(found["knobs"]) == set(made.KNOBS) and len(found["scale"]) == 3 * len(made.SCALED)
     for x, now in (
         (found["scale"]["0.5B on 64"], made.row("0.5B", 64)),
         (found["knobs"]["`sp_size 4`"], made.row("7B", 8, sp_size=4)),
