@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rft_fn import option_help
 
@@ -85,7 +85,31 @@ def qualify(args: Sequence[str], config: type) -> list[str]:
         part = found[0] if len(found) == 1 else ""
         return f"--{part}{no}{name}"
 
-    return [_OPTION.sub(whole, arg) for arg in args]
+    return list(_with_values([_OPTION.sub(whole, arg) for arg in args], _switches(config)))
+
+
+def _switches(config: type, prefix: str = "") -> set[str]:
+    """Return the options that are True, False or a word, as one types them."""
+    found = set()
+    for name, hint in get_type_hints(config).items():
+        if dataclasses.is_dataclass(hint):
+            found |= _switches(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+        elif get_origin(hint) is Literal and True in get_args(hint):
+            found.add(f"{prefix}{name}")
+    return found
+
+
+def _with_values(args: Sequence[str], switches: Collection[str]) -> Iterator[str]:
+    """Yield arguments with =True behind a switch that has no word, and =False where it is --no-NAME."""
+    for arg, behind in zip(args, [*args[1:], "--"]):
+        part, _, last = arg.removeprefix("--").replace("-", "_").rpartition(".")
+        whole = f"{part}.{last.removeprefix('no_')}".lstrip(".")
+        if arg.startswith("--") and whole in switches and last.startswith("no_"):
+            yield f"--{whole.replace('_', '-')}=False"
+        elif arg.startswith("--") and whole in switches and behind.startswith("--"):
+            yield f"{arg}=True"
+        else:
+            yield arg
 
 
 def parse(

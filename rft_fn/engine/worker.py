@@ -144,7 +144,7 @@ class WeightsFromFolder:
     def rft_describe(self: Any) -> dict[str, Any]:
         """Return the device, and the parts of the config that decide what a trainer may ask for.
 
-        They are whether memory can be given back, vLLM's backend of weight transfer, and what verifies drafts.
+        They are whether memory can be given back, vLLM's backend of weights, and what verifies drafts.
         """
         config = self.vllm_config
         device = str(config.device_config.device_type)

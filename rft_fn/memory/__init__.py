@@ -5,6 +5,6 @@ from rft_fn.memory.estimate import Sampler, estimate
 from rft_fn.memory.estimate_table import table
 from rft_fn.memory.media_example import Example, largest
 from rft_fn.memory.phases import Estimate
-from rft_fn.memory.process_memory import host_free, host_memory, report
+from rft_fn.memory.process_memory import free, host_free, host_memory, report
 
 __all__ = ["Example", "Layout", "estimate"]

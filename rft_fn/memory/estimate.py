@@ -131,6 +131,15 @@ class _Work(NamedTuple):
     head: int = 0
     backward: int = 0
     gathered: int = 0
+    host: int = 0  # of host memory
+
+
+def _of_step(x: trace.Step, gathered: int) -> _Work:
+    return _Work(x.activations, x.head, x.backward, gathered, x.host)
+
+
+def _on_device(x: _Work) -> int:
+    return sum(x) - x.host
 
 
 def _shard(p: Tensor, n: int, dtype: torch.dtype | None) -> Tensor:
@@ -210,15 +219,15 @@ class _Tracer:
     def _work(self, module: nn.Module, example: Example | None) -> _Work:
         gathered = self._gathered(module)
         if self.layout.sequence == 1:
-            return _Work(*self._step(module, self.budget, example), gathered=gathered)
+            return _of_step(self._step(module, self.budget, example), gathered)
 
         # each process has its part of the tokens, and all towers
         part = self._step(module, -(-self.budget // self.layout.sequence), None)
         if example is None:
-            return _Work(*part, gathered=gathered)
+            return _of_step(part, gathered)
         with_media = self._step(module, self.budget, example).activations
         towers = max(with_media - self._step(module, self.budget, None).activations, 0)
-        return _Work(part.activations + towers, part.head, part.backward, gathered)
+        return _of_step(part._replace(activations=part.activations + towers), gathered)
 
     def _step(self, module: nn.Module, tokens: int, example: Example | None) -> trace.Step:
         kept = {trace.dtype_of(p, self.layout.kept) for p in module.parameters() if p.requires_grad}
@@ -304,7 +313,7 @@ def estimate(
 
     # models work one after the other: the largest counts
     trained = [module for module, tx in models if tx is not None]
-    work = max([_Work(), *(tracer.work(module, example) for module in trained)], key=sum)
+    work = max([_Work(), *(tracer.work(module, example) for module in trained)], key=_on_device)
     asked = [Asked("rewards", _class(x), _parameters(layout, x), tracer.forward(x, example)) for x in rewards]
     asked += [Asked("judges", _class(x), size_of(x, kind, judge, unknown)) for x, judge in judges]
 
@@ -330,7 +339,7 @@ def estimate(
         gathered=work.gathered,
         update=max(x.update for x in held),
         engine=engine,
-        host=0 if kind == "cpu" else in_step,
+        host=0 if kind == "cpu" else in_step + work.host,
         awake=stays([sampler, *(judge for _, judge in judges)], kind),
         media=in_pack + in_step if kind == "cpu" else in_pack,
         unknown=tuple(unknown),

@@ -8,7 +8,7 @@ import torch
 
 from rft_fn import dist
 
-__all__ = ["host_free", "host_memory", "report"]
+__all__ = ["free", "host_free", "host_memory", "report"]
 
 
 def host_memory() -> int:
@@ -34,6 +34,21 @@ def host_free() -> int:
     return min(free, limit - used + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0)))
 
 
+def free(device: torch.device) -> int:
+    """Return the memory of a device that this process has, or could take now [bytes].
+
+    Without a GPU that of the host, per process of this machine.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return min(host_free() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + _resident(), host_memory())
+
+
+def _resident() -> int:
+    statm = Path("/proc/self/statm")  # on Linux
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
 def _used() -> dict[str, int]:
     """Return the memory of this process, on the GPU if there is one."""
     if torch.cuda.is_available():
@@ -44,8 +59,7 @@ def _used() -> dict[str, int]:
         }
     import resource
 
-    statm = Path("/proc/self/statm")  # on Linux
-    resident = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
+    resident = _resident()
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {"resident": resident, "peak": max(peak, resident)}  # the kernel counts its peak in batches

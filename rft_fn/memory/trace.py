@@ -27,7 +27,7 @@ from rft_fn.memory import without_values
 from rft_fn.memory.backend_layout import Groups
 from rft_fn.memory.media_example import Example
 from rft_fn.memory.without_values import Answers, Constants, Values
-from rft_fn.model import reader
+from rft_fn.model import quantize, reader
 from rft_fn.model.bind import wrap_for_training
 from rft_fn.model.parts import find
 from rft_fn.model.reader import Reader
@@ -45,12 +45,12 @@ class Live(TorchDispatchMode):
     """Counts the bytes of live tensors, `now` and at the `peak`.
 
     Only tensors that are made while it is on count, without `known` tensors and those that share memory
-    with them.
+    with them. `host` are bytes that the step has put into memory of the host.
     """
 
     def __init__(self, known: Sequence[Tensor] = ()):
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.host = 0
         self._seen = weakref.WeakSet(x.untyped_storage() for x in known)
 
     def add(self, size: int) -> None:
@@ -76,6 +76,7 @@ class Step(NamedTuple):
     activations: int  # when the decoder is done: tensors for its backward
     head: int  # more, while the head runs: logits or the workspace without them, and the head's own gradient
     backward: int  # more than both at the backward's peak: gradients of the pack before they are summed
+    host: int = 0  # of host memory: inputs of blocks that wait there
 
 
 def dtype_of(p: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -85,10 +86,12 @@ def dtype_of(p: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def on_meta(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Copy a module without memory, in `dtype` if one is given."""
+def on_meta(module: nn.Module, dtype: torch.dtype | None = None, *, low: bool = False) -> nn.Module:
+    """Copy a module without memory, in `dtype` if one is given; with `low` it shares quantised weights."""
 
     def empty(x: Tensor) -> Tensor:
+        if low and quantize.is_low(x):
+            return x
         if not isinstance(x, nn.Parameter):
             return x.to("meta")
         return nn.Parameter(torch.empty(x.shape, device="meta", dtype=dtype_of(x, dtype)), x.requires_grad)
@@ -173,7 +176,7 @@ class _Phases:
         """Return the phases of a step that is over."""
         activations = self.activations or 0
         head = max(self.live.peak if self.head is None else self.head, activations)
-        return Step(activations, head - activations, max(self.live.peak - head, 0))
+        return Step(activations, head - activations, max(self.live.peak - head, 0), self.live.host)
 
 
 def _prepare(
@@ -199,7 +202,10 @@ def _prepare(
         return values.on_meta(x) if known else x.to("meta")
 
     pack = tree.map(moved, _pack(tokens, example))
-    return root, pack, values, Live([*root.parameters(), *root.buffers(), *tree.leaves(pack)])
+    live = Live([*root.parameters(), *root.buffers(), *tree.leaves(pack)])
+    if kind != "cpu":
+        without_values.wait_on_host(root, live)
+    return root, pack, values, live
 
 
 def step(

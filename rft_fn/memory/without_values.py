@@ -1,6 +1,7 @@
 """Models on the meta device, where tensors have shapes and no values: answers to those who read some."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rft_fn.model import attention
+from rft_fn.model import attention, checkpointing
 from rft_fn.model.parts import find
 
-__all__ = ["Answers", "Constants", "Values", "put_into"]
+__all__ = ["Answers", "Constants", "Values", "put_into", "wait_on_host"]
 
 
 _MOST = 2**24  # elements of a tensor with values that are computed
@@ -301,3 +302,31 @@ def _flash_like(*, loop: bool) -> Callable:
         return out, None
 
     return attention
+
+
+# ---------- inputs of checkpointed blocks that are on the host, and take no memory of the device
+
+
+class _Away(checkpointing.Moved):
+    """An input of a block of which only the shape is left, until it is back."""
+
+    def __init__(self, live: Any, x: Tensor, before: Any):
+        self.live = live
+        super().__init__(x, before)
+
+    def send(self, x: Tensor) -> None:
+        self.shape, self.dtype = x.shape, x.dtype
+        # torch's allocator of pinned memory hands out powers of two
+        self.live.host += 1 << max(x.numel() * x.element_size() - 1, 0).bit_length()
+
+    def fetch(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def wait(self, x: Tensor) -> None:
+        pass
+
+
+def wait_on_host(root: nn.Module, live: Any) -> None:
+    """Have the inputs of blocks that go to the host counted in `live.host` instead of on the device."""
+    for function in checkpointing.on_host(root):
+        function.moved = partial(_Away, live)

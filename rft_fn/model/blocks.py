@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn.model import attention
+from rft_fn.model.checkpointing import kind_of
 from rft_fn.model.reader import Reader
 
 __all__ = ["blocks", "compile_blocks", "require_compiler"]
@@ -42,8 +43,8 @@ def compile_blocks(root: nn.Module, *, backend: str = "inductor") -> int:
     to pack. Hooks and gradient checkpointing stay outside of the graphs. Names of parameters do not
     change.
 
-    ValueError for a module that has its own forward, for one without blocks, and for one with routers that
-    report the balance of experts.
+    ValueError for a module that has its own forward, for one without blocks, for one with routers that
+    report the balance of experts, and for blocks that keep more or less than their input.
     """
     name = type(root).__name__
     if not isinstance(root, Reader):
@@ -53,6 +54,11 @@ def compile_blocks(root: nn.Module, *, backend: str = "inductor") -> int:
         )
     if root.balance is not None:
         raise ValueError("aux: expected False with compile_blocks, got True, whose hooks come and go")
+    if (kind := kind_of(root)) not in (False, True):
+        raise ValueError(
+            f"gradient_checkpointing: expected False or True with compile_blocks, whose graphs are whole, "
+            f"got {kind}"
+        )
     found = blocks(root.parts.text)
     if not found:
         raise ValueError(f"compile_blocks: expected a list of decoder blocks in {name}, got none")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rft_fn import border
 from rft_fn.model import classifier
+from rft_fn.model.checkpointing import Checkpointing
 from rft_fn.model.classifier import HEADS
 from rft_fn.model.critic import Critic
 from rft_fn.model.frozen import freeze as frozen
@@ -74,7 +75,7 @@ def load_critic(
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: Checkpointing = False,
     meta: bool = False,
     freeze: Sequence[str] = (),
     **kwargs: Any,
@@ -137,7 +138,7 @@ def load_reward(
     new: bool = False,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: Checkpointing = False,
     meta: bool = False,
     freeze: Sequence[str] = (),
     **kwargs: Any,

@@ -12,6 +12,7 @@ from rft_fn.foreign_json import parse_json
 from rft_fn.modality import ActorModality
 from rft_fn.model import classifier
 from rft_fn.model import quantize as low
+from rft_fn.model.checkpointing import Checkpointing, checkpoint
 from rft_fn.model.fresh import changes_of, fresh
 from rft_fn.model.frozen import freeze as frozen
 from rft_fn.model.lora import require_plain_adapters
@@ -47,7 +48,7 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: Checkpointing = False,
     meta: bool = False,
     quantize: str = "",
     freeze: Sequence[str] = (),
@@ -61,7 +62,8 @@ def load(
     speaks, only the part that reads and writes text is loaded. dtype defaults to float32 on the CPU (where
     bf16 is unusably slow) and to bf16 on a GPU; a module keeps its own. A folder of adapters gives its
     base model with them, to be trained further. With `meta` the module comes without memory, and binding
-    it reads its weights: a sharded strategy reads each process's shards only.
+    it reads its weights: a sharded strategy reads each process's shards only. `gradient_checkpointing` is
+    what a block keeps for its backward, see `checkpointing.Checkpointing`.
 
     `quantize` holds the linear layers in low precision, to be frozen under adapters: "int8" by torchao,
     "nf4" by bitsandbytes; "none" is in full, even if they were saved in low; else as they were saved.
@@ -92,10 +94,7 @@ def load(
         else:
             options = {"dtype": dtype, "trust_remote_code": trust_remote_code} | kwargs
             module = _named(name, device, meta, quantize, options)
-    if gradient_checkpointing:
-        enable: Any = getattr(module, "activation_checkpointing_enable", None)  # its name since 5.23
-        enable = enable or module.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+    checkpoint(module, gradient_checkpointing)
     return frozen(module, freeze)
 
 

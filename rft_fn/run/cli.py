@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from rft_fn import dist, parsing
 from rft_fn.engine import EngineDead
 from rft_fn.run import config_file, signals, sizes
@@ -101,12 +103,28 @@ def explain(error: Exception) -> None:
     mistake = isinstance(error, ends)
     if not lost and (not mistake or os.environ.get("RFT_FN_TRACEBACK")):
         sys.excepthook = _print_traceback  # the error may quote a response
+        if line := _saving(error):
+            error.add_note(f"out of memory: {line}")
         raise error
     if mistake:
         fail(error)
     if os.environ.get("RFT_FN_TRACEBACK"):
         traceback.print_exception(error)
     dist.abort(dist.lost_line(error))
+
+
+def _saving(error: Exception) -> str:
+    """Return the one option that would have saved a run from this error; empty for another error."""
+    # on a CPU it is a RuntimeError of torch's allocator
+    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        return ""
+    from rft_fn.strategy import forecast  # which loads the models' room
+
+    found = forecast.last()
+    try:
+        return "" if found is None else forecast.saving(found)
+    except Exception as other:  # the error of the run is the one to show
+        return f"no forecast: {error_text(other)}"
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

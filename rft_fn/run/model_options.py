@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from rft_fn import limits
 from rft_fn.limits import AtLeast0, AutoCount, Count, Filled, Free, Positive, Range, Whole
+from rft_fn.model.checkpointing import Checkpointing
 
 __all__ = ["Data", "Model", "Options", "Policy", "Prompts", "Rank", "exclusions"]
 
@@ -119,4 +120,4 @@ class Policy(
     quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: as stored
     router_aux: AtLeast0 = 0.0  # coefficient of the load-balancing loss of a mixture of experts
     budget: Free[AutoCount] = 1024  # most tokens per micro-batch, packed; auto, as on a GPU: by the forecast
-    gradient_checkpointing: Free[bool] = False  # recompute activations in the backward pass, to save memory
+    gradient_checkpointing: Free[Checkpointing] = False  # recompute activations to save memory, host most

@@ -1,24 +1,20 @@
 """Where a train step runs: a `Strategy` record for each backend, selected by a config."""
 
 import sys
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from rft_fn import dist, memory
+from rft_fn import dist
 from rft_fn.data import Dataset
-from rft_fn.memory import Estimate, Example, Layout
-from rft_fn.memory.estimate import Model, Sampler
 from rft_fn.model.blocks import require_compiler
 from rft_fn.model.load import usual_device
 from rft_fn.strategy.config import StrategyConfig, add_arguments
 from rft_fn.strategy.diagnose import NonFinite, load_fault
+from rft_fn.strategy.forecast import estimate, preflight
 from rft_fn.strategy.local import fork, local
-from rft_fn.strategy.local import layout as local_layout
 from rft_fn.strategy.session import Session
 from rft_fn.types import Strategy
 
@@ -122,143 +118,3 @@ def check_data(strategy: Strategy, *datasets: Dataset) -> None:
 def get_fake_strategy() -> Strategy:
     """Return a strategy for tests without any process group: the local one, real code."""
     return local()
-
-
-# ---------- the memory of a run, estimated from its config, and a remedy
-
-
-def layout(config: StrategyConfig, world: int = 1) -> Layout:
-    """Return the layout of the backend that `world` processes have with this config."""
-    if config.zero_stage:
-        from rft_fn.strategy.zero import backend
-
-        return backend.layout(config, world)
-    if world > 1 or config.fsdp:
-        from rft_fn.strategy import fsdp2
-
-        return fsdp2.layout(config, world)
-    return local_layout(config)
-
-
-def estimate(
-    config: StrategyConfig,
-    *models: Model,
-    budget: int,
-    world: int = 1,
-    kind: str = "cuda",
-    engine: bool = True,
-    length: int = 0,
-    lend: bool = False,
-    example: Example | None = None,
-    rewards: Sequence[nn.Module] = (),
-    judges: Sequence[tuple[nn.Module, Sampler]] = (),
-) -> Estimate:
-    """Estimate the memory of one of `world` processes with these models and their optimizers.
-
-    `memory.estimate` with the layout and options of a config; with sp_size each process has its part of a
-    pack's tokens. `engine`: one samples with a copy of the first model, sequences of up to `length` tokens (0
-    leaves out its cache), or with the trained weights themselves where a push with `lend` gives it those.
-    `example` is a prompt with media; packs are full of such. With offload_models a
-    model is on the device only in the phases that use it, unless the device is a CPU.
-    """
-    packs = config.fast_linear and config.engine_type == "hf"
-    whole = world == 1 and not (config.fsdp or config.zero_stage)
-    here = config.engine_type == "hf" and not config.engine_process
-    sampler = memory.Sampler(
-        config.engine_batch,
-        length,
-        sleeps=config.enable_engine_sleep,
-        packs=packs,
-        lent=lend and kind == "cpu" and whole and here and not config.bf16,
-    )
-    return memory.estimate(
-        layout(config, world),
-        *models,
-        budget=budget,
-        kind=kind,
-        fused=config.fused_linear_logprob,
-        chunk_size=config.chunk_size,
-        sampler=sampler if engine else None,
-        example=example,
-        rewards=rewards,
-        judges=judges,
-        placed=config.offload_models and kind != "cpu",
-    )
-
-
-def remedy(config: StrategyConfig, x: Estimate, *, world: int, checkpointed: bool) -> str:
-    """Suggest the first option to change where the peak is too high."""
-    # an engine and the trainer
-    if x.total == x.sampling and not x.awake:
-        return "lower engine_batch"
-    if x.awake and (x.total == x.sampling or not config.enable_engine_sleep):
-        return "set enable_engine_sleep"
-
-    # working memory is more than the state: the larger part of it
-    work = x.activations + x.head + x.backward
-    if x.total == x.training and work >= x.parameters + x.gradients + x.optimizer:
-        if x.head >= x.activations + x.backward and config.fused_linear_logprob:
-            return "lower chunk_size"
-        if x.head >= x.activations + x.backward:
-            return "set fused_linear_logprob"
-        if checkpointed:
-            return "lower budget, or raise sp_size"
-        return "set gradient_checkpointing"
-
-    # models that are not trained
-    others = x.frozen + x.rewards
-    if not x.placed and not config.zero_stage and others >= x.parameters - x.frozen + x.optimizer:
-        return "set offload_models"
-
-    # the state: shard more of it, then move it to the host
-    if config.shard_size and config.shard_size < world:
-        return "raise shard_size, or set it to 0"
-    if 0 < config.zero_stage < 3:
-        return "set zero_stage 3"
-    offloads = config.adam_offload or config.fsdp_cpu_offload
-    if x.optimizer >= x.parameters and not offloads:
-        return "take more processes, or set adam_offload"
-    return "take more processes, or set fsdp_cpu_offload"
-
-
-def preflight(
-    strategy: Strategy,
-    *models: Model,
-    budget: int,
-    engine: bool = True,
-    length: int = 0,
-    lend: bool = False,
-    example: Example | None = None,
-    rewards: Sequence[nn.Module] = (),
-    judges: Sequence[tuple[nn.Module, Sampler]] = (),
-) -> str:
-    """Return the table of `estimate` for a strategy on this machine, to print before `init`.
-
-    It is "" on all ranks but the first.
-    """
-    if strategy.rank:
-        return ""  # only the first prints it
-    kind, config, world = strategy.device.type, strategy.config, strategy.world
-    x = estimate(
-        config,
-        *models,
-        budget=budget,
-        world=world,
-        kind=kind,
-        engine=engine,
-        length=length,
-        lend=lend,
-        example=example,
-        rewards=rewards,
-        judges=judges,
-    )
-
-    # without a GPU the host is the device
-    host = memory.host_memory()
-    device = strategy.device
-    available = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else host
-
-    checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in models[0][0].modules())
-    change = remedy(config, x, world=world, checkpointed=checkpointed)
-    head = f"memory of a process (1 of {world}, packs of {budget} tokens), estimated"
-    return f"{head}\n{memory.table(x, available=available, host=host, remedy=change)}"

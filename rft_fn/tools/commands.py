@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
 import rft_fn
-from rft_fn import parsing
+from rft_fn import limits, parsing
+from rft_fn.limits import Range
 from rft_fn.tools import printer, scripts
 from rft_fn.tools.page.recorded import Name, read_all
 
@@ -49,9 +50,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Where:
-    """Print the file of a script, for programs that want a path."""
+    """Print the file of a script, for programs that want a path; with --model the longest rows that fit."""
 
     script: tyro.conf.Positional[str]  # a name that rft new lists
+    model: str = ""  # as the scripts take it; below the path are the longest rows that fit in training it
+    lora_rank: Annotated[int, Range(0)] = 0  # rank of the adapters that are trained; 0: all weights
+    memory: Annotated[float, Range(0)] = 0.0  # GB of a GPU; 0 is what is free on this machine
 
 
 @dataclass(frozen=True)
@@ -146,8 +150,13 @@ def new(options: New) -> None:
 
 
 def where(options: Where) -> None:
-    """Print the path of a script."""
+    """Print the path of a script, and the longest rows of a model."""
+    limits.fields(options)
     print(scripts.find(options.script))
+    if options.model:
+        from rft_fn.tools import longest_rows
+
+        print(longest_rows.text(options.model, lora_rank=options.lora_rank, gigabytes=options.memory))
 
 
 def report(options: Report) -> None:

@@ -17,6 +17,8 @@ from rft_fn import memory, optim, packing, tree
 from rft_fn.environment import tiny_models
 from rft_fn.memory.trace import nbytes
 from rft_fn.model import apply_lora_configuration, load_reward
+from rft_fn.model import checkpointing as kept
+from rft_fn.model.checkpointing import checkpoint
 from rft_fn.strategy import StrategyConfig, estimate, get_strategy
 from rft_kernels import products
 
@@ -40,8 +42,7 @@ def module(name, *, checkpointing=False, dtype=torch.float32):
         "qwen2": qwen2,
         "lora": lambda: apply_lora_configuration(qwen2(), 4, 8),
     }[name]().to(dtype)
-    if checkpointing:
-        made.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint(made, checkpointing)
     return made
 
 
@@ -133,6 +134,27 @@ def test_one_process(name, options, how):
     close(guess, held, "training", "update")
     if not options:
         close(guess, held, "activations")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "lora"])
+@pytest.mark.parametrize("kind", ["products", "slices"])
+def test_what_blocks_keep_is_counted(name, kind, monkeypatch):
+    monkeypatch.setattr(kept, "SLICE", 128)
+    guess, held = step_of(name, {}, 512, checkpointing=kind)
+    exact(guess, held)
+    close(guess, held, "training", "activations")
+
+
+def test_inputs_of_blocks_are_counted_on_the_host():
+    """By the allocator's powers of two; on the device is one block's work, and the next input on its way."""
+    of = partial(estimate, StrategyConfig(), budget=3000, engine=False)
+    deep = partial(module, "qwen2")
+    plain, away = (of((deep(checkpointing=kind), optim.adamw(1e-3))) for kind in (True, "host"))
+    slices = of((deep(checkpointing="slices"), optim.adamw(1e-3)))
+    assert away.host == 3 * 2**20 and plain.host == 0  # of 3,000 tokens x 64 in float32, 750 KiB
+    assert plain.activations - away.activations >= 2 * 750 * 2**10
+    assert away.total < slices.total < plain.total
+    assert of((deep(checkpointing="host"), optim.adamw(1e-3)), kind="cpu").host == 0
 
 
 @pytest.mark.parametrize("pool", ["last", "mean", "attention"])

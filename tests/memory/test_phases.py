@@ -15,7 +15,8 @@ from rft_fn.engine.hf.engine import _InProcess
 from rft_fn.memory.trace import nbytes
 from rft_fn.run import load_rewards, options
 from rft_fn.run.reward_task import judges_here, reward_modules
-from rft_fn.strategy import StrategyConfig, estimate, get_strategy, layout, remedy
+from rft_fn.strategy import StrategyConfig, estimate, get_strategy
+from rft_fn.strategy.forecast import layout, remedy
 
 TOKENS = 64
 WIDE = {"hidden_size": 256, "intermediate_size": 640, "vocab_size": 1000}
@@ -135,7 +136,7 @@ def test_frozen_models_that_outweigh_the_trained_one_are_to_leave():
     with torch.device("meta"):
         small, large = wide(1), wide(20)
     x = estimate(StrategyConfig(), (small, tx), (large, None), budget=8, engine=False)
-    change = partial(remedy, world=1, checkpointed=True)
+    change = partial(remedy, world=1, kept="host")
     assert change(StrategyConfig(), x) == "set offload_models"
     assert change(StrategyConfig(zero_stage=2), x) != "set offload_models"
     assert change(StrategyConfig(), dataclasses.replace(x, placed=True)) != "set offload_models"

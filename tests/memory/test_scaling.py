@@ -6,9 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import tyro
 from pages import as_module
 
+from rft_fn import parsing
 from rft_fn.strategy import StrategyConfig
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,8 @@ def grpo():
 
 def test_every_command_is_for_the_model_that_it_names(grpo):
     """No rate, length or data of the tiny model's, which the script's defaults are for."""
-    tiny, found = grpo.Config(), [tyro.cli(grpo.Config, args=args) for args in commands()]
+    read = [parsing.parse(grpo.Config, parsing.qualify(args, grpo.Config)) for args in commands()]
+    tiny, found = grpo.Config(), read
     assert len(found) == 3 and len({cfg.out for cfg in found}) == 3
     for cfg in found:
         assert cfg.model != tiny.model and cfg.data != tiny.data and cfg.reward != tiny.reward
@@ -49,7 +50,7 @@ def bench():
 
 def test_the_data_agrees_with_the_estimate(bench):
     made, found = bench
-    assert set(found["knobs"]) == set(made.KNOBS) and len(found["scale"]) == 3 * len(made.SHAPES)
+    assert set(found["knobs"]) == set(made.KNOBS) and len(found["scale"]) == 3 * len(made.SCALED)
     for x, now in (
         (found["scale"]["0.5B on 64"], made.row("0.5B", 64)),
         (found["knobs"]["`sp_size 4`"], made.row("7B", 8, sp_size=4)),

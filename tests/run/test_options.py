@@ -48,6 +48,21 @@ def test_a_composed_config_is_flat():
     assert set(written) == {f.name for f in dataclasses.fields(Config)} and written["lr"] == 0.5
 
 
+def test_a_switch_may_have_a_word():
+    """True without one, as before; the same in the file of a run."""
+    of = {(): False, ("",): True, ("=True",): True, (" slices",): "slices", ("=host",): "host"}
+    for words, want in of.items():
+        args = [part for word in words for part in f"--gradient-checkpointing{word}".split()]
+        assert parsed(*args, "--lr", "0.5").gradient_checkpointing == want
+        assert parsed("--lr", "0.5", *args).gradient_checkpointing == want
+    assert parsed("--gradient_checkpointing", "--no-gradient-checkpointing").gradient_checkpointing is False
+    for word in ("fast", "1"):
+        with pytest.raises(ValueError, match=f"^gradient_checkpointing: expected one of .*got '{word}'"):
+            parsed("--gradient-checkpointing", word)
+    with pytest.raises(ValueError, match=r"^gradient_checkpointing: expected one of False, .*'fast'$"):
+        Config(gradient_checkpointing="fast")
+
+
 def test_a_default_is_changed_for_one_script_alone():
     assert Config().lr == 3e-4 and options.Optimizer().lr == 1e-3
     assert Config().save_every == 7 and options.Run().save_every == 25

@@ -10,7 +10,8 @@ from each_case import each
 import rft_fn as rft
 from rft_fn import memory, optim
 from rft_fn.environment import tiny_models
-from rft_fn.strategy import StrategyConfig, estimate, layout, remedy
+from rft_fn.strategy import StrategyConfig, estimate
+from rft_fn.strategy.forecast import layout, remedy
 
 
 def of(**options):
@@ -51,10 +52,13 @@ MOSTLY_ACTIVATIONS = memory.Estimate(
 
 
 @each(
-    "changes, options, checkpointed, change",
+    "changes, options, kept, change",
     [
         ({}, {}, False, "set gradient_checkpointing"),
-        ({}, {}, True, "lower budget, or raise sp_size"),
+        ({}, {}, True, "set gradient_checkpointing slices"),
+        ({}, {}, "products", "set gradient_checkpointing"),
+        ({}, {}, "host", "lower budget, or raise sp_size"),
+        ({}, {"compile_blocks": True}, True, "lower budget, or raise sp_size"),
         ({"awake": True}, {"enable_engine_sleep": False}, False, "set enable_engine_sleep"),
         ({"engine": 500}, {}, False, "lower engine_batch"),
         ({"head": 95}, {"fused_linear_logprob": False}, False, "set fused_linear_logprob"),
@@ -65,9 +69,9 @@ MOSTLY_ACTIVATIONS = memory.Estimate(
         ({"parameters": 400}, {"adam_offload": True}, False, "take more processes, or set fsdp_cpu_offload"),
     ],
 )
-def test_what_to_change_first(changes, options, checkpointed, change):
+def test_what_to_change_first(changes, options, kept, change):
     x = dataclasses.replace(MOSTLY_ACTIVATIONS, **changes)
-    assert remedy(StrategyConfig(**options), x, world=8, checkpointed=checkpointed) == change
+    assert remedy(StrategyConfig(**options), x, world=8, kept=kept) == change
 
 
 def test_what_a_script_prints():
@@ -76,7 +80,7 @@ def test_what_a_script_prints():
         st, (tiny_models.new_model(48, 0), optim.adamw(1e-3)), budget=1024, length=64
     )
     assert text.startswith("memory of a process (1 of 1, packs of 1024 tokens), estimated\n")
-    assert text.endswith(": fits") and "parameters" in text and len(text.splitlines()) == 10
+    assert text.endswith(": fits") and "parameters" in text and len(text.splitlines()) == 11
     assert rft.strategy.preflight(st._replace(rank=1), (tiny_models.new_model(48, 0), None), budget=1) == ""
 
 
