@@ -2,7 +2,8 @@
 
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from rft_fn.model import routing
 from rft_fn.model.dropout import checkpointed
 from rft_fn.model.packed_attention import warn_once
 from rft_fn.precision import widen
@@ -88,7 +90,23 @@ def _is_long(op: Any) -> bool:
 
 
 def _products() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+    forward, again = create_selective_checkpoint_contexts(_policy)
+    return forward, _kept_as_they_were(again)
+
+
+@contextmanager
+def _kept_as_they_were(again: Any) -> Iterator[None]:
+    """Compute a block again; ValueError for one that has written into a product that was kept."""
+    try:
+        with again:
+            yield
+    except RuntimeError as error:
+        if "has been mutated" not in str(error):
+            raise
+        raise ValueError(
+            "gradient_checkpointing: expected a model that leaves the results of its products as they are "
+            "for 'products', this one writes into them; take True"
+        ) from error
 
 
 # ---------- "slices": an MLP computes some tokens at a time, in the backward too
@@ -128,7 +146,9 @@ def _sliced_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_heard(mlp: nn.Module) -> bool:
-    """Return whether somebody listens to a part, for whom slices would be several calls."""
+    """Return whether somebody listens to a part, or tells it of tokens, for whom slices would be calls."""
+    if routing.current() is not None and any(hasattr(m, "rft_number") for m in mlp.modules()):
+        return True  # its router is told the experts of all tokens of the pack
     # ZeRO 3 gathers weights by the hooks of each layer, in the order of its first calls
     return any(m._forward_hooks or m._forward_pre_hooks for m in mlp.modules() if m is not mlp) or any(
         hasattr(p, "ds_id") for p in mlp.parameters()

@@ -245,3 +245,10 @@ def test_on_a_gpu_inputs_are_in_pinned_memory():
             found[kind] = torch.autograd.grad(logp.sum(), [*params.values()])
     assert all(map(torch.equal, found["slices"], found["host"]))
     assert held["slices"] - held["host"] >= 11 * 8000 * 256 * 2
+
+
+def test_products_that_a_model_writes_into_are_refused():
+    """GptOss clamps the product of its experts in place, so what was kept is no longer that."""
+    lm = model.load(families.small("GptOss"), gradient_checkpointing="products")
+    with pytest.raises(ValueError, match="gradient_checkpointing: expected a model that leaves"):
+        gradients(lm, pack())
