@@ -228,7 +228,7 @@ def _changes(x: Forecast, now: Estimate) -> Iterator[tuple[str, Forecast]]:
     while length and budget >= length:
         yield f"--budget {budget}", replace(x, budget=budget)
         budget //= 2
-    kinds = [kind for kind in LADDER[LADDER.index(x.kept) + 1 :] if kind != "products"]
+    kinds: list[Checkpointing] = list(LADDER[max(LADDER.index(x.kept) + 1, 2) :])  # "products" takes more
     for kind in kinds:
         if kind is not True and (config.compile_blocks or (kind == "host" and x.kind == "cpu")):
             continue
