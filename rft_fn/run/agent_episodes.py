@@ -9,7 +9,8 @@ import torch
 from rft_fn import collect
 from rft_fn.collect import agents
 from rft_fn.collect.agents import Agents, Endpoint
-from rft_fn.run import cli, options
+from rft_fn.run import options
+from rft_fn.run.cli import without
 from rft_fn.run.setup import Setup
 from rft_fn.types import Sampling
 
@@ -20,7 +21,7 @@ def check_agent(cfg: options.Agents) -> None:
     """Raise ValueError for a command that cannot be read, and for what only an agent has without one."""
     if not cfg.agent:
         names = ("agent_timeout", "agent_memory", "agents_at_once", "agent_failed")
-        cli.without(cfg, *names, prefix="", instead="give --agent")
+        without(cfg, *names, prefix="", instead="give --agent")
         return
     try:
         words = shlex.split(cfg.agent)

@@ -89,8 +89,10 @@ def read_completion(data: bytes, usual: Sampling, most: int) -> tuple[list[str |
     """Return (the prompts, each a text or token ids; what is asked). ValueError for anything else."""
     body = _object(data)
     prompt = body.get("prompt")
-    several = isinstance(prompt, list) and not all(isinstance(x, int) for x in prompt)
-    prompts = [_prompt(x) for x in (prompt if several else [prompt])]
+    given = [prompt]
+    if isinstance(prompt, list) and not all(isinstance(x, int) for x in prompt):
+        given = prompt
+    prompts = [_prompt(x) for x in given]
     level = body.get("logprobs")
     if level is not None and level is not False:
         border.integer("logprobs", int(level), low=0, high=1)  # of the tokens that were sampled
