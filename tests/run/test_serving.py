@@ -256,7 +256,7 @@ ASKED = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 def test_idle_connections_make_room_for_others(monkeypatch, capfd):
     """The one that has waited longest is closed, before one whose body is on its way; none being answered."""
-    monkeypatch.setattr(app, "_most_connections", lambda: 6)
+    monkeypatch.setattr(http, "_most_connections", lambda: 6)
     held = threading.Event()
 
     def slow(completions):
@@ -280,7 +280,7 @@ def test_idle_connections_make_room_for_others(monkeypatch, capfd):
 
 
 def test_a_server_whose_connections_all_wait_for_rewards_refuses_one_more(monkeypatch):
-    monkeypatch.setattr(app, "_most_connections", lambda: 2)
+    monkeypatch.setattr(http, "_most_connections", lambda: 2)
     held = threading.Event()
 
     def slow(completions):
