@@ -1,4 +1,8 @@
-"""Speculative decoding by vLLM: the same greedy tokens, the model's log-probs and law, and its counters."""
+"""Speculative decoding by vLLM: the same greedy tokens, the model's log-probs and law, and its counters.
+
+The last file by its name: once an engine with drafts has loaded numba, vLLM for CPUs builds no other in the
+process (0.32.0: its search for kernels fails).
+"""
 
 import json
 import math
