@@ -563,7 +563,7 @@ def test_help_is_the_docs_of_the_fields():
     for line in (
         "prompts per step",
         "a row of rft_fn.algorithm.TABLE",
-        "recompute activations in the backward pass, to save memory",
+        "recompute activations to save memory",
         "--strategy.engine-batch",
     ):
         assert line in text
