@@ -39,7 +39,7 @@ def growth(mark):
 
 
 def memory(mark):
-    return script("memory").TABLES[mark](read("memory")[mark])
+    return script("memory").TABLES[mark][1](read("memory")[mark])
 
 
 def of_ahead():
@@ -71,7 +71,7 @@ TABLES = {
     "reward_models": {"judge": lambda: script("judge").tables(read("judge"))},
     "rewards": {"load": lambda: script("remote_rewards").tables(read("remote"))},
     "scaling": {mark: partial(growth, mark) for mark in script("growth/show").tables(read("growth/growth"))}
-    | {mark: partial(memory, mark) for mark in ("scale", "knobs", "split")},
+    | {mark: partial(memory, mark) for mark in script("memory").TABLES},
     "trust": {"gap_by_type": lambda: script("gap_by_type").table(read("gap_by_type"))},
 }
 
