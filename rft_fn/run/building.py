@@ -139,6 +139,7 @@ def setup(
         prompts=rows,
         rewards=reward_modules(task.score) if task.score is not None else (),
         judges=judges_here(task.score) if task.score is not None else (),
+        longest_row=cfg.dry_run,
     )
     if cfg.dry_run:
         opening.end_dry(st, task.score)

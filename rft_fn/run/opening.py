@@ -304,6 +304,7 @@ def print_preflight(
     prompts: int = 0,
     rewards: Sequence[nn.Module] = (),
     judges: Sequence[tuple[nn.Module, Sampler]] = (),
+    longest_row: bool = False,
 ) -> None:
     """Print how much memory the models will take, before they are laid out.
 
@@ -329,6 +330,7 @@ def print_preflight(
             example=example,
             rewards=rewards,
             judges=judges,
+            longest_row=longest_row,
         )
     )
 

@@ -313,11 +313,13 @@ def preflight(
     example: Example | None = None,
     rewards: Sequence[nn.Module] = (),
     judges: Sequence[tuple[nn.Module, Sampler]] = (),
+    longest_row: bool = False,
 ) -> str:
     """Return the table of `estimate` for a strategy on this machine, to print before `init`.
 
-    Its last line but one has the longest row that fits in what is free now. It is "" on all ranks but the
-    first. Where the run ends without memory, `saving` reads the same forecast.
+    With `longest_row` its last line but one has the longest row that fits in what is free now, which takes up
+    to four times as long as the rest. It is "" on all ranks but the first. Where the run ends without memory,
+    `saving` reads the same forecast.
     """
     x = forecast(
         strategy,
@@ -335,7 +337,7 @@ def preflight(
         return ""  # only the first prints it
     found = x.estimate()
     free = memory.free(strategy.device)
-    row = longest(replace(x, available=min(x.available, free)))
+    row = longest(replace(x, available=min(x.available, free))) if longest_row else None
     change = remedy(x.config, found, world=x.world, kept=x.kept)
     head = f"memory of a process (1 of {x.world}, packs of {budget} tokens), estimated"
     lines = memory.table(

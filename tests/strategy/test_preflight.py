@@ -74,13 +74,15 @@ def test_what_to_change_first(changes, options, kept, change):
     assert remedy(StrategyConfig(**options), x, world=8, kept=kept) == change
 
 
-def test_what_a_script_prints():
+@pytest.mark.parametrize("longest_row", [False, True])
+def test_what_a_script_prints(longest_row):
+    """In a dry run with the longest row, for which a run does not wait."""
     st = rft.strategy.get_fake_strategy()
-    text = rft.strategy.preflight(
-        st, (tiny_models.new_model(48, 0), optim.adamw(1e-3)), budget=1024, length=64
-    )
+    made = tiny_models.new_model(48, 0), optim.adamw(1e-3)
+    text = rft.strategy.preflight(st, made, budget=1024, length=64, longest_row=longest_row)
     assert text.startswith("memory of a process (1 of 1, packs of 1024 tokens), estimated\n")
-    assert text.endswith(": fits") and "parameters" in text and len(text.splitlines()) == 11
+    assert text.endswith(": fits") and "parameters" in text and len(text.splitlines()) == 10 + longest_row
+    assert ("longest row" in text) == longest_row
     assert rft.strategy.preflight(st._replace(rank=1), (tiny_models.new_model(48, 0), None), budget=1) == ""
 
 
