@@ -24,7 +24,7 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "ceilings": Stage("speed.ceilings", 15),
+    "ceilings": Stage("speed.ceilings", 30),
     "smoke": Stage("checks.smoke", 75, together=True),
     "head": Stage("checks.head", 60, together=True),
     "attention": Stage("checks.attention", 40, together=True),
@@ -37,7 +37,7 @@ STAGES = {
     "gradient": Stage("speed.gradient", 60),
     "state": Stage("state.state", 55),
     "fsdp2": Stage("state.fsdp2", 20),
-    "lora": Stage("speed.lora", 95),
+    "lora": Stage("speed.lora", 80),
     "gradient_7b": Stage("speed.gradient_7b", 45),
     "step": Stage("speed.step", 75),
     "forecast": Stage("state.forecast", 120, beside=True),
