@@ -58,7 +58,7 @@ NUMBERS = {stage: [({"what": what}, key) for what, key in pairs.items()] for sta
     "lora": [
         ({"size": "1.5B"}, "tokens_s"),
         ({"way": "packs"}, "tokens_s"),
-        ({"way": "one row"}, "peak_gib"),
+        ({"way": "one row"}, "tokens_s"),
     ],
     "gradient_7b": [({"way": "checkpointing"}, "mfu")],
     "forecast": [({"size": "1.5B"}, "total_gib")],
