@@ -194,7 +194,7 @@ def main(cfg: Config) -> None:
     env = rft.run.setup(cfg, usual=100, load=partial(load, world), anchor=anchor, length=cfg.max_tokens)
     cfg, st = env.cfg, env.st
     if cfg.agent:
-        world = rft.run.Front(
+        world = rft.run.ModelEndpoint(
             renderer_of(env), env.sampling, window=env.samples.engine.status().get("window")
         )
     loss_fn = partial(policy_loss, cfg, algo)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rft_fn import dist
-from rft_fn.collect.calls import Calls, answer
+from rft_fn.collect.calls import Call, Calls, answer
 from rft_fn.collect.episodes import Conversation, Played, of_episodes
 from rft_fn.collect.recorder import Limits, Session
 from rft_fn.engine.global_batch import shard_prompts
@@ -162,6 +162,7 @@ def _run(
     running: list[_Running] = []
     ended: dict[int, _Ended] = {}
     said = ""
+    calls: list[Call] = []
     folder = Path(tempfile.mkdtemp(prefix="rft_agents_"))
     try:
         while True:
@@ -175,12 +176,12 @@ def _run(
                 found, last = _end(x, rewarded=rewarded)
                 ended[id(x.session)] = found
                 said = said or last
-            calls = endpoint.calls.take(strategy.config.engine_batch, wait=_TICK, more=_MORE)
+            calls = calls or endpoint.calls.take(strategy.config.engine_batch, wait=_TICK, more=_MORE)
             going = [(bool(calls), bool(waiting or running))]
             if strategy.world > 1:  # an engine's ranks agree whether it lives, so all ask it, or none
                 going = dist.all_gather_object(going[0])
             if any(asked for asked, _ in going):
-                answer(engine, calls)
+                calls = answer(engine, calls)
             elif not any(more for _, more in going):
                 break
     finally:

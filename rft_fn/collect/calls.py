@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from rft_fn.engine.requests import BadPrompt
 from rft_fn.types import Engine, Sampling
 
 __all__ = ["Answer", "Call", "Calls", "answer"]
@@ -81,10 +82,12 @@ def _together(a: Sampling, b: Sampling) -> bool:
     return replace(a, max_new=b.max_new, temperature=b.temperature) == b
 
 
-def answer(engine: Engine, calls: Sequence[Call]) -> None:
-    """Sample the responses of calls in one call of the engine, and answer each. No calls are sampled too.
+def answer(engine: Engine, calls: Sequence[Call]) -> list[Call]:
+    """Sample the responses of calls in one call of the engine, answer each, and return those that are left.
 
-    An exception is every call's, and is raised: on several ranks all of them call this together.
+    None is left, unless the engine refuses the prompt of one: that one has its error, and the others wait to
+    be sampled. Any other exception is every call's, and is raised. On several ranks all of them call this
+    together, also with no calls.
     """
     most = max((call.sampling.max_new for call in calls), default=1)
     first = calls[0].sampling if calls else Sampling()
@@ -98,6 +101,9 @@ def answer(engine: Engine, calls: Sequence[Call]) -> None:
             max_new=[call.sampling.max_new for call in calls],
             temperature=warmths if len(set(warmths)) > 1 else None,
         )
+    except BadPrompt as error:
+        calls[error.number].future.set_exception(error)
+        return [call for i, call in enumerate(calls) if i != error.number]
     except BaseException as error:
         for call in calls:
             call.future.set_exception(error)
@@ -114,3 +120,4 @@ def answer(engine: Engine, calls: Sequence[Call]) -> None:
                 None if rollout.kept is None else rollout.kept[b, new],
             )
         )
+    return []

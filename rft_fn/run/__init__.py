@@ -58,13 +58,13 @@ from rft_fn.run.tokens import TokenLog, token_log
 
 if TYPE_CHECKING:
     from rft_fn.tools.serving import serve
-    from rft_fn.tools.serving.model_server import Front, serve_model
+    from rft_fn.tools.serving.model_server import ModelEndpoint, serve_model
 
 __all__ = [
     "Distillation",
     "DistillationRun",
-    "Front",
     "Model",
+    "ModelEndpoint",
     "Reference",
     "RewardModelRun",
     "Run",
@@ -132,7 +132,7 @@ if not TYPE_CHECKING:
             from rft_fn.tools.serving import serve
 
             return serve
-        if name in ("Front", "serve_model"):
+        if name in ("ModelEndpoint", "serve_model"):
             from rft_fn.tools.serving import model_server
 
             return getattr(model_server, name)

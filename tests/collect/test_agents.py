@@ -18,7 +18,7 @@ from rft_fn.types import Sampling
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install rft-fn[serve]")
 
-from rft_fn.tools.serving.model_server import Front
+from rft_fn.tools.serving.model_server import ModelEndpoint
 
 AGENT = """import http.client, json, os, sys, time
 from urllib.parse import urlsplit
@@ -58,7 +58,7 @@ class Prompt(SimpleNamespace):
 
 @pytest.fixture(scope="module")
 def front():
-    made = Front(Renderer(TOK), Sampling(max_new=8), window=2000)
+    made = ModelEndpoint(Renderer(TOK), Sampling(max_new=8), window=2000)
     yield made
     made.close()
 

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx2
@@ -12,12 +13,13 @@ from endpoints import TOK, Says
 
 from rft_fn.collect.calls import Calls, answer
 from rft_fn.collect.recorder import Limits, Session
+from rft_fn.engine.requests import BadPrompt
 from rft_fn.environment import Renderer
 from rft_fn.types import Sampling
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install rft-fn[serve]")
 
-from rft_fn.tools.serving.model_server import Front
+from rft_fn.tools.serving.model_server import ModelEndpoint
 
 ASKED = [{"role": "user", "content": "first"}]
 
@@ -26,14 +28,16 @@ class Served:
     def __init__(self, engine, **options):
         options = {"window": 2000, "seconds": 20.0} | options
         self.engine = engine
-        self.front = Front(Renderer(TOK), Sampling(max_new=8, temperature=0.7), **options)
+        self.front = ModelEndpoint(Renderer(TOK), Sampling(max_new=8, temperature=0.7), **options)
         self.going = True
         self.thread = threading.Thread(target=self.work)
 
     def work(self):
+        calls = []
         while self.going:
-            if calls := self.front.calls.take(64, wait=0.02, more=0.005):
-                answer(self.engine, calls)
+            calls = calls or self.front.calls.take(64, wait=0.02, more=0.005)
+            if calls:
+                calls = answer(self.engine, calls)
 
     def post(self, url, body, **headers):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -101,6 +105,33 @@ def test_a_completion_takes_texts_and_token_ids(served):
     assert sampling.temperature == 0 and len(prompts) == 2 and len(set(keys)) == 2
     assert served.post("/v1/completions", body).status_code == 200
     assert served.engine.asked[-1][1] == keys, "a seed names the draws"
+
+
+class Picky(Says):
+    """Refuses a prompt that has a word, as engines refuse what they find only when they read it."""
+
+    def generate(self, prompts, keys, **given):
+        for i, ids in enumerate(prompts):
+            if 9 in ids:
+                raise BadPrompt(i, "no token 9", "one")
+        return super().generate(prompts, keys, **given)
+
+
+def test_a_prompt_that_the_engine_refuses_is_its_clients_alone():
+    """Those that were to be sampled with it have their answers, and the server goes on."""
+    with serving(Picky()) as made:
+        bodies = [{"prompt": [20, 9 if i in (1, 2) else 21], "max_tokens": 8} for i in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda body: made.post("/v1/completions", body), bodies))
+        assert [x.status_code for x in found] == [200, 400, 400, 200]
+        assert "expected no token 9, got one" in found[1].json()["error"]["message"]
+        assert made.chat().status_code == 200
+
+
+def test_a_token_id_beyond_the_vocabulary_is_refused(served):
+    found = served.post("/v1/completions", {"prompt": [20, len(TOK)]})
+    assert found.status_code == 400
+    assert f"expected token ids below {len(TOK)}, got {len(TOK)}" in found.json()["error"]["message"]
 
 
 def test_models_and_health_are_told(served):
@@ -229,7 +260,7 @@ def test_half_open_connections_hold_no_slot():
 
 def test_what_waits_has_a_limit_and_an_answer_a_deadline():
     renderer = Renderer(TOK)
-    front = Front(renderer, Sampling(max_new=8), queue=1, seconds=0.3)
+    front = ModelEndpoint(renderer, Sampling(max_new=8), queue=1, seconds=0.3)
     try:
         post = {"content": json.dumps({"messages": ASKED}).encode(), "trust_env": False, "timeout": 20}
         url = f"{front.url}/v1/chat/completions"

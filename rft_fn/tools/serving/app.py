@@ -17,7 +17,7 @@ from rft_fn.data.row_paths import value_at
 from rft_fn.reward import Scored, wire, wire_openrlhf
 from rft_fn.reward.wire import Batch
 from rft_fn.text import error_text, writable
-from rft_fn.tools.serving.http import OneLength, Problem, Rules, arrived, authorize, client_left
+from rft_fn.tools.serving.http import OneLength, Problem, Rules, arrived, authorize, waited
 from rft_fn.tools.serving.jobs import Job, Jobs
 
 __all__ = ["Metrics", "application"]
@@ -172,24 +172,18 @@ def _check_columns(batch: Batch, columns: Sequence[str]) -> None:
 async def _result(request: Request, job: Job, jobs: Jobs) -> Scored:
     """Return the rewards of a request that waits; forget it if its client leaves."""
     found = asyncio.wrap_future(job.future)
-    left = asyncio.ensure_future(client_left(request))
     try:
-        await asyncio.wait((found, left), return_when=asyncio.FIRST_COMPLETED)
-        if not found.done():
-            jobs.drop(job)
-            found.cancel()
-            raise ClientDisconnect
+        await waited(request, found)
         return found.result()
+    except ClientDisconnect:
+        jobs.drop(job)
+        raise
     except TimeoutError as error:
         raise Problem(504, error_text(error)) from error
     except OSError as error:  # of a reward that asks others
         raise Problem(502, _named(error)) from error
     except Exception as error:
-        if isinstance(error, ClientDisconnect):
-            raise
         raise Problem(422, _named(error)) from error
-    finally:
-        left.cancel()
 
 
 def _named(error: Exception) -> str:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import h11
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["OneLength", "Problem", "Rules", "Server", "arrived", "authorize", "client_left"]
+__all__ = ["OneLength", "Problem", "Rules", "Server", "arrived", "authorize", "waited"]
 
 
 _KEPT = 75  # s that an unused connection is kept
@@ -98,7 +98,25 @@ async def _body(request: Request, rules: Rules) -> bytes:
     return b"".join(parts)
 
 
-async def client_left(request: Request) -> None:
+async def waited(request: Request, found: asyncio.Future[Any], seconds: float | None = None) -> bool:
+    """Return whether `found` is done within `seconds`; raise ClientDisconnect if the client leaves before.
+
+    What nobody waits for any more is cancelled.
+    """
+    left = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((found, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if found.done():
+            return True
+        found.cancel()
+        if left.done():
+            raise ClientDisconnect
+        return False
+    finally:
+        left.cancel()
+
+
+async def _left(request: Request) -> None:
     """Wait until the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -18,11 +18,12 @@ from starlette.routing import Route
 from rft_fn import rng
 from rft_fn.collect.calls import Answer, Calls
 from rft_fn.collect.recorder import Ask, Session, TooLong
+from rft_fn.engine.requests import BadRequest
 from rft_fn.environment import Renderer
 from rft_fn.environment.tool_calls import ParseCalls
 from rft_fn.text import error_text, writable
 from rft_fn.tools.serving import model_wire as wire
-from rft_fn.tools.serving.http import OneLength, Problem, Rules, arrived, authorize, client_left
+from rft_fn.tools.serving.http import OneLength, Problem, Rules, arrived, authorize, waited
 from rft_fn.types import Sampling
 
 __all__ = ["Policy", "Recorded", "application"]
@@ -144,8 +145,10 @@ class _Handlers(NamedTuple):
         authorize(request, self.rules)
         data = await arrived(request, self.rules)
         prompts, asked = _read(wire.read_completion, data, self.policy.sampling, self.policy.sampling.max_new)
-        encode = self.policy.renderer.tokenizer.encode
-        ids = [encode(x) if isinstance(x, str) else x for x in prompts]
+        tokenizer = self.policy.renderer.tokenizer
+        ids = [tokenizer.encode(x) if isinstance(x, str) else x for x in prompts]
+        if (largest := max(map(max, ids))) >= len(tokenizer):
+            raise _Refused(400, f"prompt: expected token ids below {len(tokenizer)}, got {largest}")
         answers = await _sampled(request, self.policy, ids, asked)
         made = []
         for answer in answers:
@@ -250,21 +253,14 @@ async def _sampled(
 async def _awaited(request: Request, policy: Policy, futures: Sequence[Future[Answer]]) -> list[Answer]:
     """Return the results of futures; raise ClientDisconnect if the client leaves, Problem if it is late."""
     found = asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
-    left = asyncio.ensure_future(client_left(request))
-    try:
-        await asyncio.wait((found, left), timeout=policy.seconds, return_when=asyncio.FIRST_COMPLETED)
-        if not found.done():
-            found.cancel()
-            if left.done():
-                raise ClientDisconnect
-            raise _Refused(504, f"expected an answer within {policy.seconds:g} s")
-        answers = found.result()
-    finally:
-        left.cancel()
+    if not await waited(request, found, policy.seconds):
+        raise _Refused(504, f"expected an answer within {policy.seconds:g} s")
+    answers = found.result()
     for answer in answers:
         if isinstance(answer, BaseException):
-            line = f"{type(answer).__name__}: {error_text(answer)}"
-            raise _Refused(500, line) from answer
+            if isinstance(answer, BadRequest):
+                raise _Refused(400, error_text(answer)) from answer
+            raise _Refused(500, f"{type(answer).__name__}: {error_text(answer)}") from answer
     return [answer for answer in answers if isinstance(answer, Answer)]
 
 

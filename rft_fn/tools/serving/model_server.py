@@ -1,4 +1,4 @@
-"""The endpoint of a policy, in a thread: `Front` for a run, `serve_model` for a command of its own."""
+"""The endpoint of a policy: `ModelEndpoint` in a thread of a run, `serve_model` for a command of its own."""
 
 import os
 import sys
@@ -15,14 +15,14 @@ from rft_fn.environment.tool_calls import call_parser
 from rft_fn.tools.serving import LOCAL, MISSING, listen, stopping
 from rft_fn.types import Engine, Sampling
 
-__all__ = ["Front", "serve_model"]
+__all__ = ["ModelEndpoint", "serve_model"]
 
 
 _ARRIVAL = 30.0  # s that a request may take to arrive
 _MORE = 0.01  # s that further requests have to come after the first
 
 
-class Front:
+class ModelEndpoint:
     """An endpoint of a policy, in a thread; what it is asked waits in `calls` until somebody answers."""
 
     def __init__(
@@ -106,19 +106,21 @@ def serve_model(
     """Serve an engine at http://HOST:PORT/v1 until SIGTERM or SIGINT, as OpenAI's endpoints.
 
     Requests that wait are sampled together, at most `rows` of them. Each must have the token in the
-    environment variable `token_env`, if there is one. `options` are those of `Front`. A signal ends the
-    process once all that was accepted is answered, a second one at once.
+    environment variable `token_env`, if there is one. `options` are those of `ModelEndpoint`. A signal
+    ends the process once all that was accepted is answered, a second one at once.
     """
     token = os.environ.get(token_env, "").strip()
     if not token and host not in LOCAL:
         print(f"warning: anybody who reaches {host} may ask: {token_env} is not set", file=sys.stderr)
     window = engine.status().get("window")
-    front = Front(renderer, sampling, name=name, window=window, host=host, port=port, token=token, **options)
+    front = ModelEndpoint(
+        renderer, sampling, name=name, window=window, host=host, port=port, token=token, **options
+    )
     with stopping(front.calls):
         print(f"serving {name} at {front.url}/v1", flush=True)
         while front.alive and not (front.calls.closed and not len(front.calls)):
             calls = front.calls.take(rows, wait=0.1, more=_MORE)
-            if calls:
-                answer(engine, calls)
+            while calls:
+                calls = answer(engine, calls)
         front.close()
     print(f"{front.url}: stopped, everything answered", flush=True)
