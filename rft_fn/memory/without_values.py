@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rft_fn.model import attention, checkpointing
+from rft_fn.model import attention, checkpointing, inputs_on_host
 from rft_fn.model.parts import find
 
 __all__ = ["Answers", "Constants", "Values", "put_into", "wait_on_host"]
@@ -307,7 +307,7 @@ def _flash_like(*, loop: bool) -> Callable:
 # ---------- inputs of checkpointed blocks that are on the host, and take no memory of the device
 
 
-class _Away(checkpointing.Moved):
+class _Away(inputs_on_host.Moved):
     """An input of a block of which only the shape is left, until it is back."""
 
     def __init__(self, live: Any, x: Tensor, before: Any):

@@ -16,8 +16,7 @@ import rft_fn as rft
 from rft_fn import memory, optim, packing, tree
 from rft_fn.environment import tiny_models
 from rft_fn.memory.trace import nbytes
-from rft_fn.model import apply_lora_configuration, load_reward
-from rft_fn.model import checkpointing as kept
+from rft_fn.model import apply_lora_configuration, load_reward, mlp_slices
 from rft_fn.model.checkpointing import checkpoint
 from rft_fn.strategy import StrategyConfig, estimate, get_strategy
 from rft_kernels import products
@@ -139,7 +138,7 @@ def test_one_process(name, options, how):
 @pytest.mark.parametrize("name", ["llama", "qwen2", "lora"])
 @pytest.mark.parametrize("kind", ["products", "slices"])
 def test_what_blocks_keep_is_counted(name, kind, monkeypatch):
-    monkeypatch.setattr(kept, "SLICE", 128)
+    monkeypatch.setattr(mlp_slices, "SLICE", 128)
     guess, held = step_of(name, {}, 512, checkpointing=kind)
     exact(guess, held)
     close(guess, held, "training", "activations")

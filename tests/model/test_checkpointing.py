@@ -12,9 +12,10 @@ from each_case import each
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rft_fn import model, packing
-from rft_fn.model import blocks, checkpointing
+from rft_fn.model import blocks, checkpointing, mlp_slices
 from rft_fn.model.bind import to_params_device
-from rft_fn.model.checkpointing import LADDER, Moved, kind_of, on_host
+from rft_fn.model.checkpointing import LADDER, kind_of, on_host
+from rft_fn.model.inputs_on_host import Moved
 
 TOKENS = (9, 4, 12, 7)
 
@@ -56,7 +57,7 @@ MODELS = {
 @each("name", MODELS)
 def test_slices_are_exact(name, monkeypatch):
     """Log-probs equal to rounding, gradients in float64 to 1e-10; the last slice is shorter."""
-    monkeypatch.setattr(checkpointing, "SLICE", 10)
+    monkeypatch.setattr(mlp_slices, "SLICE", 10)
     b = pack()
     logp, want = gradients(MODELS[name](), b)
     lm = model.load(MODELS[name](), gradient_checkpointing="slices")
@@ -81,7 +82,7 @@ class Counted(torch.nn.SiLU):
 
 def test_slices_compute_an_mlp_no_more_often_than_checkpointing_does(monkeypatch):
     """Once in the forward, once in the backward: a block that is computed anew stops before its MLP."""
-    monkeypatch.setattr(checkpointing, "SLICE", 10)
+    monkeypatch.setattr(mlp_slices, "SLICE", 10)
     seen = {}
     for kind in (True, "slices"):
         lm = model.load(tiny.llama(), gradient_checkpointing=kind)
@@ -118,7 +119,7 @@ def test_an_mlp_that_mixes_tokens_is_left_whole(monkeypatch):
 
     logp, want = gradients(model.load(shifted(), gradient_checkpointing=True), pack([33]))
     apply, params = model.bind(model.load(shifted(), gradient_checkpointing="slices"))
-    monkeypatch.setattr(checkpointing, "SLICE", 10)
+    monkeypatch.setattr(mlp_slices, "SLICE", 10)
     with pytest.warns(UserWarning, match="ShiftMLP takes all tokens at once"):
         got = apply(params, pack([33])).logp
     found = torch.autograd.grad((got * pack([33]).pos.cos()).sum(), [*params.values()])
@@ -127,7 +128,7 @@ def test_an_mlp_that_mixes_tokens_is_left_whole(monkeypatch):
 
 def test_routers_that_are_listened_to_see_all_tokens(monkeypatch):
     """The balance of experts reads what each router says of the whole pack."""
-    monkeypatch.setattr(checkpointing, "SLICE", 10)
+    monkeypatch.setattr(mlp_slices, "SLICE", 10)
     b = pack()
     of = lambda kind: model.load(families.small("Qwen3Moe"), gradient_checkpointing=kind)  # noqa: E731
     aux = []

@@ -13,7 +13,7 @@ from test_router import EXP, KINDS, close, routed, small
 import rft_fn as rft
 from rft_fn import engine, model, optim, packing, rng, tree
 from rft_fn.engine import requests
-from rft_fn.model import checkpointing, router, routing
+from rft_fn.model import mlp_slices, router, routing
 from rft_fn.model.bounds import find_prefixes
 from rft_fn.model.packing_probe import usual_tokens
 from rft_fn.strategy import StrategyConfig, get_fake_strategy
@@ -237,7 +237,7 @@ def gradients(lm, packs, **options):
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
 def test_a_gradient_is_the_same_in_any_cut_and_when_it_is_computed_again(kind, monkeypatch):
     """One pack, packs of a row, padding behind, and checkpointing; by other experts than the model's."""
-    monkeypatch.setattr(checkpointing, "SLICE", 10)  # a router is told the experts of a whole pack
+    monkeypatch.setattr(mlp_slices, "SLICE", 10)  # a router is told the experts of a whole pack
     floor.require(f"{kind} routers")
     exp = routed(EXP)
     cuts = ([[0, 1, 2, 3]], [[0], [1], [2], [3]], [[2, 0], [3, 1]])

@@ -1,4 +1,4 @@
-"""The endpoint of a policy: `ModelEndpoint` in a thread of a run, `serve_model` for a command of its own."""
+"""The endpoint of a policy: `ModelEndpoint` in a thread of a run, `serve_model` for a command."""
 
 import os
 import sys
