@@ -83,7 +83,7 @@ def _together(a: Sampling, b: Sampling) -> bool:
 
 
 def answer(engine: Engine, calls: Sequence[Call]) -> list[Call]:
-    """Sample the responses of calls in one call of the engine, answer each, and return those that are left.
+    """Sample the responses of calls together, answer each, and return the calls that are left.
 
     None is left, unless the engine refuses the prompt of one: that one has its error, and the others wait to
     be sampled. Any other exception is every call's, and is raised. On several ranks all of them call this
