@@ -10,6 +10,7 @@ from test_kept_engine import Fragile
 
 import rft_fn as rft
 from rft_fn import engine
+from rft_fn.engine.hf.engine import _InProcess
 from rft_fn.model import residence
 from rft_fn.run.reward_task import judges_here
 from rft_fn.strategy import StrategyConfig, common
@@ -28,13 +29,18 @@ def host(monkeypatch):
     monkeypatch.setattr(residence, "mover_of", lambda device: host.mover)
 
     # weights in a file are aligned in another way than those of the allocator, and products round differently
-    bound = residence.Residence.__init__
+    bound, built = residence.Residence.__init__, _InProcess.__init__
 
     def aligned(self, root, module):
         bound(self, root, module)
         root._apply(torch.clone)
 
+    def aligned_engine(self, *args, **given):
+        built(self, *args, **given)
+        self.lm._apply(torch.clone)
+
     monkeypatch.setattr(residence.Residence, "__init__", aligned)
+    monkeypatch.setattr(_InProcess, "__init__", aligned_engine)
     return host
 
 
