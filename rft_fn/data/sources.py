@@ -1,10 +1,12 @@
 """Sources of rows by their texts on the command line.
 
-They are built-in tasks, files, folders, and data sets of the hub: NAME[:PART][@SPLIT][=SHARE]
+They are built-in tasks, those of reasoning-gym, files, folders, and data sets of the hub:
+NAME[:PART][@SPLIT][=SHARE]
 
-NAME is a built-in task, or else a file, a pattern of files or a folder that is here, or else a name of the
-hub (`owner/name`, or only `name`). PART is the level of a task, the config of a data set, or the list of a
-json file that has several. Whatever exists here under the whole text is that.
+NAME is a built-in task, or `reasoning_gym`, whose PART is a task of that package with its options, or else a
+file, a pattern of files or a folder that is here, or else a name of the hub (`owner/name`, or only `name`).
+PART is the level of a task, the config of a data set, or the list of a json file that has several. Whatever
+exists here under the whole text is that.
 """
 
 import glob
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from rft_fn import hub
-from rft_fn.data import file_formats
+from rft_fn.data import file_formats, reasoning_gym
 from rft_fn.data.table import InvalidRow, Table
 from rft_fn.data.tasks import TASKS
 
@@ -43,10 +45,20 @@ class Source(NamedTuple):
         """Whether it is a built-in task. A file of that name is given as ./NAME."""
         return self.name in TASKS
 
+    @property
+    def is_endless(self) -> bool:
+        """Whether its rows are made, without end: of a built-in task, or of one of reasoning-gym."""
+        return self.is_task or self.name == reasoning_gym.SOURCE
+
 
 def parse(text: str) -> Source:
     """Parse the text of a source. ValueError for a share that is not above 0, and for no name."""
     whole, share = _cut_share(text)
+    word, _, task = whole.partition(":")
+    if word == reasoning_gym.SOURCE:
+        if not task:
+            raise ValueError(f"data: expected {word}:TASK, as {word}:leg_counting, got {text!r}")
+        return Source(whole, word, task, None, share)
     name, split = _cut(whole, "@")
     name, part = _cut(name, ":")
     if not name.strip():

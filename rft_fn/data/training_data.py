@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rft_fn import rng
-from rft_fn.data import row_cache, sources
+from rft_fn.data import reasoning_gym, row_cache, sources
 from rft_fn.data.dataset import Dataset, ItemT
 from rft_fn.data.mixture import Mixture
 from rft_fn.data.pairs import pairs_from_rows, pairs_from_task
@@ -24,7 +24,7 @@ from rft_fn.data.prompts import from_rows, from_task
 from rft_fn.data.ranked import lists_from_rows, lists_from_task
 from rft_fn.data.reasoning_steps import steps_from_rows, steps_from_task
 from rft_fn.data.sources import Source, Tables
-from rft_fn.data.table import Part, Table
+from rft_fn.data.table import Endless, Part, Table
 
 __all__ = [
     "LISTS", "PAIRS", "POINTS", "PROMPTS", "STEPS", "Kind", "decide_steps", "held_out", "load",
@@ -50,7 +50,7 @@ STEPS = Kind(steps_from_rows, steps_from_task)
 
 
 class _Opened(NamedTuple):
-    """A source, and its rows by split; a task has none."""
+    """A source, and its rows by split; one of rows without end has none."""
 
     source: Source
     tables: Tables
@@ -61,7 +61,7 @@ class _Opened(NamedTuple):
 
     def identity(self, want: str) -> tuple:
         """Return a key that is equal for two texts that name the same rows."""
-        if self.source.is_task:
+        if self.source.is_endless:
             return (self.source.text, want)
         return (os.path.realpath(self.source.name), self.source.part, self.split(want))
 
@@ -71,7 +71,7 @@ def _open(texts: str | Sequence[str]) -> list[_Opened]:
     parsed = [sources.parse(text) for text in ([texts] if isinstance(texts, str) else texts)]
     if not parsed:
         raise ValueError("data: expected at least one source, got none")
-    return [_Opened(source, {} if source.is_task else sources.tables(source)) for source in parsed]
+    return [_Opened(source, {} if source.is_endless else sources.tables(source)) for source in parsed]
 
 
 class _Items(NamedTuple):
@@ -81,11 +81,14 @@ class _Items(NamedTuple):
     tokenizer: Any
     options: Mapping[str, Any]
 
-    def of_rows(self, rows: Table, name: str, note: str = "") -> Dataset:
+    def of_rows(self, rows: Table | Endless, name: str, note: str = "") -> Dataset:
         return replace(self.kind.from_rows(rows, self.tokenizer, name=name, **self.options), note=note)
 
-    def of_task(self, source: Source, seed: int) -> Dataset:
-        """Return the data set of a built-in task, at the level in its text."""
+    def endless(self, source: Source, seed: int) -> Dataset:
+        """Return the data set of a task: a built-in one at the level in its text, or one of reasoning-gym."""
+        if not source.is_task:
+            rows = reasoning_gym.endless(source.part or "", seed)
+            return replace(self.of_rows(rows, rows.name), note=f"{rows.name} with seed {seed}")
         level = source.part or "1"
         if not (level.isascii() and level.isdigit()) or source.split is not None:
             raise ValueError(f"data: expected {source.name}:LEVEL with a number, got {source.text!r}")
@@ -96,17 +99,17 @@ class _Items(NamedTuple):
 
     def whole(self, x: _Opened, seed: int, split: str) -> Dataset:
         """Return all rows of a source, or of its split."""
-        if x.source.is_task:
-            return self.of_task(x.source, seed)
+        if x.source.is_endless:
+            return self.endless(x.source, seed)
         text = x.source.text
         name = x.split(split)
         return self.of_rows(x.tables[name], text, f"split {name} of {text}" if name else text)
 
     def divided(self, x: _Opened, seed: int, share: float) -> tuple[Dataset, Dataset]:
         """Return (what is trained on, what is evaluated on) of one source."""
-        if x.source.is_task:
-            trained = self.of_task(x.source, seed)
-            unseen = self.of_task(x.source, seed + 1)
+        if x.source.is_endless:
+            trained = self.endless(x.source, seed)
+            unseen = self.endless(x.source, seed + 1)
             return trained, replace(unseen, seed=seed)  # taken with the run's seed, from its first row on
 
         # the split that is meant for an evaluation, if there is one

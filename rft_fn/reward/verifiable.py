@@ -17,7 +17,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from rft_fn.data import tasks
+from rft_fn.data import reasoning_gym, tasks
 from rft_fn.data.row_paths import column_at
 from rft_fn.reward import mathematics, references
 from rft_fn.reward.mathematics import extract_number, value_of
@@ -27,7 +27,7 @@ from rft_fn.reward.signature import Columns, Messages, text
 
 __all__ = [
     "boxed_format", "exact", "extract_boxed", "extract_number", "extract_tag", "math", "numeric",
-    "pattern_format", "tag_format", "task",
+    "pattern_format", "reasoning_gym_score", "tag_format", "task",
 ]  # fmt: skip
 
 
@@ -233,6 +233,28 @@ def task(name: str) -> Reward:
         return scores
 
     return replace(as_reward(reward), columns=tuple(needed), state=False)
+
+
+def reasoning_gym_score() -> Reward:
+    r"""Return the score that reasoning-gym's own scorer of the row's task gives the answer.
+
+    The answer is the content of the last \boxed{}, else of the last <answer></answer>, else the whole
+    completion. Reads the column `entry`, which rows of `--data reasoning_gym:TASK` have. An answer that its
+    scorer cannot read, or not within a second, scores 0.
+    """
+
+    def reward(
+        prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
+    ) -> list[float]:
+        entries = _column(columns, "entry", len(completions))
+        return reasoning_gym.score_all([_tagged(text(x)) for x in completions], entries)
+
+    return replace(as_reward(reward), columns=("entry",), state=False)
+
+
+def _tagged(completion: str) -> str:
+    tagged = extract_tag(completion, "answer") if extract_boxed(completion) is None else None
+    return _answer(completion) if tagged is None else tagged
 
 
 _UNBOXED_TAIL = 1000  # characters: math-verify searches in quadratic time, and an answer comes last

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from rft_fn import collect, data, engine, model, packing, reward, tree
+from rft_fn.data import reasoning_gym
 from rft_fn.data.curriculum import check_rows
 from rft_fn.data.reasoning_steps import NEW_LINE
 from rft_fn.engine import EngineDead
@@ -272,7 +273,7 @@ class Task(NamedTuple):
 def rewards_of(cfg: options.Reward, sources: Sequence[str]) -> tuple[str, ...]:
     """Return the rewards of the options.
 
-    By default the reward of the only task among the sources, or of sort_digits.
+    By default the reward of the only task among the sources, that of reasoning-gym, or of sort_digits.
     """
     if cfg.reward:
         return cfg.reward
@@ -280,6 +281,8 @@ def rewards_of(cfg: options.Reward, sources: Sequence[str]) -> tuple[str, ...]:
     known = names & set(data.TASKS)
     if len(known) == 1:
         return (f"task:{known.pop()}",)
+    if not known and reasoning_gym.SOURCE in names:
+        return (reasoning_gym.SOURCE,)
     return ("task:sort_digits",)
 
 
