@@ -5,11 +5,15 @@ import random
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
+from rft_fn import limits
 from rft_fn.foreign_json import parse_json
+from rft_fn.limits import Range
 
 __all__ = ["find", "write"]
 
+_Port = Annotated[int, Range(1, 65535)]
 _PORTS = range(20000, 29000)  # below those of outgoing connections, of which one may take a free port
 
 
@@ -44,16 +48,14 @@ def write(file: Path, ports: Mapping[str, list[int]]) -> None:
 
 def _kept(file: Path) -> dict[str, list[int]]:
     """Return the ports of a file; none where there is none."""
-    from rft_fn.border import integers, object_of  # with torch, for which the first start does not wait
-
     if not file.is_file():
         return {}
     try:
-        found = parse_json(file.read_text())
-        return {
-            name: integers(name, ports, low=1, high=65535) for name, ports in object_of("", found).items()
-        }
-    except ValueError:
+        kept = parse_json(file.read_text())
+        for name, ports in kept.items():
+            limits.field(name, ports, tuple[_Port, ...])
+        return kept
+    except (ValueError, AttributeError):
         raise ValueError(f"{file}: expected ports by role, got something else; delete the file") from None
 
 
