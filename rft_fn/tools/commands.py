@@ -169,9 +169,9 @@ def where(options: Where) -> None:
 
 def launch(options: Launch) -> None:
     """Run the programs of a file, and exit as they did."""
-    from rft_fn.tools.launch import local
+    from rft_fn.tools.launch import local_processes
 
-    if status := local.launch(Path(options.file), dry_run=options.dry_run):
+    if status := local_processes.launch(Path(options.file), dry_run=options.dry_run):
         sys.exit(status)
 
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from rft_fn.tools.launch import local, ports, roles
+from rft_fn.tools.launch import local_processes, ports, roles
 
 GOOD = """
 grace = 5
@@ -101,13 +101,13 @@ def test_a_file_or_a_program_that_is_not_there_is_named(tmp_path):
         roles.read(tmp_path / "no.toml")
     (tmp_path / "run.toml").write_text('[roles.trainer]\ncommand = "not-there --x"')
     with pytest.raises(ValueError, match=r"trainer\.command: expected a program that is there, got not-th"):
-        local.launch(tmp_path / "run.toml")
+        local_processes.launch(tmp_path / "run.toml")
 
 
 def test_a_dry_run_prints_commands_and_writes_nothing(tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text(GOOD.replace('"serve', '"echo').replace('"score', '"echo').replace('"train', '"echo'))
-    assert local.launch(file, dry_run=True) == 0
+    assert local_processes.launch(file, dry_run=True) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"# logs in {tmp_path}/logs/run"
     assert [x for x in lines if x.endswith(("engines-0", "after engines", "after rewards"))] == [

@@ -1,4 +1,4 @@
-"""Free ports for roles, kept in a file: a run that is started again has the addresses of the last time."""
+"""Free ports for roles, kept in a file: a run that is started again has the same addresses."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""A file of roles: the programs of a run, what each of them waits for, and their commands with addresses.
+"""A file of roles: the programs of a run, what each waits for, and their commands with addresses.
 
     [roles.rewards]
     command = "rft run serve_reward --reward task:sort_digits --port {port}"

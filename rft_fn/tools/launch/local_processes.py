@@ -1,4 +1,4 @@
-"""The roles of a file as processes of this machine: started in order, shown in one terminal, ended together.
+"""The roles of a file as processes of this machine: started in order, shown, and ended together.
 
 Each replica has a session of its own, a log, and lines in the terminal that begin with its name. All end when
 the main role has ended, when the first of them fails, and on Ctrl-C or SIGTERM. Ports stay in a file, so that
