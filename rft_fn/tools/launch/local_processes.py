@@ -183,6 +183,7 @@ class _Failure(NamedTuple):
     running: _Running
     what: str
     code: int
+    seconds: float
 
 
 class _Launch:
@@ -250,15 +251,16 @@ class _Launch:
             role = self.found.roles[x.replica.role]
             if not x.ended():
                 if not x.ready.is_set() and x.seconds() > role.ready_within:
-                    return _Failure(x, f"gave no 200 at {x.replica.ready} within {role.ready_within:g} s", 1)
+                    what = f"gave no 200 at {x.replica.ready} within {role.ready_within:g} s"
+                    return _Failure(x, what, 1, x.seconds())
                 continue
             code = x.process.returncode
             if code < 0:
-                return _Failure(x, f"was ended by {_name(-code)}", 128 - code)
+                return _Failure(x, f"was ended by {_name(-code)}", 128 - code, x.seconds())
             if code:
-                return _Failure(x, f"ended with code {code}", code)
+                return _Failure(x, f"ended with code {code}", code, x.seconds())
             if x.replica.ready and x.replica.role != self.found.main:
-                return _Failure(x, "ended with code 0 before the main role", 1)
+                return _Failure(x, "ended with code 0 before the main role", 1, x.seconds())
         return None
 
     def stop(self) -> None:
@@ -287,7 +289,7 @@ class _Launch:
         x = failure.running
         lines = [_shown(line) for line in x.last]
         print(
-            f"error: {x.replica.name} {failure.what}, after {x.seconds():.0f} s; its last lines, of "
+            f"error: {x.replica.name} {failure.what}, after {failure.seconds:.0f} s; its last lines, of "
             f"{printer.line(x.log)}:",
             *(f"    {line}" for line in lines or ["(none)"]),
             sep="\n",
