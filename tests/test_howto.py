@@ -1,13 +1,17 @@
 """docs/howto, and the drawings of docs/ideas.md and the README: nothing is left out, nothing is stale."""
 
+import dataclasses
 import os
 import re
 import sys
 
 import forks
 import pytest
-from pages import as_module
+from pages import as_module, blocks
 from test_house import ROOT
+from test_pages import check
+
+from rft_fn.tools.launch import roles
 
 pytestmark = pytest.mark.docs
 
@@ -63,6 +67,22 @@ def test_the_edits_of_a_copied_script_run(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     (row,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert '"trust": ' in row  # the metric of the page's loss
+
+
+def test_the_role_files_of_the_page_on_launch_are_read_and_their_commands_understood(tmp_path):
+    page = (HOWTO / "launch.md").read_text()
+    files = [block.text for block in blocks(page) if block.language == "toml"]
+    assert len(files) == 4
+    for text in files:
+        (tmp_path / "run.toml").write_text(text)
+        found = roles.read(tmp_path / "run.toml")
+        counts = roles.needed_ports(found).items()
+        made = roles.resolve(found, {name: range(20000, 20000 + count) for name, count in counts})
+        assert len(made) >= 2 and made[-1].role == "trainer"
+        for x in made:
+            check(x.words)
+    keys = {f.name for f in dataclasses.fields(roles.Role)}
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == keys
 
 
 @pytest.mark.parametrize("page", sorted(HOWTO.glob("[!R]*.md")), ids=lambda page: page.stem)

@@ -59,6 +59,14 @@ class Where:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """Start the programs of a run that a file names, in order, and end them together."""
+
+    file: tyro.conf.Positional[str]  # a .toml file of roles, as docs/howto/launch.md has it
+    dry_run: bool = False  # print the commands with their addresses, and start nothing
+
+
+@dataclass(frozen=True)
 class Report:
     """Write one page about runs that needs no server: curves, time, options, and every token with colours."""
 
@@ -157,6 +165,14 @@ def where(options: Where) -> None:
         from rft_fn.tools import longest_rows
 
         print(longest_rows.text(options.model, lora_rank=options.lora_rank, gigabytes=options.memory))
+
+
+def launch(options: Launch) -> None:
+    """Run the programs of a file, and exit as they did."""
+    from rft_fn.tools.launch import local_processes
+
+    if status := local_processes.launch(Path(options.file), dry_run=options.dry_run):
+        sys.exit(status)
 
 
 def report(options: Report) -> None:
@@ -295,6 +311,7 @@ COMMANDS = {
     "new": Command(partial(_own, New, new), New),
     "run": Command(run_script, Run),
     "where": Command(partial(_own, Where, where), Where),
+    "launch": Command(partial(_own, Launch, launch), Launch),
     "watch": Command(partial(_own, Watch, watch_run), Watch),
     "report": Command(partial(_own, Report, report), Report),
     "export": Command(partial(_script, "export")),
