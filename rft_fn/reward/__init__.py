@@ -31,7 +31,7 @@ from rft_fn.reward.signature import (
     text,
     trainer_state,
 )
-from rft_fn.reward.unit_tests import code, extract_code
+from rft_fn.reward.unit_tests import code
 from rft_fn.reward.verifiable import (
     boxed_format,
     exact,
@@ -48,7 +48,7 @@ from rft_fn.reward.veto import Veto
 
 __all__ = [
     "Judged", "Reading", "Reward", "RewardFn", "Veto", "boxed_format", "by_column", "check", "code",
-    "columns", "concat", "exact", "extract_boxed", "extract_code", "extract_number", "extract_tag",
+    "columns", "concat", "exact", "extract_boxed", "extract_number", "extract_tag",
     "generative", "generative_by_name", "judge", "judge_rows", "label_values", "load",
     "math", "means", "normalized", "numeric", "parse", "pattern_format",
     "responses", "scalar", "served_at", "stateless", "tag_format", "task", "text",

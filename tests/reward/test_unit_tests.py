@@ -3,7 +3,7 @@
 import pytest
 
 from rft_fn import reward
-from rft_fn.reward.unit_tests import cases_of
+from rft_fn.reward.unit_tests import cases_of, extract_code
 
 IO = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
 CALLS = {"fn_name": "f", "inputs": [[1, [2]]], "outputs": [[1, 2]]}
@@ -62,8 +62,8 @@ def test_no_verdict_without_the_work(code):
 def test_a_response_without_a_block_scores_0_and_the_last_block_counts():
     found = reward.code()(prompts=[""], completions=["print(3)"], tests=[IO])
     assert found == [0.0]
-    assert reward.extract_code("```\na\n```\n```py\nb\n```\n") == "b\n"
-    assert reward.extract_code("```py\nb") is None
+    assert extract_code("```\na\n```\n```py\nb\n```\n") == "b\n"
+    assert extract_code("```py\nb") is None
 
 
 def test_an_assert_is_a_test_after_what_is_before_it():
