@@ -474,7 +474,7 @@ FREE = {
     "ckpt/folder.py:_static": "text that it has written itself",
     "ckpt/layout.py:read": "the digest of each file is compared before it, and shapes and types",
     "confined.py:call": "bytes of a fork of this process",
-    "reward/unit_tests.py:cases_of": "tests of the data; each form is checked: tests/reward/test_unit_tests.py",
+    "reward/unit_tests.py:cases_of": "tests of the data, whose forms it checks",
     "sandbox/call_tests.py:_Asker.ask": "literals of the code, in a process whose end is a failed test",
     "sandbox/call_tests.py:_candidate": "literals of the tests",
     "sandbox/launcher.py:main": "the plan of this process",
