@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     # L2: the model as a function, prompts, and what turns responses into numbers
     from rft_fn import border, cache_folder, confined, cores, data, environment, file_digest, foreign_json
-    from rft_fn import hub, modality, model, opened, option_help, parsing, patience, reward, text
-    from rft_fn import user_files
+    from rft_fn import hub, modality, model, opened, option_help, parsing, patience, reward, sandbox
+    from rft_fn import text, user_files
 
     # L3: effects; each room may use those before it
     from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run, tools
@@ -34,8 +34,8 @@ __all__ = [
 ]  # fmt: skip
 _UNLISTED = (
     "border", "cache_folder", "check", "confined", "cores", "dist", "file_digest", "foreign_json", "hub",
-    "migrate", "opened", "option_help", "parsing", "patience", "precision", "sampling", "text", "tools",
-    "user_files",
+    "migrate", "opened", "option_help", "parsing", "patience", "precision", "sampling", "sandbox", "text",
+    "tools", "user_files",
 )  # fmt: skip
 _OF_TYPES = (
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",

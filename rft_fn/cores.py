@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-__all__ = ["usable"]
+__all__ = ["of_rank", "usable"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -28,3 +28,8 @@ def _quota() -> float | None:
     except (OSError, ValueError):
         return None
     return quota / period if quota > 0 else None
+
+
+def of_rank(most: int = 8) -> int:
+    """Return the share of this rank in the cores, as a number of processes: at least 1, at most `most`."""
+    return max(1, min(most, usable() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))

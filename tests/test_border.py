@@ -474,6 +474,11 @@ FREE = {
     "ckpt/folder.py:_static": "text that it has written itself",
     "ckpt/layout.py:read": "the digest of each file is compared before it, and shapes and types",
     "confined.py:call": "bytes of a fork of this process",
+    "reward/unit_tests.py:cases_of": "tests of the data, whose forms it checks",
+    "sandbox/call_tests.py:_Asker.ask": "literals of the code, in a process whose end is a failed test",
+    "sandbox/call_tests.py:_candidate": "literals of the tests",
+    "sandbox/launcher.py:main": "the plan of this process",
+    "sandbox/program.py:_read": "what the launcher tells, through a pipe that the program does not have",
     "data/decode.py:_wave": "samples of a WAV file, integers of a known width",
     "data/file_formats.py:_cells": "a CSV's cells are texts",
     "data/file_formats.py:_csv": "a CSV's cells are texts",
@@ -528,6 +533,9 @@ FREE = {
     "migrate/trl.py:_shared": PRINTED,
     "migrate/tables.py:plain": "a table of this package",
     "migrate/tables.py:read": "a table of this package",
+    "data/reasoning_gym.py:_options": "options of a command, refused in tests/data/test_reasoning_gym.py",
+    "tools/launch/ports.py:_kept": "a file that it has written; others are refused in tests/run/test_launch_file.py",
+    "tools/launch/roles.py:read": "a file of the user, refused in tests/run/test_launch_file.py",
 }
 """Readers that are fed elsewhere, or whose values come from nobody else; and why."""
 

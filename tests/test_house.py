@@ -19,7 +19,7 @@ LAYERS = {
     1: "segment scan advantage weight loss reward_shaping logprob sampling metric rollout packing optim "
     "algorithm testing analysis",
     2: "text foreign_json cores cache_folder file_digest border confined model modality reward data "
-    "environment hub opened option_help parsing patience user_files",
+    "sandbox environment hub opened option_help parsing patience user_files",
     3: "dist ckpt memory strategy engine sync collect run tools migrate",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}

@@ -8,18 +8,16 @@ or does not end, or gives no reward has the reward of a failure.
 import json
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from rft_fn import dist
+from rft_fn import dist, sandbox
 from rft_fn.collect.calls import Call, Calls, answer
 from rft_fn.collect.episodes import Conversation, Played, of_episodes
 from rft_fn.collect.recorder import Limits, Session
@@ -187,7 +185,7 @@ def _run(
     finally:
         for x in running:
             endpoint.shut(x.address)
-            _kill(x.process)
+            sandbox.kill_group(x.process.pid)
             x.process.wait()
         shutil.rmtree(folder, ignore_errors=True)
     return [ended[id(session)] for session in sessions], said
@@ -232,7 +230,7 @@ def _start(agents: Agents, session: Session, address: Address, prompt: Any, fold
 def _end(x: _Running, *, rewarded: bool) -> tuple[_Ended, str]:
     """End the program of an episode, with all that it has started: (the episode, a line of a failure)."""
     code = x.process.poll()
-    _kill(x.process)
+    sandbox.kill_group(x.process.pid)
     x.process.wait()
     failure = "late" if code is None else f"exit {code}" if code else ""
     if not failure and rewarded and x.session.reward is None:
@@ -244,9 +242,3 @@ def _end(x: _Running, *, rewarded: bool) -> tuple[_Ended, str]:
     shutil.rmtree(x.folder, ignore_errors=True)
     rows = [row.said for row in x.session.rows]
     return _Ended(rows, x.session.reward, x.session.cut, failure), line
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a program and all that it has started."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)

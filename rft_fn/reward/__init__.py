@@ -5,8 +5,8 @@
 Lists with one value per completion. Prompts and completions are texts, or lists of messages where the data
 has messages; `signature` has the other arguments that a function may name, `results` the values that it may
 return, `reward_record` what becomes of it before the first batch, `verifiable` the built-in ones,
-`generative_model` judges, `foreign` the adapters of other libraries' functions, `combine` their weighted sum
-and `scoring` the way from a rollout to rewards.
+`unit_tests` the one that runs code, `generative_model` judges, `foreign` the adapters of other libraries'
+functions, `combine` their weighted sum and `scoring` the way from a rollout to rewards.
 `completions` are the *response only*: a reward that scores prompt and response together can be satisfied by
 the instructions in the prompt, and is then a constant.
 """
@@ -31,6 +31,7 @@ from rft_fn.reward.signature import (
     text,
     trainer_state,
 )
+from rft_fn.reward.unit_tests import code
 from rft_fn.reward.verifiable import (
     boxed_format,
     exact,
@@ -46,9 +47,10 @@ from rft_fn.reward.verifiable import (
 from rft_fn.reward.veto import Veto
 
 __all__ = [
-    "Judged", "Reading", "Reward", "RewardFn", "Veto", "boxed_format", "by_column", "check", "columns",
-    "concat", "exact", "extract_boxed", "extract_number", "extract_tag", "generative", "generative_by_name",
-    "judge", "judge_rows", "label_values", "load", "math", "means", "normalized", "numeric", "parse",
-    "pattern_format", "responses", "scalar", "served_at", "stateless", "tag_format", "task", "text",
+    "Judged", "Reading", "Reward", "RewardFn", "Veto", "boxed_format", "by_column", "check", "code",
+    "columns", "concat", "exact", "extract_boxed", "extract_number", "extract_tag",
+    "generative", "generative_by_name", "judge", "judge_rows", "label_values", "load",
+    "math", "means", "normalized", "numeric", "parse", "pattern_format",
+    "responses", "scalar", "served_at", "stateless", "tag_format", "task", "text",
     "trainer_state", "weighted",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rft_fn.data import reasoning_gym
-from rft_fn.reward import verifiable
+from rft_fn.reward import unit_tests, verifiable
 from rft_fn.reward.combine import Weighted
 from rft_fn.reward.connection import shown
 from rft_fn.reward.foreign import CONVENTIONS, OURS, Convention
@@ -47,6 +47,7 @@ _NAMED: dict[str, Callable[..., Reward]] = {
     "format": verifiable.boxed_format,
     "tags": verifiable.tag_format,
     reasoning_gym.SOURCE: verifiable.reasoning_gym_score,
+    "code": unit_tests.code,
 }
 
 _SOURCES: dict[str, Source] = {"http": served_at, "https": served_at}
@@ -65,6 +66,9 @@ def load(spec: str) -> Reward:
     box) and "tags". "task:NAME": the built-in task's verifier; "reasoning_gym": the scorer of a row of that
     package. "path/file.py:function" and "package.module:function", also "file.py:Class.method": a function of
     yours, installed or in the working directory. A factory is called with literal arguments:
+    box) and "tags"; "code:COLUMN", the unit tests in a column. "task:NAME": the built-in task's verifier.
+    "path/file.py:function" and "package.module:function", also "file.py:Class.method": a function of yours,
+    installed or in the working directory. A factory is called with literal arguments:
     "file.py:cosine(max_len=512)", "numeric(boxed=True)".
 
     A function that is not written for TRL has its library first: "verl:", "openrlhf:", "lightrft:",

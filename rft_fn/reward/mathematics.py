@@ -426,7 +426,9 @@ class _Children:
         """Make the processes, which start when they are asked, and return their number."""
         with self._lock:
             if not self._count:
-                self._count = _share_of_cores()
+                from rft_fn import cores  # not in a child
+
+                self._count = cores.of_rank()
                 for _ in range(self._count):
                     self._free.put(_Child())
             return self._count
@@ -481,13 +483,6 @@ class _Children:
         with self._lock:
             found = {x: self._begun.pop((x, seconds)) for x in questions if (x, seconds) in self._begun}
         return {question: verdict for question, verdict in found.items() if not verdict.cancel()}
-
-
-def _share_of_cores() -> int:
-    """Return the processes for the cores of this rank, eight at most."""
-    from rft_fn import cores  # not in a child
-
-    return max(1, min(8, cores.usable() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
 
 
 _children = _Children()
