@@ -534,7 +534,7 @@ FREE = {
     "migrate/tables.py:plain": "a table of this package",
     "migrate/tables.py:read": "a table of this package",
     "data/reasoning_gym.py:_options": "options of a command, refused in tests/data/test_reasoning_gym.py",
-    "tools/launch/ports.py:_kept": "a file that it has written; others are refused in tests/run/test_launch_file.py",
+    "tools/launch/ports.py:_kept": "a file of its own, refused otherwise in tests/run/test_launch_file.py",
     "tools/launch/roles.py:read": "a file of the user, refused in tests/run/test_launch_file.py",
 }
 """Readers that are fed elsewhere, or whose values come from nobody else; and why."""
