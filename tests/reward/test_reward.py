@@ -562,7 +562,7 @@ def test_load_knows_names(spec, completion, score):
 
 
 KNOWN = (
-    "expected one of math, numeric, boxed, exact, format, tags, task:NAME, path/file.py:function, "
+    "expected one of math, numeric, boxed, exact, format, tags, reasoning_gym, code, task:NAME, path/file.py:function, "
     "package.module:function, model:FOLDER, judge:FOLDER or https://HOST/PATH"
 )
 
