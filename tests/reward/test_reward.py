@@ -562,8 +562,8 @@ def test_load_knows_names(spec, completion, score):
 
 
 KNOWN = (
-    "expected one of math, numeric, boxed, exact, format, tags, reasoning_gym, code, task:NAME, path/file.py:function, "
-    "package.module:function, model:FOLDER, judge:FOLDER or https://HOST/PATH"
+    "expected one of math, numeric, boxed, exact, format, tags, reasoning_gym, code, task:NAME, "
+    "path/file.py:function, package.module:function, model:FOLDER, judge:FOLDER or https://HOST/PATH"
 )
 
 
