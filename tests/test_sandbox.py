@@ -20,10 +20,10 @@ def run(code, stdin="", limits=QUICK):
 @pytest.fixture(scope="module")
 def namespaces():
     """Whether this machine allows them."""
-    refused = program._mode.refused
-    program._mode.refused = ""
+    refused = program._refused
+    program._refused = ""
     _, found = program._launched([sys.executable, "-V"], b"", QUICK, {}, namespaces=True)
-    program._mode.refused = refused
+    program._refused = refused
     return not found
 
 
@@ -31,7 +31,7 @@ def namespaces():
 def mode(request, monkeypatch, namespaces):
     if request.param == "namespaces" and not namespaces:
         pytest.skip("this machine allows no namespaces")
-    monkeypatch.setattr(program._mode, "refused", "" if request.param == "namespaces" else "a test")
+    monkeypatch.setattr(program, "_refused", "" if request.param == "namespaces" else "a test")
     return request.param
 
 
@@ -39,7 +39,7 @@ def mode(request, monkeypatch, namespaces):
 def apart(monkeypatch, namespaces):
     if not namespaces:
         pytest.skip("this machine allows no namespaces")
-    monkeypatch.setattr(program._mode, "refused", "")
+    monkeypatch.setattr(program, "_refused", "")
 
 
 def left(mark):
@@ -162,7 +162,7 @@ def test_a_namespace_has_nothing_to_attack(apart, attack, tmp_path):
 
 def test_a_machine_without_namespaces_is_told_once(monkeypatch):
     real = program._launched
-    monkeypatch.setattr(program._mode, "refused", "")
+    monkeypatch.setattr(program, "_refused", "")
 
     def refusing(*args, namespaces):
         return (None, "unshare: EPERM") if namespaces else real(*args, namespaces=False)

@@ -100,7 +100,7 @@ def _entry(text: str, seed: int, index: int) -> dict[str, Any]:
 @lru_cache(maxsize=16)
 def _block(text: str, seed: int, block: int) -> Any:
     """Return the package's data set of a block of rows. ValueError for options that the task refuses."""
-    import reasoning_gym
+    import reasoning_gym  # pyright: ignore[reportMissingImports]
 
     name, options = _read(text)
     seed = rng.fold_in(seed, SOURCE, text, block) % 2**32  # numpy's generators take no more
@@ -115,7 +115,7 @@ def _block(text: str, seed: int, block: int) -> Any:
 def _read(text: str) -> tuple[str, dict[str, Any]]:
     """Return (the task, its options) of a text. ValueError for one that the package does not have."""
     try:
-        from reasoning_gym.factory import DATASETS
+        from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"data: expected the package reasoning-gym for {SOURCE}:{text}, got none; "

@@ -61,7 +61,7 @@ def _stream(device: torch.device) -> Any:
 
 
 class OnHost:
-    """A checkpointing function whose inputs are on the host between forward and backward.
+    """A checkpointing function that keeps its inputs on the host between forward and backward.
 
     On a CPU they stay where they are.
     """

@@ -65,7 +65,7 @@ def _is_heard(mlp: nn.Module) -> bool:
 
 
 def _is_tokenwise(mlp: Any, function: Callable[[Tensor], Any], x: Tensor) -> bool:
-    """Return whether an MLP computes each token from that token alone, by a few of them; asks once."""
+    """Return whether an MLP computes each token by itself: tried once, with a few tokens."""
     found = mlp.__dict__.get("rft_tokenwise")
     if found is None:
         with torch.no_grad():

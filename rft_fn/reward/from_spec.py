@@ -63,13 +63,11 @@ def load(spec: str) -> Reward:
 
     "math", "numeric", "exact", "boxed" (numeric on the content of the last box), followed by ":COLUMN" where
     the answer is not in the column `answer`: a path such as "math:reward_model.ground_truth"; "format" (a
-    box) and "tags". "task:NAME": the built-in task's verifier; "reasoning_gym": the scorer of a row of that
-    package. "path/file.py:function" and "package.module:function", also "file.py:Class.method": a function of
-    yours, installed or in the working directory. A factory is called with literal arguments:
-    box) and "tags"; "code:COLUMN", the unit tests in a column. "task:NAME": the built-in task's verifier.
-    "path/file.py:function" and "package.module:function", also "file.py:Class.method": a function of yours,
-    installed or in the working directory. A factory is called with literal arguments:
-    "file.py:cosine(max_len=512)", "numeric(boxed=True)".
+    box) and "tags"; "code:COLUMN", the unit tests in a column. "task:NAME": the built-in task's verifier;
+    "reasoning_gym": the scorer of a row of that package. "path/file.py:function" and
+    "package.module:function", also "file.py:Class.method": a function of yours, installed or in the working
+    directory. A factory is called with literal arguments: "file.py:cosine(max_len=512)",
+    "numeric(boxed=True)".
 
     A function that is not written for TRL has its library first: "verl:", "openrlhf:", "lightrft:",
     "areal:", "nemo_rl:", "easyr1:", "slime:" or "verifiers:" (see `reward.foreign`), and ":COLUMN" last where

@@ -176,26 +176,28 @@ def _passed(
 ) -> dict[_Asked, float]:
     """Return the score of each program, side by side on the cores of this rank."""
     until = time.monotonic() + deadline
-    late = 0
 
-    def passes(program: str, case: Case) -> bool:
-        nonlocal late
+    def verdict(program: str, case: Case) -> bool | None:  # None where no time is left to run it
         left = until - time.monotonic()
-        if left <= 0:
-            late += 1
-            return False
-        return _passes(program, case, min(seconds, left), memory)
+        return _passes(program, case, min(seconds, left), memory) if left > 0 else None
 
-    def whole(one: _Asked) -> float:
-        return float(all(passes(one[0], case) for case in one[1]))
+    def until_failure(program: str, cases: Sequence[Case]) -> list[bool | None]:
+        found = []
+        for case in cases:
+            found.append(verdict(program, case))
+            if not found[-1]:
+                break
+        return found
 
     with ThreadPoolExecutor(cores.of_rank()) as threads:
         if all_or_nothing:
-            scores = list(threads.map(whole, asked))
+            found = list(threads.map(lambda x: until_failure(*x), asked))
+            scores = [float(all(of)) for of in found]
         else:
-            pairs = [(program, case) for program, cases in asked for case in cases]
-            found = threads.map(lambda x: passes(*x), pairs)
-            scores = [sum(next(found) for _ in cases) / len(cases) for _, cases in asked]
+            verdicts = threads.map(lambda x: verdict(*x), [(x, case) for x, cases in asked for case in cases])
+            found = [[next(verdicts) for _ in cases] for _, cases in asked]
+            scores = [sum(map(bool, of)) / len(of) for of in found]
+    late = sum(x is None for of in found for x in of)
     if late:
         warnings.warn(
             f"reward 'code': {late} tests were not run within {deadline:g} s, and fail", stacklevel=2

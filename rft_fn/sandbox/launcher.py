@@ -118,7 +118,7 @@ def _resident() -> int:
 
 
 def _end_descendants() -> None:
-    """End all processes whose parents lead here: what a process leaves behind has this one as its parent."""
+    """Kill all descendants, also those whose parents have ended: this process has adopted them."""
     until = time.monotonic() + 1.0
     seen: set[int] = set()
     while time.monotonic() < until:

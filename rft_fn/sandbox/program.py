@@ -38,6 +38,7 @@ class Limits(NamedTuple):
 
 
 DEFAULT = Limits()
+_refused = ""  # what this machine has refused, so that it is not asked for namespaces again
 
 
 class Outcome(NamedTuple):
@@ -74,11 +75,12 @@ def run(
             raise ValueError(f"sandbox: expected a file name without a folder, got {name!r}")
     if not command:
         raise ValueError("sandbox: expected a command, got none")
-    if not _mode.refused:
+    global _refused
+    if not _refused:
         outcome, refused = _launched(command, stdin, limits, files or {}, namespaces=True)
         if outcome is not None:
             return outcome
-        _mode.refused = refused
+        _refused = refused
         warnings.warn(
             f"sandbox: expected namespaces, got {refused!r} from this machine: programs have limits of time, "
             "memory and processes, but reach the network and the files of this user",
@@ -87,15 +89,6 @@ def run(
     outcome, _ = _launched(command, stdin, limits, files or {}, namespaces=False)
     assert outcome is not None
     return outcome
-
-
-class _Mode:
-    """What this machine has been found to refuse."""
-
-    refused = ""
-
-
-_mode = _Mode()
 
 
 @cache
@@ -246,7 +239,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def kill_group(leader: int) -> None:
-    """End the processes of a group, of which some may have ended."""
+    """Kill the processes of a group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 

@@ -70,7 +70,7 @@ def _print_commands(found: Roles, replicas: Sequence[Replica], folder: Path) -> 
 
 
 def _environment(x: Replica) -> dict[str, str]:
-    """Return the environment of a program: `rft` and `python` are those of this process."""
+    """Return the environment of a program, which finds the `rft` and `python` of this process."""
     here = os.path.dirname(sys.executable)
     env = dict(os.environ)
     env |= {"PYTHONUNBUFFERED": "1", "PATH": f"{here}{os.pathsep}{env.get('PATH', os.defpath)}"}
@@ -178,7 +178,7 @@ class _Running:
 
 
 class _Failure(NamedTuple):
-    """The first failure: whose, what, and the exit code."""
+    """The first program that failed, how, and the exit code for it."""
 
     running: _Running
     what: str

@@ -147,7 +147,7 @@ class _Handlers(NamedTuple):
         prompts, asked = _read(wire.read_completion, data, self.policy.sampling, self.policy.sampling.max_new)
         tokenizer = self.policy.renderer.tokenizer
         ids = [tokenizer.encode(x) if isinstance(x, str) else x for x in prompts]
-        if (largest := max(map(max, ids))) >= len(tokenizer):
+        if (largest := max(max(x, default=0) for x in ids)) >= len(tokenizer):
             raise _Refused(400, f"prompt: expected token ids below {len(tokenizer)}, got {largest}")
         answers = await _sampled(request, self.policy, ids, asked)
         made = []
@@ -257,9 +257,9 @@ async def _awaited(request: Request, policy: Policy, futures: Sequence[Future[An
         raise _Refused(504, f"expected an answer within {policy.seconds:g} s")
     answers = found.result()
     for answer in answers:
+        if isinstance(answer, BadRequest):
+            raise _Refused(400, error_text(answer)) from answer
         if isinstance(answer, BaseException):
-            if isinstance(answer, BadRequest):
-                raise _Refused(400, error_text(answer)) from answer
             raise _Refused(500, f"{type(answer).__name__}: {error_text(answer)}") from answer
     return [answer for answer in answers if isinstance(answer, Answer)]
 
