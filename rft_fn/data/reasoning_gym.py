@@ -100,12 +100,12 @@ def _entry(text: str, seed: int, index: int) -> dict[str, Any]:
 @lru_cache(maxsize=16)
 def _block(text: str, seed: int, block: int) -> Any:
     """Return the package's data set of a block of rows. ValueError for options that the task refuses."""
-    import reasoning_gym  # pyright: ignore[reportMissingImports]
+    from reasoning_gym.factory import create_dataset  # pyright: ignore[reportMissingImports]
 
     name, options = _read(text)
     seed = rng.fold_in(seed, SOURCE, text, block) % 2**32  # numpy's generators take no more
     try:
-        return reasoning_gym.create_dataset(name, seed=seed, size=_BLOCK, **options)
+        return create_dataset(name, seed=seed, size=_BLOCK, **options)
     except Exception as error:  # an assertion, mostly
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"data: {SOURCE}:{text}: {lines[0]}") from error

@@ -58,7 +58,7 @@ def package(monkeypatch):
         return Dataset(config)
 
     factory.DATASETS = {"sums": (Dataset, Sums), "ransom_note": (Dataset, Sums)}
-    module.create_dataset = create_dataset
+    factory.create_dataset = create_dataset
     monkeypatch.setitem(sys.modules, "reasoning_gym", module)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
     yield

@@ -4,6 +4,7 @@ import pytest
 
 from rft_fn import reward
 from rft_fn.reward.unit_tests import cases_of, extract_code
+from rft_fn.sandbox import program
 
 IO = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
 CALLS = {"fn_name": "f", "inputs": [[1, [2]]], "outputs": [[1, 2]]}
@@ -50,13 +51,21 @@ def test_the_share_of_tests_that_pass(code, tests, options, expected):
         "def f(x): return Any(77)",
         "def f(x): raise AssertionError",
         "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
-        "import os\ntext = open(f'/proc/{os.getppid()}/fd/0').read()\ndef f(x): return x + 1",
-        "import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')\ndef f(x): return x + 1",
         "import sys, gc\nassert ''.join(['isclose', '(f']) in str(gc.get_objects())\ndef f(x): return x + 1",
     ],
 )
 def test_no_verdict_without_the_work(code):
     assert score(code, ASSERTS, seconds=3.0) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["fd/0", "mem"])
+def test_the_checker_is_closed_to_the_code(file):
+    code = f"import os\nopen(f'/proc/{{os.getppid()}}/{file}', 'rb')\ndef f(x): return x + 1"
+    found = score(code, ASSERTS, seconds=3.0)
+    if program._refused:
+        pytest.skip("this machine allows no namespaces: root reads what it likes")
+    assert found == 0.0
 
 
 def test_a_response_without_a_block_scores_0_and_the_last_block_counts():
