@@ -232,9 +232,7 @@ def _end(x: _Running, *, rewarded: bool) -> tuple[_Ended, str]:
     code = x.process.poll()
     sandbox.kill_group(x.process.pid)
     x.process.wait()
-    failure = "late" if code is None else f"exit {code}" if code else ""
-    if not failure and rewarded and x.session.reward is None:
-        failure = "no reward"
+    failure = _failure(code, unrewarded=rewarded and x.session.reward is None)
     line = ""
     if failure:
         log = (x.folder / "log").read_bytes()[-_SHOWN:].decode(errors="replace")
@@ -242,3 +240,12 @@ def _end(x: _Running, *, rewarded: bool) -> tuple[_Ended, str]:
     shutil.rmtree(x.folder, ignore_errors=True)
     rows = [row.said for row in x.session.rows]
     return _Ended(rows, x.session.reward, x.session.cut, failure), line
+
+
+def _failure(code: int | None, *, unrewarded: bool) -> str:
+    """Return how a program failed, by its exit code, which is None while it runs; "" where it did not."""
+    if code is None:
+        return "late"
+    if code:
+        return f"exit {code}"
+    return "no reward" if unrewarded else ""

@@ -49,7 +49,7 @@ def main() -> None:
         with suppress(OSError):  # of a container that hides a part of its own: then there is none
             _mount("proc", "/proc", "proc", _NOSUID | _NODEV, "")
     else:
-        _prctl(_SUBREAPER, 1)
+        adopt()
         signal.signal(signal.SIGTERM, lambda *_: _stopped.append(True))
         if user is not None:
             for path in (box, *(os.path.join(box, x) for x in os.listdir(box))):
@@ -117,12 +117,17 @@ def _resident() -> int:
     return pages * resource.getpagesize()
 
 
+def adopt() -> None:
+    """Make this process the parent of what outlives the one that started it, where the system has that."""
+    _prctl(_SUBREAPER, 1)
+
+
 def _end_descendants() -> None:
     """Kill all descendants, also those whose parents have ended: this process has adopted them."""
     until = time.monotonic() + 1.0
     seen: set[int] = set()
     while time.monotonic() < until:
-        new = _descendants() - seen
+        new = descendants() - seen
         for process in new:  # one that stands still starts no other
             _signal(process, signal.SIGSTOP)
         seen |= new
@@ -144,7 +149,8 @@ def _signal(process: int, number: int) -> None:
         os.kill(process, number)
 
 
-def _descendants() -> set[int]:
+def descendants() -> set[int]:
+    """Return the processes below this one, without those that have ended; none where there is no /proc."""
     children: dict[int, list[int]] = {}
     try:
         names = os.listdir("/proc")
