@@ -56,9 +56,12 @@ EXTRAS = {
     "vision": Extra("some image processors", {"torchvision": ""}),
     "audio": Extra("audio other than WAV", {"soundfile": ""}),
     "serve": Extra(
-        "servers of rewards",
+        "servers of rewards and models",
         {"starlette": "1.0", "uvicorn": "0.34", "prometheus-client": "0.21"},
         modules=("starlette", "uvicorn", "prometheus_client"),
+    ),
+    "reasoning-gym": Extra(
+        "--data reasoning_gym:TASK", {"reasoning-gym": "0.1.25"}, modules=("reasoning_gym",)
     ),
     "track": Extra("--trackers", {"tensorboard": "", "wandb": "", "trackio": ""}),
 }
