@@ -19,7 +19,7 @@ from rft_fn.data.template_variables import fix_day
 from rft_fn.memory import Sampler
 from rft_fn.memory.media_example import largest
 from rft_fn.model.placeholders import sees_or_hears
-from rft_fn.run import earlier_run, options
+from rft_fn.run import earlier_run, mirror, options
 from rft_fn.run.claim import Inputs, lock_folder
 from rft_fn.run.cli import without
 from rft_fn.run.run_folder import Run
@@ -49,6 +49,8 @@ def start(cfg: options.Run, *, unread: Iterable[str] = ()) -> Strategy:
     without(cfg.strategy, "max_norm", instead="use --max-norm")
     without(cfg.strategy, "seed", instead="use --seed")
     if cfg.dry_run:
+        if cfg.mirror:
+            mirror.check(cfg.mirror)
         return _start_dry(cfg)
     st = strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
     fix_day(_first_day(cfg, st))
@@ -93,14 +95,16 @@ def _first_day(cfg: options.Run, st: Strategy) -> date:
     """Return the day on which the run in the folder began, the same on every rank.
 
     A folder that is there is locked from here on: before the first slow import, and before data is read for
-    nothing.
+    nothing. One that is not gets what its mirror has.
     """
     day = None
     line = ""
     if st.rank == 0:
         try:
-            if Path(cfg.out).is_dir():
+            if Path(cfg.out).is_dir() or cfg.mirror:
                 lock_folder(Path(cfg.out))
+            if cfg.mirror:
+                mirror.fetch(Path(cfg.out), cfg.mirror)
             day = earlier_run.first_day(cfg.out)
         except (ValueError, OSError) as error:
             line = str(error)
@@ -235,6 +239,7 @@ def open_folder(
         name=cfg.run_name,
         free=free,
         override=cfg.override,
+        mirror=cfg.mirror,
         inputs=Inputs(datasets or {}, tokenizer),
         **st.config.pictures(),
     )

@@ -410,6 +410,7 @@ class Run(Length, subject="Run", first=("out", "dry_run")):
     save_every: Free[Count] = 25  # steps between checkpoints
     keep: Free[Count] = 1  # how many of the newest checkpoints are kept
     max_bytes: Free[Whole] = 0  # bytes that all checkpoints may take; the newest always stays; 0 is no limit
+    mirror: Free[str] = ""  # s3://, gs:// or any address of fsspec: checkpoints are sent there, and come back
     noise_every: Free[Whole | None] = None  # steps between grad/noise_scale; 0: never; None: 10 if free
     trackers: Free[tuple[str, ...]] = ()  # any of tensorboard, wandb, trackio
     project: Free[str] = "rft_fn"  # the project's name at the tracker

@@ -38,6 +38,7 @@ from rft_fn.run import claim, earlier_run, options, plot, samples, signals, symp
 from rft_fn.run.card import save_card
 from rft_fn.run.claim import Claim, Inputs
 from rft_fn.run.files import append_row, defaults_of, jsonable
+from rft_fn.run.mirror import Mirror
 from rft_fn.run.pictures import Pictures
 from rft_fn.run.progress import Progress, Timing
 from rft_fn.run.rollout_files import write_rollout
@@ -66,6 +67,7 @@ class Run:
         name: str = "",
         free: Sequence[str] = (),
         override: bool = False,
+        mirror: str = "",
         log_dir: str | Path = "",
         plot_every: int = 0,
         session: Session | None = None,
@@ -78,7 +80,8 @@ class Run:
         Pictures and tensorboard files go to `log_dir`, or to the folder; a histogram of response lengths
         every `plot_every` steps (0: only at the end). `project` and `name` are what trackers show. Dumps of
         gradients that are not finite go to the folder too, with the `session` of the run's strategy.
-        `inputs` are the data, the code, and the tokenizer of the run.
+        `inputs` are the data, the code, and the tokenizer of the run. `mirror` is an address that gets the
+        checkpoints and the other files, after `mirror.fetch`.
 
         ValueError on every rank, before anything is computed, for a folder that cannot be written, that
         another process is using, or that holds another run, and for a tracker that is not installed.
@@ -106,6 +109,7 @@ class Run:
         self._progress = Progress(self.folder.name, total)
         self._pictures = Pictures(self.folder, Path(log_dir or folder), every=plot_every, config=self.config)
         self._trackers: list[tracking.Track] = []
+        self._mirror: Mirror | None = None
         self._reached = 0  # whole steps
         self._save: Callable[[], None] | None = None  # what saves them, where they are not saved
         self._rewards: list[float] = []  # of all steps, for the curve at the end
@@ -123,6 +127,7 @@ class Run:
             place = self._pictures.folder
             place.mkdir(parents=True, exist_ok=True)
             self._trackers = tracking.start(trackers, self.folder, place, self.config, project, name)
+            self._mirror = Mirror(self.folder, mirror) if mirror else None
 
         self._on_rank_0(begin)
 
@@ -263,6 +268,7 @@ class Run:
     def stop(self, step: int) -> None:
         """End the process after its last checkpoint, of `step` steps, by raising `Stopped`."""
         self._close()
+        self._send_rest()
         where = f" after step {step}; the same command continues from there"
         raise signals.Stopped(signals.asked(), where)
 
@@ -285,11 +291,17 @@ class Run:
         rows = [name for name in ("metrics.jsonl", "trajectories.jsonl") if (self.folder / name).exists()]
         print(f"run: {self.folder}  ({', '.join(rows)})  {self._pictures.curve}")
         print(f"page of all of it: rft report {self.folder}", flush=True)
+        self._send_rest()
 
     def _check_folder(self) -> None:
         """Raise ValueError for a folder that was deleted during the run, or all rows in it."""
         path = self.folder / "metrics.jsonl"
         claim.check(self.folder, whole=not self._reached or path.exists())
+
+    def _send_rest(self) -> None:
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
 
     def _close(self) -> None:
         self._progress.stop()

@@ -637,7 +637,7 @@ OTHER = {
     "optimizer": "ema beta1 beta2 weight_decay max_norm",
     "evaluation": "eval_data eval_share eval_every eval_prompts eval_pairs",
     "report": "update_kl rollouts_every noise_every trackers project run_name tokens_every dry_run",
-    "folder": "out override save_every keep max_bytes best save_critic",
+    "folder": "out override save_every keep max_bytes mirror best save_critic",
     "seed": "seed",
     "devices": "strategy",
 }  # fmt: skip
