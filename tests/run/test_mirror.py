@@ -162,9 +162,7 @@ def test_what_does_not_fit_is_refused_in_one_line(case, place):
     assert "\n" not in str(error.value) and files(folder / "checkpoints") == before
 
 
-@pytest.mark.parametrize(
-    ("address", "line"), [("fool://x", "not known"), ("file:///proc/x", "No such file")]
-)
+@pytest.mark.parametrize(("address", "line"), [("fool://x", "not known"), ("file:///proc/x", "No such file")])
 def test_an_address_that_cannot_be_written_is_refused(address, line):
     with pytest.raises(ValueError, match=f"^mirror: {address} cannot be written: .*{line}"):
         mirror.check(address)
