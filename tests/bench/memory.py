@@ -321,13 +321,15 @@ def rows_table(rows):
 
 
 def longest_table(rows):
-    """A row for each model, card and what is trained."""
+    """A row for each model, card and what is trained, where some row fits."""
     kinds = [str(kind) for kind in checkpointing.LADDER if str(kind) in next(iter(rows.values()))]
     lines = ["| model | trained | GB | " + " | ".join(f"`{kind}`" for kind in kinds) + " |"]
     lines.append("|---" * (len(kinds) + 3) + "|")
     for key, x in rows.items():
         name, trained = key.split(", ")
         for card in map(str, CARDS):
+            if not any(x[kind][card][0] for kind in kinds):
+                continue
             cells = [f"{x[kind][card][0] // 100 * 100:,}" if x[kind][card][0] else "-" for kind in kinds]
             lines.append(f"| {name} | {trained} | {card} | {' | '.join(cells)} |")
     return "\n".join(lines)
