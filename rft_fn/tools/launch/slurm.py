@@ -376,8 +376,14 @@ def _quoted(words: Sequence[str]) -> list[str]:
 
 def _wrapped(words: Sequence[str], indent: str, *, last: bool = True) -> list[str]:
     """Return words as lines of one command of bash."""
+    whole: list[str] = []
+    for word in words:  # an option stays with its value
+        if whole and re.fullmatch("--?[a-z-]+", whole[-1]) and not word.startswith("-"):
+            whole[-1] += f" {word}"
+        else:
+            whole.append(word)
     lines = [indent]
-    for word in words:
+    for word in whole:
         if lines[-1].strip() and len(lines[-1]) + len(word) + 3 > _WIDTH:
             lines[-1] += " \\"
             lines.append(f"{indent}    ")
