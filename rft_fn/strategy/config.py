@@ -65,7 +65,7 @@ class StrategyConfig:
     compile_blocks: Free[bool] = False
     """torch.compile of each decoder block, for packs of any length; not with zero_stage"""
     engine_type: Free[str] = "hf"
-    """what samples: hf (transformers) or vllm in this process, openai and sglang are servers, ray: in actors"""
+    """what samples: hf (transformers) or vllm in this process, openai or sglang by servers, ray in actors"""
     engine_batch: Free[AutoCount] = 64
     """sequences sampled at a time; auto: as many as the forecast of memory has room for"""
     engine_tp_size: Free[Count] = 1

@@ -1,4 +1,4 @@
-"""The engine in actors of Ray: the tokens of an engine in this process, weights that arrive, actors that die."""
+"""The engine in actors of Ray: the tokens of one in this process, weights that arrive, actors that die."""
 
 import pytest
 import torch
@@ -77,11 +77,11 @@ def test_actors_sample_what_one_engine_samples_and_go_on_without_one_that_dies(c
     assert "; 1 of 2 are left" in out and out.count("\n") == 1
     cluster.kill(core.actors["actor-0"])
     with pytest.raises(
-        ServersFailed, match="engine ray: .*actor-0: has died: .*actor-1: has died: "
+        ServersFailed, match=r"engine ray: .*actor-0: has died: .*actor-1: has died: "
     ) as error:
         engine.generate(PROMPTS, KEYS, sampling=SAMPLING)
     assert "\n" not in str(error.value)
-    with pytest.raises(EngineDead, match="engine ray: expected one that is alive"):
+    with pytest.raises(EngineDead, match=r"engine ray: expected one that is alive"):
         engine.generate(PROMPTS, KEYS, sampling=SAMPLING)
     engine.close()
 
