@@ -26,6 +26,8 @@ _NODE = "%NODE%"  # known only where a task runs
 _SCRIPT = r"""
 set -uo pipefail
 job=$SLURM_JOB_ID logs=@LOGS@ grace=@GRACE@ main=(@MAIN@)
+# each step says its own; srun would take these for all of them
+unset "${!SLURM_MEM_PER_@}" SLURM_GPUS_PER_NODE SLURM_CPUS_PER_TASK SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK
 declare -A pid codes begun group server  # of each program, by its name
 order=() asked=
 mkdir -p "$logs" || exit
