@@ -1,9 +1,8 @@
-"""Files that other programs read: the container, the batch job, the citation, and the forms of issues.
+"""Files that other programs read: the container, roles of clusters, the citation, and the forms of issues.
 
 The commands in them are those of docs/deploy.md and docs/scaling.md, and their parsers take them.
 """
 
-import os
 import re
 import shlex
 import shutil
@@ -16,10 +15,11 @@ import pages
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from test_pages import check_rft, parsed
+from test_pages import check_rft
 from torch.distributed import run as torchrun
 
 import rft_fn as rft
+from rft_fn.tools.launch import kubernetes, roles, slurm
 
 pytestmark = pytest.mark.docs
 
@@ -105,37 +105,33 @@ def started(words):
     check_rft(arguments)
 
 
-# ---------- the batch job
+# ---------- a run on several machines
 
 
-def test_the_batch_job_is_the_command_for_two_nodes(tmp_path):
-    """It is run here, with another srun, which tells what it was to start."""
-    job = ROOT / "docs" / "deploy" / "two_nodes.sbatch"
-    assert f"sbatch {job.relative_to(ROOT)}" in PAGE
-    wants = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", job.read_text(), re.M))
-    stubs = {
-        "scontrol": '[ "$*" = "show hostnames node[0-1]" ] && printf "node0\\nnode1\\n"',
-        "srun": 'printf "%s\\0" "$@"',
-    }
-    for name, body in stubs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", str(job)], env=env, capture_output=True, text=True, check=True)
-    name, *words = done.stdout.split("\0")[:-1]
-    args = torchrun.parse_args(words)
-    assert name == "torchrun" and wants["ntasks-per-node"] == "1"
-    assert (args.nnodes, args.nproc_per_node) == (wants["nodes"], wants["gpus-per-node"])
-    assert (args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id) == ("c10d", "node0:29500", "7")
-    parsed("grpo", args.training_script_args)
+def test_the_files_for_clusters_are_those_of_the_roles():
+    folder = ROOT / "docs" / "deploy"
+    found = roles.read(folder / "run.toml")
+    assert slurm.render(found, "run") == (folder / "run.sbatch").read_text()
+    assert kubernetes.render(found, "run") == (folder / "run.yaml").read_text()
 
-    # the last command of the page about scale, but for the names of the job and its host
-    same = [x for x in pages.commands(pages.read("docs/scaling.md")) if "--nnodes" in x]
-    assert same
-    for _, *others in same:
-        other = torchrun.parse_args(others)
-        changed = {key for key, x in vars(args).items() if x != getattr(other, key)}
-        assert changed <= {"rdzv_endpoint", "rdzv_id"}, changed
+
+def test_the_commands_of_several_machines_are_understood():
+    """The trainer's is that of docs/scaling.md for two nodes, beside its servers and where ranks meet."""
+    jobs = yaml.safe_load((ROOT / "docs" / "deploy" / "run.yaml").read_text())["spec"]["replicatedJobs"]
+    words = {x["name"]: x["template"]["spec"]["template"]["spec"]["containers"][0]["command"] for x in jobs}
+    assert list(words) == ["rewards", "engines", "trainer"]
+    check_rft(words["rewards"][1:])
+    args = torchrun.parse_args(words["trainer"][1:])
+    assert words["trainer"][0] == "torchrun" and (args.nnodes, args.nproc_per_node) == ("2", "8")
+    assert args.module and args.training_script == "rft_fn" and "join_timeout=300" in args.rdzv_conf
+    check_rft(args.training_script_args)
+    (other,) = [x for x in pages.commands(pages.read("docs/scaling.md")) if "--nnodes" in x]
+    other = torchrun.parse_args(other[1:])
+    for name in ("nnodes", "nproc_per_node", "max_restarts", "rdzv_backend"):
+        assert getattr(args, name) == getattr(other, name), name
+    servers = ("--reward", "--engine-type", "--engine-servers", "--engine-transfer", "--out")
+    options = set(args.training_script_args) - {"run", "grpo"}
+    assert {x for x in options ^ set(other.training_script_args) if x.startswith("--")} <= set(servers)
 
 
 # ---------- the citation, and the forms of issues

@@ -35,6 +35,15 @@ def test_the_drawings_are_those_of_their_script(tmp_path, monkeypatch):
         assert file.read_text() == (committed / file.name).read_text(), file.name
 
 
+def test_the_drawing_of_several_machines_is_that_of_its_script(tmp_path, monkeypatch):
+    drawing = as_module(ROOT / "tests" / "bench" / "launch.py")
+    monkeypatch.setattr(drawing.ideas, "FOLDER", tmp_path)
+    drawing.main()
+    assert (tmp_path / drawing.FILE).read_text() == (ROOT / "docs" / "pictures" / drawing.FILE).read_text()
+    names = re.findall(r">(\w+)-?\d?[^<]*</text>", (tmp_path / drawing.FILE).read_text())
+    assert set(roles.read(ROOT / "docs" / "deploy" / "run.toml").roles) <= set(names)
+
+
 def test_the_pictures_of_the_readme_are_those_of_their_script():
     front = as_module(ROOT / "tests" / "bench" / "front.py")
     for name, made in front.pictures().items():

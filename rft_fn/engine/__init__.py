@@ -5,8 +5,8 @@ engines share `requests` (checks of prompts, the end of a response, assembly of 
 (checks of the weights that are loaded), `lifetime` (in time, dead after a failure, and built again) and
 `time_limit` (the time of a call in this process). `openai` and `sglang` are protocols of `servers`, over
 `pool` (retries), `server_protocol` (requests with deadlines) and `weight_delivery` (weights by channels and
-folders). An engine that only one script needs can do without a row: every function that takes an Engine takes
-any such record.
+folders). `ray` is other engines in actors, over the same `pool`. An engine that only one script needs can
+do without a row: every function that takes an Engine takes any such record.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import nn
 
 from rft_fn import dist
 from rft_fn import model as model_lib
-from rft_fn.engine import openai, sglang, vllm
+from rft_fn.engine import openai, ray_actors, sglang, vllm
 from rft_fn.engine.engine_config import EngineConfig, config_of
 from rft_fn.engine.global_batch import gather_and_generate
 from rft_fn.engine.hf import build as build_hf
@@ -54,6 +54,7 @@ class EngineType(NamedTuple):
 ENGINES: dict[str, EngineType] = {
     "hf": EngineType(build_hf, check_hf, overtime=0.0),
     "openai": EngineType(openai.build, check_servers, check_media=refuse_media),
+    "ray": EngineType(ray_actors.build, ray_actors.check_config),
     "sglang": EngineType(sglang.build, check_servers, check_media=refuse_media),
     "vllm": EngineType(vllm.build, vllm.check_config, overtime=10.0, check_media=vllm.check_media),
 }
@@ -78,6 +79,11 @@ def check_config(config: EngineConfig) -> None:
     if config.kept and config.type != "hf":
         raise ValueError(
             f"replay_kept: expected engine_type hf, which tells the words that were left, got {config.type}"
+        )
+    if (config.actors, config.actor_type) != (1, "hf") and config.type != "ray":
+        raise ValueError(
+            f"engine_actors, engine_actor_type: expected 1 and hf for {config.type}, which has no actors, "
+            f"got {config.actors} and {config.actor_type}"
         )
     ENGINES[config.type].check_config(config)
 

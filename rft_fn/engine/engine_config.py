@@ -1,7 +1,7 @@
 """Holds the options of an engine, and finds them among the options of a run."""
 
 from dataclasses import dataclass, fields
-from typing import Annotated
+from typing import Annotated, Literal
 
 from rft_fn import limits
 from rft_fn.limits import Count, Range, Share, Whole
@@ -25,7 +25,7 @@ class EngineConfig:
     """The options of an engine; most are options of a run. ValueError for values out of range."""
 
     type: str = StrategyConfig.engine_type
-    """hf: transformers in this process; vllm: vLLM in it; openai: servers of vLLM; sglang: those of SGLang"""
+    """hf: transformers in this process; vllm: vLLM in it; openai, sglang: servers; ray: either in actors"""
     batch: Count = StrategyConfig.engine_batch
     """sequences sampled at a time"""
     tp_size: Count = StrategyConfig.engine_tp_size
@@ -42,6 +42,10 @@ class EngineConfig:
     """threads of an engine in a separate process; 0: as many as this process has"""
     servers: tuple[str, ...] = StrategyConfig.engine_servers
     """addresses of the servers, http://HOST:PORT each"""
+    actors: Count = StrategyConfig.engine_actors
+    """actors of Ray for each process of the trainer; only for ray"""
+    actor_type: Literal["hf", "vllm"] = StrategyConfig.engine_actor_type
+    """the engine in each actor; only for ray"""
     key_env: str = "RFT_SERVER_KEY"
     """the environment variable with the servers' API key, if they ask for one"""
     timeout: Annotated[float, Range(1)] = StrategyConfig.engine_timeout

@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from rft_fn.engine.engine_config import EngineConfig
-from rft_fn.engine.server_protocol import Client, Described, Fault, Refused
+from rft_fn.engine.server_protocol import Described, Fault, Refused
 from rft_fn.patience import DEADLINE, FIRST, pause
 from rft_fn.reward.connection import Host
 from rft_fn.text import printable
@@ -22,6 +22,23 @@ __all__ = [
 
 
 T = TypeVar("T")
+
+
+class Calls(Protocol):
+    """What a pool asks of those who make its requests."""
+
+    def line(self, error: Exception | str) -> str:
+        """Return what went wrong in one line."""
+        ...
+
+    def allow(self) -> None:
+        """Let requests be made again after `abort`."""
+        ...
+
+    def abort(self) -> None:
+        """Break off the requests under way."""
+        ...
+
 
 ATTEMPTS = 5  # of one request
 ROUNDS = 6  # of trying all servers again, when none works
@@ -42,7 +59,7 @@ class Pool:
     def __init__(
         self,
         servers: Sequence[str],
-        client: Client,
+        client: Calls,
         *,
         name: str,
         width: int,

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -116,6 +117,7 @@ def _described(text: str) -> str:
 # ---------- a claim to the folder of a run: writable, locked, with the same options and data
 
 
+_ADDRESS = re.compile(r"(https?://)[^/\s'\",()]+")  # a host and its port
 _ROWS = "rows.bin"  # the marks of the data
 _SAMPLE = (
     "Hello, World! 3.14 + 1,000 = x_1\n\n\tdef f(n):  # äöü 你好 🙂"  # tokenizers split it in their own ways
@@ -157,6 +159,13 @@ def _tokenizer_digest(tokenizer: Any) -> str:
     vocabulary = sorted(tokenizer.get_vocab().items())
     special = sorted(map(str, tokenizer.all_special_tokens))
     return _digest(repr(x).encode() for x in (vocabulary, special, tokenizer.encode(_SAMPLE)))
+
+
+def _placeless(x: Any) -> Any:
+    """Return the value of an option without the hosts and ports of addresses in it."""
+    if isinstance(x, str):
+        return _ADDRESS.sub(r"\1", x)
+    return [_placeless(y) for y in x] if isinstance(x, (list, tuple)) else x
 
 
 def lock_folder(folder: Path) -> None:
@@ -206,8 +215,8 @@ class Claim:
         """Make the folder and lock it.
 
         ValueError for a folder that cannot be written, that another process is using, or that holds steps
-        with other options or other data, unless `override`. Changed tokenizers and chat templates are
-        announced; `compare_files` looks at files, once all were read.
+        with other options or other data, unless `override`. Changed tokenizers, chat templates and
+        addresses of servers are announced; `compare_files` looks at files, once all were read.
         """
         lock_folder(self.folder)
         try:
@@ -236,8 +245,13 @@ class Claim:
             self.facts = before | self.facts
         changed = differences(filled(stored, self.defaults), self.config)
         self.changed = {name: pair for name, pair in changed.items() if name not in self.free}
-        if self.changed and not override:
-            named = [f"{name} was {old!r} and is {new!r}" for name, (old, new) in self.changed.items()]
+        others = {
+            x: (old, new) for x, (old, new) in self.changed.items() if _placeless(old) != _placeless(new)
+        }
+        for name in self.changed.keys() - others.keys():
+            self._say(f"{name} has servers at other addresses than in the steps before")
+        if others and not override:
+            named = [f"{name} was {old!r} and is {new!r}" for name, (old, new) in others.items()]
             raise ValueError(
                 f"run folder {self.folder} holds a run with other arguments: {'; '.join(named[:4])}; "
                 "give --override to continue it with these, --out another folder, or delete this one to "

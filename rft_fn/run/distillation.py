@@ -201,7 +201,7 @@ def _check(cfg: DistillationRun, st: Strategy, spec: TeacherSpec, tokenizer: Any
 def meet(cfg: DistillationRun, st: Strategy, spec: TeacherSpec, tokenizer: Any) -> ServedWords:
     """Meet a teacher on a server. ValueError for what it cannot give."""
     own = replace(engine.config_of(st.config), process=False, routing=False)
-    config = replace(own, type=spec.kind, servers=(spec.place,))
+    config = replace(own, type=spec.kind, servers=(spec.place,), actors=1, actor_type="hf")
     try:
         engine.check_config(config)
     except ValueError as error:

@@ -76,9 +76,9 @@ def _start_dry(cfg: options.Run) -> Strategy:
     st = strategy.get_strategy(replace(config, **{name: getattr(usual, name) for name in _ELSEWHERE}))
     if skipped:
         st.print(f"dry run: on one process, without trying {', '.join(skipped)}")
-    if config.engine_type in ("vllm", "sglang") and find_spec(config.engine_type) is None:
+    if config.engine_type in ("vllm", "sglang", "ray") and find_spec(config.engine_type) is None:
         st.print(f"dry run: {config.engine_type} is not installed here; the run needs it")
-        config = replace(config, engine_type="hf")
+        config = replace(config, engine_type="hf", engine_actors=1, engine_actor_type="hf")
     return st._replace(config=config)
 
 

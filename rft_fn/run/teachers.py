@@ -268,7 +268,7 @@ class Teachers:
             config = replace(engine.config_of(st.config), process=False, routing=False, alone=True)
             place = self.env.cfg.model
             if spec.kind in SERVED:
-                config = replace(config, type=spec.kind, servers=(spec.place,))
+                config = replace(config, type=spec.kind, servers=(spec.place,), actors=1, actor_type="hf")
             elif spec.kind == "folder":
                 place = spec.place
             self.engines[i] = deferred(partial(engine.get_engine, config, place, task.tokenizer))

@@ -65,7 +65,7 @@ class StrategyConfig:
     compile_blocks: Free[bool] = False
     """torch.compile of each decoder block, for packs of any length; not with zero_stage"""
     engine_type: Free[str] = "hf"
-    """what samples: hf is transformers in this process, vllm is vLLM in it, openai and sglang are servers"""
+    """what samples: hf (transformers) or vllm in this process, openai or sglang by servers, ray in actors"""
     engine_batch: Free[AutoCount] = 64
     """sequences sampled at a time; auto: as many as the forecast of memory has room for"""
     engine_tp_size: Free[Count] = 1
@@ -80,6 +80,10 @@ class StrategyConfig:
     """threads of an engine in a process of its own; 0 is as many as the trainer has, ahead half of them"""
     engine_servers: Free[tuple[str, ...]] = ()
     """addresses of the servers that sample, http://HOST:PORT each"""
+    engine_actors: Free[Count] = 1
+    """with engine_type ray: actors that sample for each process of the trainer"""
+    engine_actor_type: Free[Literal["hf", "vllm"]] = "hf"
+    """with engine_type ray: what samples in each actor"""
     engine_timeout: Free[Annotated[float, Range(1)]] = 600.0
     """seconds that one call of the engine may take, or one request to a server"""
     engine_weights: Free[str] = ""

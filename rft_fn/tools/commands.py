@@ -64,6 +64,8 @@ class Launch:
 
     file: tyro.conf.Positional[str]  # a .toml file of roles, as docs/howto/launch.md has it
     dry_run: bool = False  # print the commands with their addresses, and start nothing
+    to: Literal["", "slurm", "k8s"] = ""  # print the file for a cluster, and start nothing
+    out: str = ""  # with --to, the file that is written; if empty, the terminal
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,26 @@ def where(options: Where) -> None:
 
 
 def launch(options: Launch) -> None:
-    """Run the programs of a file, and exit as they did."""
-    from rft_fn.tools.launch import local_processes
+    """Run the programs of a file, and exit as they did, or render them for a cluster."""
+    from rft_fn.tools.launch import kubernetes, local_processes, roles, slurm
 
+    file = Path(options.file)
+    if options.to:
+        if options.dry_run:
+            raise ValueError("dry_run: expected none with --to, which starts nothing")
+        render = slurm.render if options.to == "slurm" else kubernetes.render
+        try:
+            text = render(roles.read(file), file.stem)
+        except ValueError as error:
+            line = str(error)
+            raise ValueError(line if line.startswith(f"{file}: ") else f"{file}: {line}") from None
+        if options.out:
+            Path(options.out).write_text(text, encoding="utf-8")
+        else:
+            print(text, end="")
+        return
+    if options.out:
+        raise ValueError(f"out: expected it with --to slurm or --to k8s, got {options.out}")
     if status := local_processes.launch(Path(options.file), dry_run=options.dry_run):
         sys.exit(status)
 

@@ -60,6 +60,7 @@ EXTRAS = {
         {"starlette": "1.0", "uvicorn": "0.34", "prometheus-client": "0.21"},
         modules=("starlette", "uvicorn", "prometheus_client"),
     ),
+    "ray": Extra("--engine-type ray", {"ray": "2.60"}),
     "reasoning-gym": Extra(
         "--data reasoning_gym:TASK", {"reasoning-gym": "0.1.25"}, modules=("reasoning_gym",)
     ),

@@ -109,6 +109,28 @@ def test_what_does_not_change_the_mathematics_is_free(tmp_path):
         runs.Run(tmp_path / "r", Nested(part=Part(sp=2)), total=4)
 
 
+@dataclass(frozen=True)
+class Served(Nested):
+    reward: tuple[str, ...] = ("http://node1:20001/score(name='a')=0.5",)
+
+
+def test_servers_may_be_at_other_addresses_which_is_told_and_noted(tmp_path, capsys):
+    """A job that Slurm starts again is on other nodes; another path, name or number of servers is refused."""
+    begun(tmp_path / "r", Served())
+    moved = ("http://10.0.0.7:22000/score(name='a')=0.5",)
+    run = runs.Run(tmp_path / "r", Served(reward=moved), total=4)
+    run.resume(1)
+    assert "reward has servers at other addresses than in the steps before" in capsys.readouterr().out
+    (row,) = plot.read_metrics(tmp_path / "r/overrides.jsonl")
+    assert (row["step"], row["name"], row["new"]) == (1, "reward", [*moved])
+    run.finish()
+    for other in (moved[0].replace("/score", "/rate"), moved[0].replace("'a'", "'b'"), "task:sort_digits"):
+        with pytest.raises(ValueError, match=r"other arguments: reward was .*; give --override"):
+            runs.Run(tmp_path / "r", Served(reward=(other,)), total=4)
+    with pytest.raises(ValueError, match=r"other arguments: reward was .*; give --override"):
+        runs.Run(tmp_path / "r", Served(reward=(*moved, *moved)), total=4)
+
+
 def test_an_override_is_noted_with_its_step(tmp_path):
     begun(tmp_path / "r")
     change = Nested(lr=0.2, budget=32, override=True, part=Part(sp=2))

@@ -42,13 +42,19 @@ def launch(path: Path, *, dry_run: bool = False) -> int:
     Ctrl-C or SIGTERM. With `dry_run` commands are printed, and nothing runs.
     """
     found = roles.read(path)
+    for name, role in found.roles.items():
+        if role.nodes > 1:
+            raise ValueError(
+                f"{path}: roles.{name}.nodes: expected 1 on this machine, got {role.nodes}; --to slurm "
+                "and --to k8s are for several"
+            )
     folder = path.parent / "logs" / path.stem
     with contextlib.ExitStack() as stack:
         if not dry_run:
             stack.enter_context(_alone(folder))
         file = folder / "ports.json"
         found_ports = ports.find(file, roles.needed_ports(found))
-        replicas = roles.resolve(found, found_ports)
+        replicas = _with_devices(path, found, roles.resolve(found, found_ports))
         _check_programs(path, replicas)
         if dry_run:
             _print_commands(found, replicas, folder)
@@ -67,6 +73,24 @@ def _print_commands(found: Roles, replicas: Sequence[Replica], folder: Path) -> 
         print(printer.line(shlex.join([*(["env", *env] if env else []), *x.words])))
         if x.ready:
             print(printer.comment(f"ready: {x.ready} within {found.roles[x.role].ready_within:g} s"))
+
+
+def _with_devices(path: Path, found: Roles, replicas: Sequence[Replica]) -> list[Replica]:
+    """Give each replica the next of the GPUs that this process sees, as many as its role asks for."""
+    seen = os.environ.get(roles.DEVICES)
+    numbers = None if seen is None else [x for x in seen.split(",") if x.strip()]
+    wanted = sum(role.gpus * role.replicas for role in found.roles.values())
+    if numbers is not None and wanted > len(numbers):
+        raise ValueError(f"{path}: gpus: expected {wanted} in {roles.DEVICES}, got {seen!r}")
+    begin, made = 0, []
+    for x in replicas:
+        end = begin + found.roles[x.role].gpus
+        if end > begin:
+            own = ",".join(numbers[begin:end] if numbers else map(str, range(begin, end)))
+            x = x._replace(env={roles.DEVICES: own, **x.env})
+        made.append(x)
+        begin = end
+    return made
 
 
 def _environment(x: Replica) -> dict[str, str]:
