@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn.model.finite import require_finite
-from rft_fn.model.lora import adapted
+from rft_fn.model.lora import active, adapted
 from rft_fn.model.lora_merged import Export, plain_name
 from rft_fn.model.quantize import is_low
 from rft_fn.precision import wide
@@ -47,13 +47,13 @@ def are_adapters(names: Iterable[str]) -> bool:
 def _paths(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """Yield (path, path in the plain model, layer) of every layer with active adapters."""
     for path, layer in adapted(module):
-        if layer.active_adapters:
+        if active(layer):
             yield path, plain_name(module, f"{path}.weight").removesuffix(".weight"), layer
 
 
 def rank_of(module: nn.Module) -> int:
     """Return the largest rank that the adapters of a layer have together; 0 without adapters."""
-    ranks = [sum(layer.r[x] for x in layer.active_adapters) for _, _, layer in _paths(module)]
+    ranks = [sum(layer.r[x] for x in active(layer)) for _, _, layer in _paths(module)]
     return max(ranks, default=0)
 
 
@@ -62,7 +62,7 @@ def shapes(module: nn.Module) -> dict[str, torch.Size]:
     rank = rank_of(module)
     found: dict[str, torch.Size] = {}
     for _, plain, layer in _paths(module):
-        first = layer.active_adapters[0]
+        first = active(layer)[0]
         found[plain + A] = torch.Size((rank, layer.lora_A[first].in_features))
         found[plain + B] = torch.Size((layer.lora_B[first].out_features, rank))
     return found
@@ -78,7 +78,7 @@ def matrices(
     """
     first: list[Tensor] = []
     second: list[Tensor] = []
-    for adapter in layer.active_adapters:
+    for adapter in active(layer):
         a = full(weights[f"{path}.lora_A.{adapter}.weight"])
         b = full(weights[f"{path}.lora_B.{adapter}.weight"])
         first.append(a.to(wide(a.dtype)))

@@ -12,7 +12,7 @@ from rft_fn import model as model_lib
 from rft_fn import strategy
 from rft_fn.model import lora_alone
 from rft_fn.model.bind import Scorer
-from rft_fn.model.lora import adapted
+from rft_fn.model.lora import active, adapted
 from rft_fn.model.lora_merged import plain_name, product
 from rft_fn.model.quantize import is_low
 from rft_fn.sync.push import push, trained_weights
@@ -157,7 +157,7 @@ def _read_as(key: str, change: Change, name: str, layer: Any) -> property:
         x: Any = part._parameters[key]
         x = x.detach()
         if layer is not None and key == "weight":
-            both = [(a, layer.lora_A[a].weight, layer.lora_B[a].weight) for a in layer.active_adapters]
+            both = [(a, layer.lora_A[a].weight, layer.lora_B[a].weight) for a in active(layer)]
             x = product(layer, x, both)
         return change(name, x)
 

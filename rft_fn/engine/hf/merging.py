@@ -24,7 +24,7 @@ def base_files(config: EngineConfig, model: str | nn.Module) -> Stored | None:
     is the same merge, and a copy. ValueError where they are asked for, and the model is none of files.
     """
     asked = config.adapters == "alone"
-    if not asked and not (config.adapters == "auto" and config.process and config.lora_rank):
+    if not config.lora_rank or not (asked or (config.adapters == "auto" and config.process)):
         return None
     name = model_lib.resolve(model) if isinstance(model, str) else ""
     if not name or Path(name, CONFIG).is_file():

@@ -29,18 +29,17 @@ class Adapters:
     """
 
     def __init__(self, config: EngineConfig, model: str | nn.Module):
-        """ValueError for adapters alone of no rank, of too large a one, or on a model that has some."""
-        self.takes = config.adapters == "alone"
+        """ValueError for adapters alone of too large a rank, or on a model that has some."""
+        self.takes = config.adapters == "alone" and config.lora_rank > 0
         self.rank = config.lora_rank
         self.loaded: list[Any] = []  # vLLM's requests, the newest last
         self.count = 0  # loads so far, which name the next one
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
         if not self.takes:
             return
-        if not 0 < self.rank <= RANKS[-1]:
+        if self.rank > RANKS[-1]:
             raise ValueError(
-                f"engine_adapters alone, lora_rank: expected a rank from 1 to {RANKS[-1]} for vllm, got "
-                f"{self.rank}"
+                f"engine_adapters alone, lora_rank: expected at most {RANKS[-1]} for vllm, got {self.rank}"
             )
         if not isinstance(model, str) or Path(resolve(model), CONFIG).is_file():
             got = "a folder of adapters" if isinstance(model, str) else "a module"
