@@ -4,6 +4,7 @@ Requests name the adapters that are to answer, so a server that lacks them refus
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from rft_fn.engine.adapters_alone import PROBE, SLOTS, check_arrived, may_show, rank_of, write
 from rft_fn.engine.engine_config import EngineConfig
 from rft_fn.engine.server_protocol import Ask, Described, Fault, Refused, Reply, ServerProtocol, checked
-from rft_fn.engine.weight_folder import remove
+from rft_fn.engine.weight_folder import remove_all
 from rft_fn.text import printable
 from rft_fn.types import Sampling
 
@@ -46,6 +47,8 @@ class AdapterDelivery:
         self.wanted = bool(config.lora_rank) and not config.alone and config.adapters != "merged"
         self.newest: Adapters | None = None
         self.count = 0  # loads, which name the next one
+        self.written: list[Path] = []  # folders
+        self.tidy = weakref.finalize(self, remove_all, self.written)  # also where nobody calls `close`
 
     def refusal(self, known: Described) -> str:
         """Return why a server cannot take adapters alone; empty where it can."""
@@ -88,6 +91,7 @@ class AdapterDelivery:
         self.count += 1
         name = f"rft-{run}-{version}-{self.count}"
         folder = (self.home() / name).resolve()
+        self.written.append(folder)
         write(folder, tensors)
         return Adapters(name, str(folder), version, rank_of(tensors), may_show(tensors))
 
@@ -117,16 +121,15 @@ class AdapterDelivery:
             raise
 
     def settle(self, new: Adapters, servers: Iterable[str]) -> None:
-        """Make servers forget the adapters before the newest ones, and delete their folder."""
+        """Make servers forget the adapters before the newest ones, and delete their folders."""
         old, self.newest = self.newest, new
-        if old is None:
-            return
-        for server in servers:
-            with suppress(Fault, Refused):  # it never had them, or takes the next ones in their place
-                self.protocol.unload_adapter(server, old.name)
-        remove(Path(old.folder))
+        if old is not None:
+            for server in servers:
+                with suppress(Fault, Refused):  # it never had them, or takes the next ones in their place
+                    self.protocol.unload_adapter(server, old.name)
+        remove_all(self.written[:-1])
+        del self.written[:-1]
 
     def close(self) -> None:
-        """Delete the folder of the newest adapters."""
-        if self.newest is not None:
-            remove(Path(self.newest.folder))
+        """Delete the folders."""
+        self.tidy()

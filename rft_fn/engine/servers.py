@@ -322,6 +322,7 @@ class _Servers:
         """
         if not self.takes_adapters:
             raise ValueError("weights: expected whole ones (engine_adapters), got adapters alone")
+        self.wake()  # a sample shows that they have arrived
         load = AdapterLoad(self.model.manifest)
         for name, x in weights:
             load.take(name, x)
@@ -343,11 +344,7 @@ class _Servers:
             self.labels.setdefault(server, known.label)
             return self.adapters.give(server, known, new, self.answer)
 
-        try:
-            known = self.known | self.pool.each(take)
-        except BaseException:
-            weight_folder.remove(Path(new.folder))
-            raise
+        known = self.known | self.pool.each(take)
         working = self.pool.working()
         self.adapters.settle(new, working)
         return new, known, working

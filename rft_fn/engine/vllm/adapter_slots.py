@@ -34,6 +34,7 @@ class Adapters:
         self.rank = config.lora_rank
         self.loaded: list[Any] = []  # vLLM's requests, the newest last
         self.count = 0  # loads so far, which name the next one
+        self.without: list[float] = []  # log-probs of the base model, once they were asked for
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
         if not self.takes:
             return

@@ -361,8 +361,9 @@ class InProcess:
             request = self.adapters.load(self.llm, load.tensors)
         if adapters_alone.may_show(load.tensors):
             probe = [Asked(list(adapters_alone.PROBE), 0, 1)]
-            without, under = (self.sampler.scores(probe, adapter)[0] for adapter in (None, request))
-            adapters_alone.check_arrived(request.lora_name, version, without, under)
+            self.adapters.without = self.adapters.without or self.sampler.scores(probe, None)[0]
+            (under,) = self.sampler.scores(probe, request)
+            adapters_alone.check_arrived(request.lora_name, version, self.adapters.without, under)
         self.sampler.adapter = request
         self.adapters.leave_older(self.llm)
         self.version = version
