@@ -3,6 +3,7 @@
 Tokens are a function of the seed, by the same numbers as the hf engine draws from the same key.
 """
 
+import copy
 import json
 import threading
 import time
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from rft_fn.engine import weight_folder
 from rft_fn.engine.hf.draws import draw_token, uniform_numbers
@@ -48,6 +50,10 @@ class FakeServer:
         self.extension = True  # of the worker
         self.receiver = None  # of that backend
         self.updating = False  # as vLLM's worker notes it
+        self.room = None  # for adapters, as a worker tells of it: {"rank", "slots", "head"}
+        self.loads_adapters = False  # whether there are the routes that do
+        self.adapters = {}  # models with adapters, by name
+        self.without_place = [[]]  # their layers that each worker lacks
         self.kept = None  # the last version, of a worker that takes differences
         self.folders = []  # that were loaded
         self.phase = None  # (path, function) that is called before that phase
@@ -94,20 +100,20 @@ class FakeServer:
 
     # ------------------------------------------------------------------------------ the model
 
-    def weights(self):
+    def weights(self, lm=None):
         """What tells the model's weights from others."""
-        parts = (p.detach().contiguous().view(torch.uint8).numpy() for p in self.lm.parameters())
+        parts = (p.detach().contiguous().view(torch.uint8).numpy() for p in (lm or self.lm).parameters())
         return tuple(zlib.crc32(part) for part in parts)
 
     @torch.no_grad()
-    def logits(self, weights, ids):
+    def logits(self, weights, ids, lm=None):
         """[1, V]: the logits after some tokens, all of which are read."""
         key = weights, tuple(ids)
         if key not in KNOWN:
-            KNOWN[key] = self.lm(input_ids=torch.tensor([ids]), use_cache=False).logits[:, -1]
+            KNOWN[key] = (lm or self.lm)(input_ids=torch.tensor([ids]), use_cache=False).logits[:, -1]
         return KNOWN[key]
 
-    def sample(self, ids, seed, sampling, max_new, ends, texts):
+    def sample(self, ids, seed, sampling, max_new, ends, texts, lm=None):
         """(tokens, log-probs) by the definition: all tokens are read again for each new one."""
         if "seed" in self.ignores or (not self.deterministic):
             seed = time.monotonic_ns()
@@ -115,9 +121,9 @@ class FakeServer:
         stop = Stop(self.tokenizer, frozenset(ends), texts)
         tokens, logp = [], []
         with self.lock:
-            weights = self.weights()
+            weights = self.weights(lm)
             for t in range(max_new):
-                z = self.logits(weights, [*ids, *tokens])
+                z = self.logits(weights, [*ids, *tokens], lm)
                 token, p = draw_token(z, u[t : t + 1], sampling)
                 if "processed" in self.ignores:
                     p = z.log_softmax(-1)[0, token]
@@ -131,10 +137,10 @@ class FakeServer:
         return self.prompt_words(ids, 0)[0]
 
     @torch.no_grad()
-    def prompt_words(self, ids, count):
+    def prompt_words(self, ids, count, lm=None):
         """(log-probs of the tokens after the first, (log-prob, token) of the likeliest words there)."""
         with self.lock:
-            z = self.lm(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
+            z = (lm or self.lm)(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
         best = z.topk(count, -1)
         own = z.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
         return own, [
@@ -157,6 +163,19 @@ class FakeServer:
                 if not self.forgets:
                     places[name].copy_(x)
         return count
+
+    def put_on(self, name, folder):
+        """Make a model with the adapters of a folder, as peft saves them."""
+        config = json.loads((Path(folder) / "adapter_config.json").read_text())
+        found = load_file(Path(folder) / "adapter_model.safetensors")
+        lm = copy.deepcopy(self.lm)
+        for key in found:
+            path, is_a, _ = key.removeprefix("base_model.model.").partition(".lora_A.weight")
+            if is_a and "adapter" not in self.ignores:
+                a, b = found[key], found[key.replace("lora_A", "lora_B")]
+                assert len(a) == config["r"] == b.shape[1]
+                lm.get_submodule(path).weight.data += config["lora_alpha"] / config["r"] * b @ a
+        self.adapters[name] = lm
 
     def strike(self):
         """The fault that this sample has."""
@@ -183,48 +202,70 @@ class FakeServer:
         """(status, answer), None for a path that is not there."""
         if path == "/v1/models":
             return 200, {"data": [{"id": "tiny", "max_model_len": self.window}]}
+        lm = self.lm
+        if path in ("/inference/v1/generate", "/v1/completions") and body["model"] != "tiny":
+            lm = self.adapters.get(body["model"])
+            if lm is None:
+                return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         if path == "/inference/v1/generate" and "generate" in self.routes:
-            return self.vllm_generate(body)
+            return self.vllm_generate(body, lm)
         if path == "/v1/completions":
-            return self.vllm_completions(body)
+            return self.vllm_completions(body, lm)
+        if path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter") and self.loads_adapters:
+            return self.vllm_adapter(path, body)
         if "dev" in self.routes:
             return self.vllm_dev(path, body)
         return None
 
-    def vllm_sample(self, ids, given):
+    def vllm_adapter(self, path, body):
+        """Load or unload adapters; a success is no JSON."""
+        name = body["lora_name"]
+        if not name or (path.startswith("/v1/load") and (not body["lora_path"] or name in self.adapters)):
+            return 400, {"error": {"message": f"'{name}' has already been loaded, or is no name"}}
+        if path.startswith("/v1/unload"):
+            found = self.adapters.pop(name, None)
+            return (200, Words("Success")) if found else (404, {"error": {"message": "cannot be found"}})
+        if self.load_problem:
+            return 500, {"error": {"message": self.load_problem}}
+        if not Path(body["lora_path"]).is_dir():
+            return 404, {"error": {"message": f"No adapter found for {body['lora_path']}"}}
+        self.put_on(name, body["lora_path"])
+        return 200, Words("Success")
+
+    def vllm_sample(self, ids, given, lm):
         names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
         ends = given.get("stop_token_ids", [])
         texts = given.get("stop", [])
         sampling = self.options(given, names)
-        tokens, logp = self.sample(ids, given.get("seed", 0), sampling, given["max_tokens"], ends, texts)
+        tokens, logp = self.sample(ids, given.get("seed", 0), sampling, given["max_tokens"], ends, texts, lm)
         return _wrong(self.strike(), tokens, logp)
 
-    def vllm_generate(self, body):
+    def vllm_generate(self, body, lm):
         given = body["sampling_params"]
         if given.get("prompt_logprobs", 0) > self.most_words:
             return 400, {"error": f"more than {self.most_words} of sample logprobs"}
         if "prompt_logprobs" in given:
-            rows = self.rows(body["token_ids"], given["prompt_logprobs"])
+            rows = self.rows(body["token_ids"], given["prompt_logprobs"], lm)
             return 200, {"prompt_logprobs": rows, "choices": [{}]}
-        tokens, logp = self.vllm_sample(body["token_ids"], given)
+        tokens, logp = self.vllm_sample(body["token_ids"], given, lm)
         content = [{"token_id": t, "logprob": p, "rank": 1} for t, p in zip(tokens, logp, strict=False)]
         spans = [{"version": self.label, "start": 0, "end": len(tokens)}]
         choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
         return 200, {"choices": [choice][: len(tokens)]}
 
-    def vllm_completions(self, body):
+    def vllm_completions(self, body, lm):
         if "prompt_logprobs" in body:
-            rows = self.rows(body["prompt"], body["prompt_logprobs"])
+            rows = self.rows(body["prompt"], body["prompt_logprobs"], lm)
             return 200, {"choices": [{"prompt_logprobs": rows}]}
-        tokens, logp = self.vllm_sample(body["prompt"], body)
+        tokens, logp = self.vllm_sample(body["prompt"], body, lm)
         choice = {"index": 0, "text": "", "logprobs": {"token_logprobs": logp}}
         if body.get("return_token_ids") and "return_token_ids" not in self.ignores:
             choice["token_ids"] = tokens
         return 200, {"choices": [choice][: len(tokens)]}
 
-    def rows(self, ids, count):
+    def rows(self, ids, count, lm):
         """The token's own log-prob comes with the likeliest words, whether it is one or not."""
-        own, best = self.prompt_words(ids, count)
+        own, best = self.prompt_words(ids, count, lm)
         found = [None]
         for t, p, words in zip(ids[1:], own, best, strict=True):
             entries = {t: p} | {word: x for x, word in words}
@@ -247,8 +288,10 @@ class FakeServer:
             return 500, {"error": {"message": "CPUWorker has no attribute"}}
         if path == "/collective_rpc" and body["method"] == "rft_describe":
             about = {"device": self.device, "sleep": self.device != "cpu", "transfer": self.transfer}
-            about["differences"] = self.kept is not None
+            about |= {"differences": self.kept is not None, "adapters": self.room}
             return 200, {"results": [about | ({"speculative": self.drafts} if self.drafts else {})]}
+        if path == "/collective_rpc" and body["method"] == "rft_without_place":
+            return 200, {"results": self.without_place}
         if path == "/collective_rpc" and body["method"] == "rft_load":
             if self.load_problem:
                 return 200, {"results": [self.load_problem]}
@@ -309,7 +352,11 @@ class FakeServer:
             return 200, {"served_model_name": "tiny", "weight_version": self.label}
         if path == "/server_info":
             about = {"max_context_length": self.window, "enable_memory_saver": self.device != "cpu"}
+            if self.room is not None:
+                about |= {"enable_lora": True, "max_lora_rank": self.room["rank"]}
             return 200, about | self.drafts
+        if path in ("/load_lora_adapter", "/unload_lora_adapter"):
+            return self.sglang_adapter(path, body)
         if path == "/generate":
             return self.sglang_generate(body)
         if path == "/update_weights_from_disk":
@@ -323,11 +370,23 @@ class FakeServer:
             return 200, None
         return None
 
+    def sglang_adapter(self, path, body):
+        if self.load_problem:
+            return 200, {"success": False, "error_message": self.load_problem}
+        if path == "/load_lora_adapter":
+            self.put_on(body["lora_name"], body["lora_path"])
+        else:
+            del self.adapters[body["lora_name"]]
+        return 200, {"success": True, "loaded_adapters": dict.fromkeys(self.adapters, "")}
+
     def sglang_generate(self, body):
         ids, given = body["input_ids"], body["sampling_params"]
+        lm = self.adapters.get(body["lora_path"]) if body.get("lora_path") else self.lm
+        if lm is None:
+            return 400, {"error": {"message": "The following requested LoRA adapters are not loaded"}}
         if body.get("logprob_start_len") == 0:
             entries = [[None, ids[0], None]]
-            own, best = self.prompt_words(ids, body.get("top_logprobs_num", 0))
+            own, best = self.prompt_words(ids, body.get("top_logprobs_num", 0), lm)
             shown = self.text if body.get("return_text_in_logprobs") else lambda token: None
             entries += [[p, t, shown(t)] for t, p in zip(ids[1:], own, strict=True)]
             about = {"input_token_logprobs": entries, "output_token_logprobs": [[-1.0, 3, None]]}
@@ -337,10 +396,11 @@ class FakeServer:
         names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
         sampling = self.options(given, names)
         ends, texts = given.get("stop_token_ids", []), given.get("stop", [])
-        tokens, cut = self.sample(ids, given["sampling_seed"], sampling, given["max_new_tokens"], ends, texts)
+        seed, most = given["sampling_seed"], given["max_new_tokens"]
+        tokens, cut = self.sample(ids, seed, sampling, most, ends, texts, lm)
         with self.lock:
-            weights = self.weights()
-            z = torch.cat([self.logits(weights, [*ids, *tokens[:t]]) for t in range(len(tokens))])
+            weights = self.weights(lm)
+            z = torch.cat([self.logits(weights, [*ids, *tokens[:t]], lm) for t in range(len(tokens))])
         z = (z / (sampling.temperature or 1)).log_softmax(-1)
         plain = z.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
         tokens, plain = _wrong(self.strike(), tokens, plain)
@@ -352,6 +412,10 @@ class FakeServer:
         if body.get("return_sampling_mask") and "mask" not in self.ignores:
             about["output_token_sampling_logprobs"] = cut
         return 200, {"output_ids": tokens, "meta_info": about}
+
+
+class Words(str):
+    """An answer that is no JSON."""
 
 
 class _Struck(Exception):
@@ -416,6 +480,8 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             return self.send(404, b'{"detail": "Not Found"}')
         status, answer = found
+        if isinstance(answer, Words):
+            return self.send(status, answer.encode())
         self.send(status, b"" if answer is None else json.dumps(answer).encode())
 
     def strike(self, fault):

@@ -50,7 +50,7 @@ UNREAD = (  # nothing is trained here
 )  # fmt: skip
 SHARED = (  # of engines that a trainer and its ranks share; a judge names its servers itself
     "engine_servers", "engine_process", "engine_threads", "engine_tp_size", "engine_weights",
-    "engine_transfer",
+    "engine_transfer", "engine_adapters",
 )  # fmt: skip
 
 

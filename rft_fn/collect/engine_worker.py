@@ -17,6 +17,7 @@ from torch import Tensor
 from rft_fn import rng
 from rft_fn.engine import EngineDead
 from rft_fn.engine.requests import Request
+from rft_fn.model.lora_alone import are_adapters
 from rft_fn.sync import CanaryError
 from rft_fn.text import printable
 from rft_fn.types import Engine, Rollout, Sampling, record
@@ -38,6 +39,7 @@ class Weights(Iterable[tuple[str, Tensor]]):
     def __init__(self, weights: Iterable[tuple[str, Tensor]], version: int):
         self.pairs = [(name, x.detach().to("cpu", copy=True)) for name, x in weights]
         self.frozen: frozenset[str] = frozenset(getattr(weights, "frozen", ()))  # once they were read
+        self.adapters = are_adapters(name for name, _ in self.pairs)
         self.version = version
 
     @classmethod

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from rft_fn import limits
 from rft_fn.limits import Count, Range, Share, Whole
-from rft_fn.strategy.config import StrategyConfig, Transfer
+from rft_fn.strategy.config import Adapters, StrategyConfig, Transfer
 
 __all__ = ["EngineConfig", "config_of"]
 
@@ -17,7 +17,7 @@ _OF_A_RUN = {
     "routing": "replay_routing",
     "kept": "replay_kept",
 }
-_OF_NO_RUN = ("key_env", "bf16", "alone")
+_OF_NO_RUN = ("key_env", "bf16", "alone", "lora_rank")
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,10 @@ class EngineConfig:
     """the folder that servers read weights from; if empty, a temporary one of this machine"""
     transfer: Transfer = StrategyConfig.engine_transfer
     """how servers get weights: by the channel rft, by a folder, or by the better one that a server has"""
+    adapters: Adapters = StrategyConfig.engine_adapters
+    """how trained adapters come: alone, merged into whole weights, or auto, where alone is faster"""
+    lora_rank: Whole = 0
+    """rank of the trained adapters, if nothing else is trained and the base is in full precision; 0: none"""
     max_model_len: Whole = StrategyConfig.engine_max_model_len
     """most tokens of a prompt and its response; 0: the model's window"""
     block_size: Whole = StrategyConfig.engine_block_size

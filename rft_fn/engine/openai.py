@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from rft_fn import border
-from rft_fn.engine import speculative
+from rft_fn.engine import adapters_alone, speculative
 from rft_fn.engine.engine_config import EngineConfig
 from rft_fn.engine.lifetime import EngineCore
 from rft_fn.engine.server_protocol import (
@@ -29,7 +29,9 @@ from rft_fn.engine.server_protocol import (
     Fault,
     Refused,
     Reply,
+    Room,
     Sends,
+    checked,
     expected,
     limit,
     ranked,
@@ -40,6 +42,8 @@ from rft_fn.engine.weight_sender import Senders
 __all__ = ["build", "protocol"]
 
 GENERATE = "/inference/v1/generate"
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 COMPLETIONS = "/v1/completions"
 QUICK = 60.0  # seconds for anything but samples and weights
 
@@ -63,6 +67,12 @@ class _VLLM:
         "VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, --enable-scale-out, "
         "--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder and "
         """--weight-transfer-config '{"backend": "rft"}'"""
+    )
+
+    adapters_ran = True
+    adapters_hint = (
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora, --max-lora-rank, --max-loras 2 and "
+        "--lora-target-modules"
     )
 
     def __init__(self, client: Client, seconds: float):
@@ -92,6 +102,7 @@ class _VLLM:
             route = COMPLETIONS
         supported = {"score"}
         label, drafts = "", None
+        told: Any = {}  # of adapters
         ways: list[str] = []
         with suppress(Fault, Refused):  # else there is no development mode: it samples and scores
             label = self.label(server)
@@ -102,13 +113,25 @@ class _VLLM:
                     supported |= {"sleep"} if worker["sleep"] is True else set()
                     backend = worker.get("transfer")
                     drafts = worker.get("speculative")  # older versions of the extension do not tell
+                    told = worker.get("adapters", told)
+                    told = told and told | {"device": worker["device"]}
                 ways += ["difference", "folder"] if worker.get("differences") is True else ["folder"]
             if backend == "rft" or (backend is None and self.senders and self.senders.has(server)):
                 ways.insert(0, "rft")
         if drafts is not None:
             _check_drafts(drafts)
+        room = _room(told) if self.loads_adapters(server) else None
         supported |= {"load"} if ways else set()
-        return Described(route, name, window, label, frozenset(supported), tuple(ways))
+        return Described(route, name, window, label, frozenset(supported), tuple(ways), room)
+
+    def loads_adapters(self, server: str) -> bool:
+        """Return whether there is the route that loads adapters, by a request that it must refuse."""
+        body = {"lora_name": "", "lora_path": ""}
+        try:
+            self.client.tell(server, LOAD_ADAPTER, body, seconds=min(QUICK, self.seconds))
+        except (Fault, Refused) as error:
+            return "status 400" in str(error)
+        return False
 
     def check(self, sampling: Any) -> None:
         """Accept every distribution: all are sampled from, and reported."""
@@ -119,7 +142,7 @@ class _VLLM:
             return self.by_completions(server, known, ask)
         body = {
             "token_ids": list(ask.prompt),
-            "model": known.model,
+            "model": known.adapter or known.model,
             "sampling_params": _fields(ask) | {"logprobs": 0, "detokenize": bool(_texts(ask))},
         }
         answer = self.post(server, GENERATE, body, ask.size)
@@ -135,7 +158,8 @@ class _VLLM:
 
     def by_completions(self, server: str, known: Described, ask: Ask) -> Reply:
         """Return one sample by the OpenAI protocol, with vLLM's fields for token ids."""
-        body = {"model": known.model, "prompt": list(ask.prompt), "logprobs": 0, "return_token_ids": True}
+        model = known.adapter or known.model
+        body = {"model": model, "prompt": list(ask.prompt), "logprobs": 0, "return_token_ids": True}
         answer = self.post(server, COMPLETIONS, body | _fields(ask), ask.size)
         with expected("choices with token_ids and logprobs", answer):
             (choice,) = answer["choices"]
@@ -168,12 +192,13 @@ class _VLLM:
     def prompt_rows(self, server: str, known: Described, tokens: Sequence[int], top_k: int) -> list[Any]:
         """Return {token: its log-prob and text} of each place of a prompt but the first."""
         size = len(tokens) * (top_k + 1)
+        model = known.adapter or known.model
         if known.route == GENERATE:
             body = {"token_ids": tokens, "sampling_params": _plain(1) | {"prompt_logprobs": top_k}}
-            answer = self.post(server, GENERATE, body | {"model": known.model}, size)
+            answer = self.post(server, GENERATE, body | {"model": model}, size)
             choice = answer
         else:
-            body = {"prompt": tokens, "model": known.model, "prompt_logprobs": top_k} | _plain(1)
+            body = {"prompt": tokens, "model": model, "prompt_logprobs": top_k} | _plain(1)
             answer = self.post(server, COMPLETIONS, body, size)
             with expected("choices", answer):
                 choice = answer["choices"][0]
@@ -203,6 +228,21 @@ class _VLLM:
         self.post(server, "/update_weight_version", {"new_version": label})
         if self.label(server) != label:
             raise Fault(f"expected weights {label!r} after the load, got {self.label(server)!r}")
+
+    def load_adapter(self, server: str, folder: str, name: str) -> None:
+        """Load adapters from a folder. Where there is the extension, each layer must have got its place."""
+        body = {"lora_name": name, "lora_path": folder}
+        self.client.tell(server, LOAD_ADAPTER, body, seconds=self.seconds)
+        without: list[Any] = []
+        with suppress(Fault, Refused):  # without the extension log-probs alone tell
+            without = self.worker(server, "rft_without_place", [])
+        with checked():
+            adapters_alone.check_places(without)
+
+    def unload_adapter(self, server: str, name: str) -> None:
+        """Forget adapters by their name."""
+        seconds = min(QUICK, self.seconds)
+        self.client.tell(server, UNLOAD_ADAPTER, {"lora_name": name}, seconds=seconds)
 
     def label(self, server: str) -> str:
         """Return the version of the server's weights."""
@@ -237,6 +277,27 @@ class _VLLM:
     def post(self, server: str, path: str, body: Mapping[str, Any], tokens: int = 0) -> Any:
         """Return the answer to a POST about so many tokens."""
         return self.client.call(server, path, body, seconds=self.seconds, tokens=tokens)
+
+
+def _room(told: Any) -> Room | None:
+    """Return the room for adapters that a worker tells of, None for none; {} where there is no extension.
+
+    Refused for one with adapters on the head on a CPU, where vLLM would end at the first log-probs of a
+    prompt.
+    """
+    if told is None:
+        return None
+    with expected("the room for adapters", told):
+        if not told:
+            return Room()
+        head = told["head"] is True and told["device"] == "cpu"
+        room = Room(*(border.integer(name, told[name], low=1) for name in ("rank", "slots")))
+    if head:
+        raise Refused(
+            "lora_target_modules: expected the names of layers, got none: vLLM puts adapters on the head "
+            "too, and on a CPU it ends when it scores a prompt"
+        )
+    return room
 
 
 def _check_drafts(drafts: Any) -> None:

@@ -33,6 +33,7 @@ from rft_fn.engine import prompt_media
 from rft_fn.engine.engine_config import EngineConfig
 from rft_fn.engine.lifetime import EngineCore, EngineDead, supervised
 from rft_fn.engine.requests import Request
+from rft_fn.model.lora_alone import are_adapters
 from rft_fn.text import error_text
 from rft_fn.types import Engine, Media, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus, OnRow
@@ -77,6 +78,7 @@ class _Shared(Iterator[tuple[str, Tensor]]):
     def __init__(self, places: Sequence[Place], frozen: frozenset[str], descriptor: int):
         self.places = iter(places)
         self.frozen = frozen
+        self.adapters = are_adapters(place.name for place in places)
         self.memory: Any = b""
         # an engine that keeps a tensor keeps the mapping with it; what it writes there is private
         with os.fdopen(descriptor, "rb") as file:

@@ -26,8 +26,8 @@ from rft_fn.reward.event_loop import EventLoop
 from rft_fn.types import Sampling
 
 __all__ = [
-    "Ask", "Client", "Described", "Fault", "Refused", "RemoteModel", "Reply", "ServerProtocol", "check_reply",
-    "checked", "expected", "limit", "probe", "remote_model", "stored_tensors",
+    "Ask", "Client", "Described", "Fault", "Refused", "RemoteModel", "Reply", "Room", "ServerProtocol",
+    "check_reply", "checked", "expected", "limit", "probe", "remote_model", "stored_tensors",
 ]  # fmt: skip
 
 
@@ -111,6 +111,20 @@ class Client:
         (status 5xx), leads elsewhere (3xx), answers with anything but JSON, or with more bytes than `tokens`
         tokens can need. Refused for every other status, ValueError for a key that no header can hold.
         """
+        data = self._answer(server, path, body, seconds, tokens)
+        if not data:
+            return None
+        try:
+            return border.read_json(data)
+        except ValueError as error:
+            raise Fault(f"{path}: {error}") from error
+
+    def tell(self, server: str, path: str, body: Any, *, seconds: float) -> None:
+        """POST `body`; the answer may be anything, or Fault and Refused are raised as by `call`."""
+        self._answer(server, path, body, seconds, 0)
+
+    def _answer(self, server: str, path: str, body: Any, seconds: float, tokens: int) -> bytes:
+        """Return the bytes of an answer with status 2xx."""
         key = token_in(self.key_env)
         sent = None if body is None else json.dumps(body).encode()
         most = LEAST_BYTES + TOKEN_BYTES * tokens
@@ -136,12 +150,7 @@ class Client:
             if answer.status == UNAUTHORIZED:
                 line += f"; its key belongs into the environment variable {self.key_env}"
             raise Refused(line)
-        if not answer.data:
-            return None
-        try:
-            return border.read_json(answer.data)
-        except ValueError as error:
-            raise Fault(f"{path}: {error}") from error
+        return answer.data
 
     async def _exchange(self, address: str, body: bytes | None, key: str, most: int, seconds: float) -> Any:
         """Return the answer to a request. TimeoutError at the deadline, of all that is sent and read."""
@@ -176,6 +185,13 @@ class Client:
                 task.get_loop().call_soon_threadsafe(task.cancel)
 
 
+class Room(NamedTuple):
+    """A server's room for adapters; 0 where it does not tell."""
+
+    rank: int = 0  # the largest
+    slots: int = 0  # adapters that it holds at a time
+
+
 class Described(NamedTuple):
     """A server and its abilities."""
 
@@ -185,6 +201,8 @@ class Described(NamedTuple):
     label: str  # of its weights; empty if it does not say
     supported: frozenset[str]  # which of "load", "score" and "sleep" do something
     ways: tuple[str, ...] = ()  # by which it takes weights, the better ones first: rft, difference, folder
+    room: Room | None = None  # for adapters; None where it takes none
+    adapter: str = ""  # that is to answer; empty for the base model
 
 
 class Ask(NamedTuple):
@@ -231,6 +249,10 @@ class ServerProtocol(Protocol):
 
     name: str
     hint: str  # the options that a server must be started with
+    adapters_hint: str  # those for adapters that come alone
+    adapters_ran: (
+        bool  # whether adapters alone were ever run on such a server, and not only held against types
+    )
     senders: Sends | None  # where this kind of server has channels
 
     def describe(self, server: str) -> Described:
@@ -265,6 +287,14 @@ class ServerProtocol(Protocol):
 
     def settle(self, server: str, label: str) -> None:
         """Empty the server's cache after a load, and let it confirm `label`."""
+        ...
+
+    def load_adapter(self, server: str, folder: str, name: str) -> None:
+        """Make the server read adapters, which then answer to requests for their name."""
+        ...
+
+    def unload_adapter(self, server: str, name: str) -> None:
+        """Make the server forget adapters."""
         ...
 
     def sleep(self, server: str) -> None:

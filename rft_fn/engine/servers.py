@@ -7,7 +7,9 @@ answer; weights by way of a folder; and servers that failed are taken back once 
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -15,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import border, dist, tree
+from rft_fn import model as model_lib
 from rft_fn.engine import prompt_media, requests, weight_folder
+from rft_fn.engine.adapter_delivery import AdapterDelivery, Adapters
+from rft_fn.engine.adapters_alone import AdapterLoad
 from rft_fn.engine.engine_config import EngineConfig
 from rft_fn.engine.lifetime import EngineCore
 from rft_fn.engine.pool import COMPARED, Pool, compare_servers
@@ -36,6 +41,7 @@ from rft_fn.engine.server_protocol import (
 )
 from rft_fn.engine.weight_delivery import Collected, Delivery
 from rft_fn.engine.weight_folder import LoadCheck
+from rft_fn.model.lora_folders import CONFIG
 from rft_fn.types import Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
 
@@ -51,6 +57,8 @@ def serve(
 
     ValueError for one that does not; a server that does not answer is tried again later.
     """
+    if isinstance(model, str) and Path(model_lib.resolve(model), CONFIG).is_file():
+        config = replace(config, lora_rank=0)  # its servers hold the base with those adapters merged
     engine = _Servers(config, protocol, client, remote_model(model, tokenizer), tokenizer)
     engine.begin()
     return engine
@@ -77,6 +85,8 @@ class _Servers:
         self.labels: dict[str, str] = {}  # of the weights that each server should have
         self.run = uuid4().hex[:8]  # a version of another run is another one
         self.delivery = Delivery(config, protocol, client)
+        self.adapters = AdapterDelivery(config, protocol, self.delivery.home)
+        self.takes_adapters = False  # alone
         self.loaded = False  # weights of this engine
         self.version = 0
         self.asleep = False
@@ -102,10 +112,14 @@ class _Servers:
             self.compare(known)
             return known, self.pool.working()
 
+        def begun() -> tuple[dict[str, Described], list[str], bool]:
+            known, working = describe_all()
+            return known, working, self.adapters.decide(known)
+
         if self.config.alone:
             self.known, working = describe_all()
         else:
-            self.known, working = _on_rank0(describe_all)
+            self.known, working, self.takes_adapters = _on_rank0(begun)
             self.run = _on_rank0(lambda: self.run)
         self.labels = {server: x.label for server, x in self.known.items()}
         self.mixed = len({*self.labels.values()}) > 1
@@ -115,6 +129,7 @@ class _Servers:
         """Describe a server. Refused for one that ignores an option."""
         known = self.protocol.describe(server)
         if not self.config.alone:
+            self.adapters.check(known)
             self.delivery.check(known)
 
         def sampled(ask: Ask) -> Reply:
@@ -150,6 +165,16 @@ class _Servers:
         self.known[server] = known
         self.labels[server] = want
         ask = Ask([min(self.model.ends, default=0)], 0, Sampling(), 1, ())
+        new = self.adapters.newest
+        if new is not None and self.takes_adapters:
+            if known.label != want:
+                raise Refused(f"expected weights {want!r} below adapters, got {known.label!r}")
+            self.known[server] = known._replace(adapter=new.name)
+            try:
+                self.reply(ask, server)
+                return
+            except Fault:  # it was started again
+                self.known[server] = self.adapters.give(server, known, new, self.answer)
         self.reply(ask, server)
 
     def sample(self, request: Request) -> Rollout:
@@ -206,7 +231,19 @@ class _Servers:
 
     def reply(self, ask: Ask, server: str) -> Reply:
         """Return a server's answer. Fault for one that cannot be right."""
-        reply = self.protocol.sample(server, self.known[server], ask)
+        return self.answer(server, self.known[server], ask)
+
+    def answer(self, server: str, known: Described, ask: Ask) -> Reply:
+        """Return the answer of a server as it is described. Fault for one that cannot be right.
+
+        So is a refusal to answer by adapters: a server that was started again has them no more.
+        """
+        try:
+            reply = self.protocol.sample(server, known, ask)
+        except Refused as error:
+            if known.adapter:
+                raise Fault(str(error)) from error
+            raise
         check_reply(reply, ask, vocabulary=self.model.vocabulary, label=self.labels[server])
         return reply
 
@@ -246,6 +283,10 @@ class _Servers:
         """Load as `Load` says: rank 0 collects, then every server gets all of it. BadRequest if alone."""
         if self.config.alone:
             raise BadRequest("load: expected an engine that the ranks share, got one that is alone")
+        if getattr(weights, "adapters", False):
+            return self.load_adapters(weights, version)
+        self.takes_adapters = False  # the base model is another one now
+        self.known = {server: x._replace(adapter="") for server, x in self.known.items()}
         began = time.perf_counter()
         check = LoadCheck(self.model.manifest, weights)
         label = f"{self.run}:{version}"
@@ -273,6 +314,40 @@ class _Servers:
         self.version = version
         self.mixed = False
         return delivered._replace(seconds=time.perf_counter() - began)
+
+    def load_adapters(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Delivered:
+        """Load adapters that come alone: rank 0 writes their folder, then every server reads it.
+
+        ValueError where this engine takes none, or where its servers have whole weights by now.
+        """
+        if not self.takes_adapters:
+            raise ValueError("weights: expected whole ones (engine_adapters), got adapters alone")
+        self.wake()  # a sample shows that they have arrived
+        load = AdapterLoad(self.model.manifest)
+        for name, x in weights:
+            load.take(name, x)
+        delivered = load.finish(version)
+        new, self.known, working = _on_rank0(partial(self.publish_adapters, load, version))
+        self.adapters.newest = new
+        self.pool.leave(working, "did not take the adapters")
+        self.version = version
+        return delivered._replace(seconds=time.perf_counter() - load.began)
+
+    def publish_adapters(
+        self, load: AdapterLoad, version: int
+    ) -> tuple[Adapters, dict[str, Described], list[str]]:
+        """Give adapters to the servers. Returns them, the servers, and those that took them."""
+        new = self.adapters.offer(load.tensors, self.run, version)
+
+        def take(server: str) -> Described:
+            known = self.known.get(server) or self.meet(server)
+            self.labels.setdefault(server, known.label)
+            return self.adapters.give(server, known, new, self.answer)
+
+        known = self.known | self.pool.each(take)
+        working = self.pool.working()
+        self.adapters.settle(new, working)
+        return new, known, working
 
     def publish(self, collected: Collected | None, tied: dict[str, str], label: str) -> tuple[str, list[str]]:
         """Give the weights to the servers. Returns their folder, and the servers that took them."""
@@ -317,6 +392,8 @@ class _Servers:
     def status(self) -> EngineStatus:
         """Return the state of the engine, which lives while a server works. Asks none of them."""
         supported = frozenset.intersection(*(x.supported for x in self.known.values()))
+        if self.takes_adapters:
+            supported |= {"load"}
         if not self.can_sleep():
             supported -= {"sleep"}
         return {
@@ -326,11 +403,13 @@ class _Servers:
             "asleep": self.asleep,
             "supported": supported | {"rows"},
             "window": self.window(),
+            "adapters": self.takes_adapters,
         }
 
     def close(self) -> None:
         """Break off requests under way, and delete the weights."""
         self.client.abort()
+        self.adapters.close()
         self.delivery.close()
 
 

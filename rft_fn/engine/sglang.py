@@ -24,6 +24,7 @@ from rft_fn.engine.server_protocol import (
     Fault,
     Refused,
     Reply,
+    Room,
     Sends,
     expected,
     limit,
@@ -56,6 +57,8 @@ class _SGLang:
 
     name = "sglang"
     hint = "--enable-deterministic-inference"
+    adapters_ran = False
+    adapters_hint = "--enable-lora, --max-lora-rank and --lora-target-modules"
     senders: Sends | None = None
 
     def __init__(self, client: Client, seconds: float):
@@ -85,7 +88,11 @@ class _SGLang:
                 supported.add("sleep")
             name = border.text("served_model_name", model["served_model_name"])
             label = str(model["weight_version"])
-            return Described("/generate", name, window, label, frozenset(supported), ("folder",))
+            room = None
+            if options.get("enable_lora") is True:
+                told = (options.get("max_lora_rank"), options.get("max_loaded_loras"))
+                room = Room(*(border.integer("room for adapters", x or 0, low=0) for x in told))
+            return Described("/generate", name, window, label, frozenset(supported), ("folder",), room)
 
     def check(self, sampling: Sampling) -> None:
         """Raise BadRequest for both cuts together: the server takes the mass of top_p before top_k."""
@@ -97,7 +104,8 @@ class _SGLang:
 
     def sample(self, server: str, known: Described, ask: Ask) -> Reply:
         """Return one sample; under a cut with the log-probs of the sampling mask."""
-        answer = self.client.call(server, "/generate", request(ask), seconds=self.seconds, tokens=ask.size)
+        body = request(ask, known.adapter)
+        answer = self.client.call(server, "/generate", body, seconds=self.seconds, tokens=ask.size)
         with expected("output_ids and meta_info with log-probs", answer):
             about = answer["meta_info"]
             if about["finish_reason"]["type"] == "abort":
@@ -113,7 +121,7 @@ class _SGLang:
 
     def score(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
         """Return the log-probs of a prompt; one token is sampled with them."""
-        entries = self.about(server, tokens, {})["input_token_logprobs"]
+        entries = self.about(server, known, tokens, {})["input_token_logprobs"]
         with expected("input_token_logprobs", entries):
             return border.numbers("input_token_logprobs", [x[0] for x in entries[1:]])
 
@@ -121,7 +129,7 @@ class _SGLang:
         self, server: str, known: Described, tokens: Sequence[int], top_k: int
     ) -> tuple[list[float], list[list[int]], list[list[float]]]:
         """Return the log-probs of a prompt, and the likeliest words at each of its places."""
-        about = self.about(server, tokens, {"top_logprobs_num": top_k}, len(tokens) * top_k)
+        about = self.about(server, known, tokens, {"top_logprobs_num": top_k}, len(tokens) * top_k)
         with expected("input_top_logprobs", about):
             logp = border.numbers("input_token_logprobs", [x[0] for x in about["input_token_logprobs"][1:]])
             rows = about["input_top_logprobs"][1:]
@@ -132,16 +140,17 @@ class _SGLang:
 
     def texts(self, server: str, known: Described, tokens: Sequence[int]) -> list[str]:
         """Return the texts of a prompt's tokens."""
-        entries = self.about(server, tokens, {"return_text_in_logprobs": True})["input_token_logprobs"]
+        more = {"return_text_in_logprobs": True}
+        entries = self.about(server, known, tokens, more)["input_token_logprobs"]
         with expected("input_token_logprobs with texts", entries):
             return [border.text("text", x[2]) for x in entries[1:]]
 
     def about(
-        self, server: str, tokens: Sequence[int], more: dict[str, Any], size: int = 0
+        self, server: str, known: Described, tokens: Sequence[int], more: dict[str, Any], size: int = 0
     ) -> dict[str, Any]:
         """Return the server's record of a prompt, with its log-probs; `more` joins the request."""
         ask = Ask(tokens, 0, Sampling(), 1, ())
-        body = request(ask) | {"logprob_start_len": 0} | more
+        body = request(ask, known.adapter) | {"logprob_start_len": 0} | more
         answer = self.client.call(server, "/generate", body, seconds=self.seconds, tokens=ask.size + size)
         with expected("input_token_logprobs", answer):
             about = answer["meta_info"]
@@ -164,6 +173,20 @@ class _SGLang:
         if got != label:
             raise Fault(f"expected weights {label!r} after the load, got {got!r}")
 
+    def load_adapter(self, server: str, folder: str, name: str) -> None:
+        """Load adapters from a folder; the server reports whether it has."""
+        self._adapter(server, "/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+    def unload_adapter(self, server: str, name: str) -> None:
+        """Forget adapters by their name."""
+        self._adapter(server, "/unload_lora_adapter", {"lora_name": name})
+
+    def _adapter(self, server: str, path: str, body: dict[str, Any]) -> None:
+        answer = self.client.call(server, path, body, seconds=self.seconds)
+        with expected("success", answer):
+            if answer["success"] is not True:
+                raise Fault(f"weights: {answer['error_message']}")
+
     def sleep(self, server: str) -> None:
         """Give back the memory of the cache and the weights."""
         self.client.call(server, "/release_memory_occupation", {"tags": TAGS}, seconds=self.seconds)
@@ -173,8 +196,8 @@ class _SGLang:
         self.client.call(server, "/resume_memory_occupation", {"tags": TAGS}, seconds=self.seconds)
 
 
-def request(ask: Ask) -> dict[str, Any]:
-    """Return the body of one sample. A server has other defaults for what is not named."""
+def request(ask: Ask, adapter: str = "") -> dict[str, Any]:
+    """Return the body of one sample, by adapters of a name. A server has defaults for what is not named."""
     sampling: dict[str, Any] = {
         "n": 1,
         "max_new_tokens": ask.max_new,
@@ -202,4 +225,6 @@ def request(ask: Ask) -> dict[str, Any]:
     }
     if ask.sampling.truncates:
         body["return_sampling_mask"] = True
+    if adapter:
+        body["lora_path"] = adapter
     return body

@@ -186,12 +186,15 @@ class Delivery:
         if self.temporary is not None:
             self.temporary.cleanup()
 
-    def _writer(self, kind: str = "") -> weight_folder.Writer:
-        """Return the writer of the folder of these weights."""
+    def home(self) -> Path:
+        """Return the folder that servers read from."""
         if not self.config.weights and self.temporary is None:
             self.temporary = tempfile.TemporaryDirectory(prefix="rft-weights-")
-        home = self.config.weights or self.temporary.name
-        return weight_folder.Writer(Path(home, self.label.replace(":", "-") + kind))
+        return Path(self.config.weights or self.temporary.name)
+
+    def _writer(self, kind: str = "") -> weight_folder.Writer:
+        """Return the writer of the folder of these weights."""
+        return weight_folder.Writer(self.home() / (self.label.replace(":", "-") + kind))
 
     def _as_folder(self) -> str:
         """Return the folder of the newest weights, which is written now if only channels wanted them."""

@@ -21,6 +21,7 @@ from rft_fn.text import error_text
 
 __all__ = [
     "MissingElements", "WeightsFromFolder", "check_same", "checked", "drafts_of", "reload", "replace",
+    "without_place",
 ]  # fmt: skip
 
 
@@ -113,6 +114,15 @@ def _difference(missing: MissingElements, expected: MissingElements) -> str:
     )
 
 
+def without_place(worker: Any, number: int) -> list[str]:
+    """Return the layers of adapters that vLLM's model has no place for.
+
+    It leaves them out in silence.
+    """
+    manager = worker.model_runner.lora_manager._adapter_manager
+    return sorted(manager.get_adapter(number).loras.keys() - manager.modules.keys())
+
+
 def drafts_of(config: Any) -> dict[str, Any] | None:
     """Return what tells whether vLLM verifies drafts, for `speculative.check_exact`; None without drafts.
 
@@ -134,6 +144,18 @@ def drafts_of(config: Any) -> dict[str, Any] | None:
     return {name: getattr(drafts, name, None) for name in names} | {"by_temperature": spread}
 
 
+def _room_for_adapters(config: Any, worker: Any) -> dict[str, Any] | None:
+    """Return the largest rank of adapters, how many are held, and whether the head takes some.
+
+    None where there is no room for any.
+    """
+    if config is None:
+        return None
+    places = worker.model_runner.lora_manager._adapter_manager.modules
+    head = any(name.rpartition(".")[2] == "lm_head" for name in places)
+    return {"rank": config.max_lora_rank, "slots": config.max_cpu_loras, "head": head}
+
+
 class WeightsFromFolder:
     """A worker extension of vLLM that loads weights from a folder, called by `/collective_rpc`."""
 
@@ -144,7 +166,8 @@ class WeightsFromFolder:
     def rft_describe(self: Any) -> dict[str, Any]:
         """Return the device, and the parts of the config that decide what a trainer may ask for.
 
-        They are whether memory can be given back, vLLM's backend of weights, and what verifies drafts.
+        They are whether memory can be given back, vLLM's backend of weights, the largest rank and the number
+        of adapters, and what verifies drafts.
         """
         config = self.vllm_config
         device = str(config.device_config.device_type)
@@ -153,8 +176,13 @@ class WeightsFromFolder:
             "sleep": bool(config.model_config.enable_sleep_mode) and device != "cpu",
             "transfer": getattr(getattr(config, "weight_transfer_config", None), "backend", ""),
             "differences": True,
+            "adapters": _room_for_adapters(config.lora_config, self),
             "speculative": drafts_of(config),
         }
+
+    def rft_without_place(self: Any) -> list[str]:
+        """Return the layers of the newest adapters that have no place in this worker's part of the model."""
+        return without_place(self, max(self.list_loras()))
 
     def rft_load(self: Any, folder: str) -> dict[str, Any]:
         """Load the tensors of a folder, and count what arrives in each layer.

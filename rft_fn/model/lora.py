@@ -17,6 +17,7 @@ from rft_fn.types import Apply, Packed, TokenOut
 __all__ = [
     "BELOW",
     "BUCKET",
+    "active",
     "adapted",
     "apply_lora_configuration",
     "home",
@@ -141,6 +142,11 @@ def home(module: nn.Module) -> torch.device:
 def adapted(module: nn.Module) -> list[tuple[str, Any]]:
     """Return (name, layer) of every layer with adapters."""
     return [(name, m) for name, m in module.named_modules() if len(getattr(m, "lora_A", ()))]
+
+
+def active(layer: Any) -> list[str]:
+    """Return the names of the adapters of a layer that it computes with."""
+    return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
 def require_plain_lora(name: Any, config: Mapping[str, Any]) -> None:

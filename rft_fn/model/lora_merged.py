@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn.model.finite import require_all_finite, require_finite
-from rft_fn.model.lora import BELOW, BUCKET, adapted
+from rft_fn.model.lora import BELOW, BUCKET, active, adapted
 from rft_fn.model.quantize import is_low, whole
 from rft_fn.optim.updates import local_parts
 from rft_fn.precision import wide
@@ -192,10 +192,10 @@ class Export(Iterator[tuple[str, Tensor]]):
 
     def _one_merged(self, layer: Any, path: str, every: Mapping[str, Tensor]) -> Tensor:
         """Return the weight of one layer with its active adapters in it."""
-        read = self.full if layer.active_adapters else self.copied
+        read = self.full if active(layer) else self.copied
         base = read(every[f"{path}.base_layer.weight"])
         pairs = []
-        for adapter in layer.active_adapters:
+        for adapter in active(layer):
             a = self.full(every[f"{path}.lora_A.{adapter}.weight"])
             b = self.full(every[f"{path}.lora_B.{adapter}.weight"])
             pairs.append((adapter, a, b))

@@ -75,6 +75,7 @@ def setup(
     st = opening.start(sizes.provisional(cfg), unread=() if sampled else options.ENGINE)
     every = options.of(options.Reference, cfg).ref_every
     opening.check_reference(every, anchor=anchor, zero_stage=cfg.strategy.zero_stage)
+    opening.check_adapters(cfg, cfg.strategy)
     model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
 
     # how much goes through a model at a time, before the rows, which have to fit

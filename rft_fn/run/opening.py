@@ -358,6 +358,17 @@ def initial_model(
     return st.bind(model.load(cfg.model, meta=st.world > 1), sampling=sampling)
 
 
+def check_adapters(cfg: options.Policy, config: strategy.StrategyConfig) -> None:
+    """Raise ValueError for an engine that is to get adapters alone, where there are none that it can get."""
+    rank = cfg.lora_rank
+    if config.engine_adapters == "alone" and (not rank or cfg.quantize):
+        got = f"quantize {cfg.quantize}" if rank else "lora_rank 0"
+        raise ValueError(
+            "engine_adapters alone: expected trained adapters (lora_rank) on a base in full precision, got "
+            f"{got}"
+        )
+
+
 def check_reference(every: int, *, anchor: bool, zero_stage: int) -> None:
     """Raise ValueError for a reference that is to follow the policy `every` so many steps, and cannot."""
     if every and not anchor:

@@ -103,6 +103,13 @@ def checked(
     )
 
 
+def _engine_config(cfg: options.Rollouts, st: Strategy) -> engine_lib.EngineConfig:
+    """Return the engine's options, with the rank of the adapters that it may get alone."""
+    policy = options.of(options.Policy, cfg)
+    rank = 0 if policy.quantize else policy.lora_rank  # no engine has a base in low precision
+    return replace(engine_lib.config_of(st.config), lora_rank=rank)
+
+
 def start_engine(
     cfg: options.Rollouts,
     st: Strategy,
@@ -120,7 +127,7 @@ def start_engine(
     """
 
     def build_engine() -> Engine:
-        return engine_lib.get_engine(engine_lib.config_of(st.config), name, task.tokenizer)
+        return engine_lib.get_engine(_engine_config(cfg, st), name, task.tokenizer)
 
     check = partial(checked, st, task, name, max_gap=cfg.max_gap) if cfg.canary else None
     kept = _Pushed(build or build_engine, check, st, cfg.rebuilds)
@@ -164,7 +171,7 @@ def start_sampler(
     if not cfg.ahead:
         inner, push = start_engine(cfg, st, task, name)
         return collect.AsyncSampler(inner, st), push
-    config, threads = asynchronous.split_threads(engine_lib.config_of(st.config), torch.get_num_threads())
+    config, threads = asynchronous.split_threads(_engine_config(cfg, st), torch.get_num_threads())
     torch.set_num_threads(threads)
     build = partial(engine_lib.get_engine, config, name, task.tokenizer)
     check = partial(_check, st, task, name, cfg.max_gap) if cfg.canary else None

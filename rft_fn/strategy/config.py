@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 from rft_fn import dist, limits
 from rft_fn.limits import AtLeast0, AutoCount, Count, Free, Range, Seed, Share, Whole
 
-__all__ = ["StrategyConfig", "Transfer", "add_arguments"]
+__all__ = ["Adapters", "StrategyConfig", "Transfer", "add_arguments"]
 
 Transfer = Literal["auto", "rft", "folder"]
+Adapters = Literal["auto", "alone", "merged"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class StrategyConfig:
     """the folder that servers read weights from; if empty, a temporary one of this machine"""
     engine_transfer: Free[Transfer] = "auto"
     """how servers get weights: rft is a channel to each, folder is by disk, auto the better that each has"""
+    engine_adapters: Free[Adapters] = "auto"
+    """how trained adapters get to the engine: merged into whole weights, alone, or auto: alone if faster"""
     engine_max_model_len: Free[Whole] = 0
     """most tokens of a prompt and its response in the engine; 0 is the model's window"""
     engine_block_size: Free[Whole] = 0

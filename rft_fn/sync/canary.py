@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rft_fn import precision, rng
 from rft_fn.engine.lifetime import Unchanged
+from rft_fn.model.lora_alone import B
 from rft_fn.sync.changed_weights import Sides, agreed, unchanged
 from rft_fn.sync.wrong_tensor import locate
 from rft_fn.types import Engine, Strategy, TrainState
@@ -44,13 +45,16 @@ class Probe(NamedTuple):
 def with_noise(name: str, x: Tensor, key: int, *, scale: float = NOISE) -> Tensor:
     """Add normal noise of `scale` x its root mean square to x, drawn by (key, name).
 
-    A tensor of zeros counts as one of ones. The noise is drawn where x is, and draws differ between kinds of
-    device; it does not depend on how the tensor is sharded. Nothing is read on the host.
+    A tensor of zeros counts as one of ones, and so does the second matrix of an adapter, which begins with
+    zeros: its noise shows a base model that is not the trainer's, whatever it has learned. The noise is drawn
+    where x is, and draws differ between kinds of device; it does not depend on how the tensor is sharded.
+    Nothing is read on the host.
     """
     x = x.detach()
     noise = torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
     size = noise.square_().mean().sqrt()
-    size = torch.where(size == 0, 1, size).double() * scale
+    size = torch.where(size == 0, 1, size) if not name.endswith(B) else torch.ones_like(size)
+    size = size.double() * scale
     noise.normal_(generator=rng.generator(rng.fold_in(key, name), x.device))
     return noise.mul_(size).add_(x).to(x.dtype)
 

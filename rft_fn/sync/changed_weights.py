@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor, nn
 
 from rft_fn import model as model_lib
 from rft_fn import strategy
+from rft_fn.model import lora_alone
 from rft_fn.model.bind import Scorer
-from rft_fn.model.lora import adapted
+from rft_fn.model.lora import active, adapted
 from rft_fn.model.lora_merged import plain_name, product
 from rft_fn.model.quantize import is_low
-from rft_fn.sync.push import push
+from rft_fn.sync.push import push, trained_weights
 from rft_fn.types import Apply, Engine, Rollout, Sampling, Strategy, TrainState
 
 __all__ = ["Change", "Sides", "agreed", "plain", "unchanged", "weights_read_as"]
@@ -56,10 +58,13 @@ class _Changed(Iterator[tuple[str, Tensor]]):
         self.device = device  # None: where each of them is
         self.finite: bool = getattr(weights, "finite", False)  # checked already
         self.frozen: frozenset[str] = frozenset(getattr(weights, "frozen", ()))
+        self.adapters: bool = getattr(weights, "adapters", False)
         self.share = getattr(weights, "share", frozenset) if change is unchanged else frozenset
         self.names: list[str] = []
         named = () if copy is None else copy.named_parameters(remove_duplicate=False)
         self.places: dict[str, Tensor] = dict(named)
+        if copy is not None and self.adapters:
+            self.places = _WithAdapters.of(copy).matrices
 
     @torch.no_grad()
     def __next__(self) -> tuple[str, Tensor]:
@@ -69,7 +74,33 @@ class _Changed(Iterator[tuple[str, Tensor]]):
         place = self.places.get(name)
         if place is not None and place.shape == x.shape:
             place.copy_(x)
+        elif self.adapters:
+            self.places[name] = x.to("cpu", copy=True)
         return name, x
+
+
+class _WithAdapters:
+    """Matrices of adapters that a plain model computes with, next to the weights of its layers."""
+
+    def __init__(self, module: nn.Module):
+        self.matrices: dict[str, Tensor] = {}
+        for path, part in module.named_modules():
+            part.register_forward_hook(partial(self._add, path))
+
+    @staticmethod
+    def of(module: nn.Module) -> "_WithAdapters":
+        """Return those of a module, which begin with none."""
+        found = module.__dict__.get("rft_adapters")
+        if found is None:
+            found = module.__dict__["rft_adapters"] = _WithAdapters(module)
+        return found
+
+    def _add(self, path: str, part: nn.Module, inputs: tuple[Tensor, ...], out: Any) -> Any:
+        a, b = (self.matrices.get(path + end) for end in (lora_alone.A, lora_alone.B))
+        if a is None or b is None:
+            return None  # as it is
+        x = inputs[0].to(a)
+        return out + ((x @ a.T) @ b.T).to(out)
 
 
 COPIED = frozenset({"cpu"})  # kinds of device where a copy costs less than noise for each reading
@@ -86,6 +117,7 @@ def weights_read_as(
     `Sampling()`.
     """
     layers = dict(adapted(module))
+    rank = lora_alone.rank_of(module) if lora_alone.are_adapters(names) else 0  # of adapters that come alone
     first = {id(p): name for name, p in module.named_parameters()}  # of a tied weight the one that is sent
     classes: list[tuple[nn.Module, type[nn.Module]]] = []
     scorers = [(x, x.sampling) for x in root.modules() if isinstance(x, Scorer)]
@@ -97,6 +129,8 @@ def weights_read_as(
                 name = "" if p is None else plain_name(module, first[id(p)])
                 if name in names:
                     reads[key] = _read_as(key, change, name, layer)
+                elif layer is not None and key == "weight" and rank:
+                    reads[key] = _read_with_adapters(change, name.removesuffix(".weight"), layer, rank)
             if reads:
                 classes.append((part, type(part)))
                 reading: Any = type(type(part).__name__, (type(part),), reads)
@@ -123,9 +157,22 @@ def _read_as(key: str, change: Change, name: str, layer: Any) -> property:
         x: Any = part._parameters[key]
         x = x.detach()
         if layer is not None and key == "weight":
-            both = [(a, layer.lora_A[a].weight, layer.lora_B[a].weight) for a in layer.active_adapters]
+            both = [(a, layer.lora_A[a].weight, layer.lora_B[a].weight) for a in active(layer)]
             x = product(layer, x, both)
         return change(name, x)
+
+    return property(read)
+
+
+def _read_with_adapters(change: Change, path: str, layer: Any, rank: int) -> property:
+    """Return the attribute `weight` of a module whose adapters came alone: with the changed ones in it."""
+
+    def read(part: nn.Module) -> Tensor:
+        weight: Any = part._parameters["weight"]
+        own = {f".{name}": p.detach() for name, p in layer.named_parameters()}
+        a, b = lora_alone.matrices(layer, "", own, rank, lambda x: x)
+        a, b = change(path + lora_alone.A, a), change(path + lora_alone.B, b)
+        return lora_alone.add_to(weight.detach(), a, b, transposed=layer.fan_in_fan_out)
 
     return property(read)
 
@@ -183,7 +230,7 @@ class Sides:
         def export(state: TrainState, /) -> Iterable[tuple[str, Tensor]]:
             # noise is drawn by device, and the trainer draws it on its own
             device = None if self.trainer is None else self.st.device
-            sent = _Changed(self.st.export(state), change, self.copy, device)
+            sent = _Changed(trained_weights(self.st, state, self.engine), change, self.copy, device)
             self.names = sent.names
             return sent
 

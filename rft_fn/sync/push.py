@@ -8,13 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn.engine.lifetime import Unchanged
+from rft_fn.model import lora_alone
 from rft_fn.model.finite import is_finite
-from rft_fn.model.lora_merged import plain_name
+from rft_fn.model.lora_merged import Export, plain_name
+from rft_fn.model.packed_attention import warn_once
 from rft_fn.model.quantize import is_low
 from rft_fn.types import Engine, Strategy, TrainState
 from rft_fn.types.engine import Delivered
 
-__all__ = ["CheckedWeights", "Expected", "ManifestError", "check_tensor", "manifest_of", "missing", "push"]
+__all__ = [
+    "CheckedWeights", "Expected", "ManifestError", "check_tensor", "manifest_of", "missing", "push",
+    "trained_weights",
+]  # fmt: skip
 
 
 # ---------- the manifest: which tensors a sync must send, by the trainer's own module
@@ -32,15 +37,17 @@ class Expected(NamedTuple):
     names: tuple[str, ...]  # all by which the plain model knows it; several where it is tied
 
 
-def manifest_of(state: TrainState) -> dict[str, Expected]:
+def manifest_of(state: TrainState, *, adapters: bool = False) -> dict[str, Expected]:
     """Return the tensors of the plain model, under all of their names, from the module of `state`.
 
-    Nothing is gathered. Adapters are not among them, since they are sent as part of their layers' weights.
-    Empty for a state without a module.
+    Nothing is gathered. Adapters are not among them, since they are sent as part of their layers' weights;
+    with `adapters` only their matrices are. Empty for a state without a module.
     """
     module: nn.Module | None = state.module
     if module is None:
         return {}
+    if adapters:
+        return {name: Expected(size, None, (name,)) for name, size in lora_alone.shapes(module).items()}
     tied: dict[nn.Parameter, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         if ".lora_" not in name:
@@ -105,6 +112,7 @@ class CheckedWeights(Iterator[tuple[str, Tensor]]):
         self.lends = lends
         self.finite: bool = getattr(weights, "finite", False)  # an export that refuses NaN and inf itself
         self.frozen: frozenset[str] = frozenset(getattr(weights, "frozen", ()))  # names that are not sent
+        self.adapters: bool = getattr(weights, "adapters", False)  # matrices of adapters alone
         self.names: set[str] = set()
         self.bytes = 0
         self._waiting: deque[tuple[str, Tensor]] = deque()  # further names of a tied weight
@@ -161,15 +169,30 @@ class CheckedWeights(Iterator[tuple[str, Tensor]]):
             pass
 
 
+def trained_weights(strategy: Strategy, state: TrainState, engine: Engine) -> Iterable[tuple[str, Tensor]]:
+    """Return the trained weights as an engine takes them: by adapters alone where it does, else whole.
+
+    Warns where it would take adapters, and something else is trained too.
+    """
+    weights = strategy.export(state)
+    if not isinstance(weights, Export) or not engine.status().get("adapters"):
+        return weights
+    reason = lora_alone.why_whole(weights)
+    if not reason:
+        return lora_alone.AdaptersAlone(weights)
+    warn_once(f"sync: expected adapters alone to send, got {reason}: whole weights are sent")
+    return weights
+
+
 def push(
     strategy: Strategy, state: TrainState, engine: Engine, *, version: int, lend: bool = False
 ) -> Delivered:
     """Load the trained weights of `state` into `engine`; its rollouts carry `version` from then on.
 
     Every rank must call it, because sharded tensors are put together by all ranks. The engine's status may
-    ask for a `dtype` and for `tied` names. Returns the engine's record of what it took. ManifestError, which
-    names the tensor, for weights that are not the module's own. ValueError for weights that the engine's
-    model does not have, and for an engine that took less than was sent.
+    ask for a `dtype`, for `tied` names, and for `adapters` alone. Returns the engine's record of what it
+    took. ManifestError, which names the tensor, for weights that are not the module's own. ValueError for
+    weights that the engine's model does not have, and for an engine that took less than was sent.
 
     With `lend` the engine may sample from the trained tensors themselves in place of copies, as `hf` does on
     the CPU of one process where the types are the same: it refuses to sample between an update and the next
@@ -179,10 +202,12 @@ def push(
     status = engine.status()
     strategy.make_room()
     try:
+        exported = trained_weights(strategy, state, engine)
+        adapters = getattr(exported, "adapters", False)
         weights = CheckedWeights(
-            strategy.export(state),
-            manifest_of(state),
-            dtype=status.get("dtype"),
+            exported,
+            manifest_of(state, adapters=adapters),
+            dtype=None if adapters else status.get("dtype"),
             tied=status.get("tied", False),
             lends=lend,
         )

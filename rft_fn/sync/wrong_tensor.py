@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import rng
+from rft_fn.model.lora_alone import B
 from rft_fn.sync.changed_weights import Change, Sides, plain, unchanged
 
 __all__ = ["locate", "uniform"]
@@ -40,6 +41,8 @@ def locate(sides: Sides, wrong: Change, noise: Change, *, good: Callable[[float]
     first = dict(plain(sides.model).named_parameters(remove_duplicate=False))
 
     def initial(name: str, x: Tensor) -> Tensor:
+        if name.endswith(B):  # adapters begin as none
+            return torch.zeros_like(x)
         return first.get(name, x).detach().to(device=x.device, dtype=x.dtype)
 
     for right in (unchanged, noise, initial, uniform):

@@ -50,6 +50,7 @@ class EngineStatus(TypedDict):
     placeholders: NotRequired[frozenset[int]]  # of media: no prompt may have one without its media
     drafts: NotRequired[Drafts]  # where it drafts and counts
     tied: NotRequired[bool]  # whether a tied weight must be sent under all of its names
+    adapters: NotRequired[bool]  # whether it takes the matrices of trained adapters in place of whole weights
 
 
 OnRow = Callable[[int, Sequence[int], bool], None]
@@ -125,7 +126,10 @@ class Load(Protocol):
         On several ranks `weights` (`Strategy.export`) puts tensors together, so every rank must call it. An
         attribute `weights.frozen` names weights that are not sent because they never change. Where there is a
         method `weights.lend`, an engine that calls it gets the names of tensors that come as the trainer's
-        own, in place of copies, and change with the next update. ValueError for a name or a shape that the
+        own, in place of copies, and change with the next update. Where an attribute `weights.adapters` is
+        true, and only for an engine with `adapters` in its status, they are the matrices of adapters alone
+        (`model.lora_alone`), which replace those of the last load; the base model is the one that the engine
+        began with. ValueError for a name or a shape that the
         model does not have, and for a weight that is neither sent nor frozen.
         """
         ...

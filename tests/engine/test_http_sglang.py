@@ -15,8 +15,11 @@ import pytest
 from each_case import each
 from test_http import answering, raw
 
-from rft_fn.engine import openai, sglang
+import rft_fn as rft
+from rft_fn import model
+from rft_fn.engine import adapters_alone, openai, sglang
 from rft_fn.engine.server_protocol import Ask, Client, Described, Fault, check_reply
+from rft_fn.model import lora_alone
 from rft_fn.types import Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +61,12 @@ def test_requests_pass_the_servers_own_gate(types, ask):
     assert given.stop_token_ids == ask.ends and given.ignore_eos is True
     assert given.stop == ([x for x in ask.sampling.stop if isinstance(x, str)] or None)
     assert bool(found.return_sampling_mask) == ask.sampling.truncates
+
+
+def test_adapters_are_named_as_the_server_reads_it(types):
+    found = types.GenerateRequest.from_json_value(sglang.request(ASKS[0], "rft-a"))
+    assert found.lora_path == "rft-a"
+    assert types.GenerateRequest.from_json_value(sglang.request(ASKS[0])).lora_path is None
 
 
 def test_the_gate_refuses_an_option_that_does_not_exist(types):
@@ -117,7 +126,7 @@ def fields_of(name):
     return {x.target.id for x in found.body if isinstance(x, ast.AnnAssign)}
 
 
-def test_paths_and_fields_of_the_other_requests(types):
+def test_paths_and_fields_of_the_other_requests(types, tmp_path):
     """Those that a fake server records."""
     import tiny
     from fake_server import FakeServer, serving
@@ -127,6 +136,13 @@ def test_paths_and_fields_of_the_other_requests(types):
         DIALECT.score(fake.url, KNOWN, [3, 4])
         DIALECT.sleep(fake.url)
         DIALECT.wake(fake.url)
+        pytest.importorskip("peft")
+        st = rft.strategy.get_strategy()
+        lm = model.apply_lora_configuration(tiny.llama(), 2, 4)
+        state = st.init(lm, rft.optim.adamw(1e-3))[1]
+        adapters_alone.write(tmp_path / "a", dict(lora_alone.AdaptersAlone(st.export(state))))
+        DIALECT.load_adapter(fake.url, str(tmp_path / "a"), "rft-a")
+        DIALECT.unload_adapter(fake.url, "rft-a")
         fake.load = lambda folder: 1
         DIALECT.load(fake.url, "/folder", "run:3", 1)
     text = (FOLDER / "http_server.py").read_text()
@@ -134,6 +150,8 @@ def test_paths_and_fields_of_the_other_requests(types):
     assert {path for path, _ in fake.calls} <= routes
     kinds = {
         "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
+        "/load_lora_adapter": "LoadLoRAAdapterReqInput",
+        "/unload_lora_adapter": "UnloadLoRAAdapterReqInput",
         "/release_memory_occupation": "ReleaseMemoryOccupationReqInput",
         "/resume_memory_occupation": "ResumeMemoryOccupationReqInput",
     }

@@ -134,6 +134,16 @@ TOGETHER = [
     ("grpo", "--algorithm sapo --loss.low 0.1", "loss.low: expected None, sapo has tau_pos, ... got 0.1"),
     ("grpo", "--clip-low 0.1 --loss.low 0.2", "loss.low: expected it once, got it as clip_low too"),
     ("grpo", "--replay-routing --engine-type vllm", "replay_routing: expected engine_type hf, ... got vllm"),
+    (
+        "grpo",
+        "--engine-adapters alone",
+        "engine_adapters alone: expected trained adapters ... got lora_rank 0",
+    ),
+    (
+        "grpo",
+        "--engine-adapters alone --lora-rank 4 --quantize int8",
+        "engine_adapters alone: expected trained adapters ... in full precision, got quantize int8",
+    ),
     ("grpo", "--max-new 200", "... the model's window of 128; lower max_new"),
     ("grpo", "--steps 3 --data-epochs 2", "steps, data_epochs: expected one of them, got 3 and 2.0"),
     ("ppo", "--steps 3 --data-epochs 2", "steps, data_epochs: expected one of them, got 3 and 2.0"),

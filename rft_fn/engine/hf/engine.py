@@ -1,5 +1,6 @@
 """Samples by transformers only, on a model in this process."""
 
+import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from rft_fn import model as model_lib
 from rft_fn import tree
 from rft_fn.engine import prompt_media, requests
+from rft_fn.engine.adapters_alone import AdapterLoad
 from rft_fn.engine.engine_config import EngineConfig
+from rft_fn.engine.hf import merging
 from rft_fn.engine.hf.probe import find_cache_support
 from rft_fn.engine.hf.row_batch import CacheSupport
 from rft_fn.engine.hf.row_scores import score_rows
@@ -28,6 +31,7 @@ from rft_fn.model.placeholders import placeholder_ids
 from rft_fn.model.quantize import packed, set_fast
 from rft_fn.model.router import without_groups
 from rft_fn.model.routing import Recorder, require_replay
+from rft_fn.model.weight_files import Stored
 from rft_fn.rollout import take
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
@@ -62,11 +66,12 @@ def check_config(config: EngineConfig) -> None:
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> EngineCore:
     """Build an engine with weights of `model`, which is loaded by its name or taken over."""
+    base = merging.base_files(config, model)
     if config.bf16:
         lm = model_lib.load(model, quantize="none", dtype=torch.bfloat16)
     else:
         lm = model_lib.load(model, quantize="none")
-    return _in_process(
+    engine = _in_process(
         lm,
         tokenizer,
         batch=config.batch,
@@ -75,6 +80,8 @@ def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engin
         routing=config.routing,
         kept=config.kept,
     )
+    engine.base = base
+    return engine
 
 
 def hf(
@@ -146,6 +153,7 @@ class _InProcess:
         self.steps = StepMemory()  # of fixed shapes, from one call to the next
         self.version = 0
         self.borrowed: dict[int, tuple[Tensor, int]] = {}  # by parameter: what is lent, and its edition
+        self.base: Stored | None = None  # what adapters that come alone are merged into
         self.asleep = False
         self.recorder: Recorder | None = None
         self.unrouted: Tensor | None = None  # [0, M, k], of no tokens
@@ -227,6 +235,9 @@ class _InProcess:
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
         """Load as `Load` says: copy each tensor into its place, or put it there where it is lent."""
+        if getattr(weights, "adapters", False):
+            return self._load_adapters(weights, version)
+        self.base = None  # what comes now may be more than adapted layers
         lent: frozenset[str] = getattr(weights, "lend", frozenset)()
         places: dict[str, Tensor] = dict(self.lm.named_buffers())
         places |= self.lm.named_parameters(remove_duplicate=False)
@@ -244,6 +255,18 @@ class _InProcess:
         delivered = check.finish(version)
         self.version = version
         return delivered
+
+    def _load_adapters(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Delivered:
+        """Merge adapters that come alone. ValueError where this engine takes none, or has other weights."""
+        if self.base is None:
+            raise ValueError("weights: expected whole ones (engine_adapters), got adapters alone")
+        load = AdapterLoad(self.manifest)
+        for name, x in weights:
+            load.take(name, x)
+        delivered = load.finish(version)
+        merging.merge(self.lm, self.base, load.tensors)
+        self.version = version
+        return delivered._replace(seconds=time.perf_counter() - load.began)
 
     def _check_borrowed(self) -> None:
         """Raise BadRequest where a weight that was lent has been updated since."""
@@ -285,6 +308,7 @@ class _InProcess:
             "window": self.window,
             "placeholders": placeholder_ids(self.lm.config),
             "computes": self.lm.dtype,
+            "adapters": self.base is not None,
         }
         # a model may keep some of its weights wider than the rest
         types = {p.dtype for p in self.lm.parameters()}

@@ -1,6 +1,7 @@
 """Runs vLLM in this process, as an engine or as one rank of a tensor-parallel engine."""
 
 import gc
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import dist, memory
-from rft_fn.engine import prompt_media, requests, speculative
+from rft_fn.engine import adapters_alone, prompt_media, requests, speculative
 from rft_fn.engine.engine_config import EngineConfig
 from rft_fn.engine.lifetime import EngineCore
 from rft_fn.engine.requests import Request, Stop
 from rft_fn.engine.server_protocol import stored_tensors
 from rft_fn.engine.vllm import sampler, surroundings
+from rft_fn.engine.vllm.adapter_slots import Adapters
 from rft_fn.engine.vllm.sampler import Asked, Sampler
 from rft_fn.engine.vllm.surroundings import Group, import_vllm, name_shared_memory
 from rft_fn.engine.weight_folder import LoadCheck, manifest
@@ -134,6 +136,7 @@ class InProcess:
             surroundings.keep_groups()
             if config.tp_size > 1 and self.device.type == "cpu":
                 name_shared_memory()
+            self.adapters = Adapters(config, model)
             self.folder = ModelFolder(model, tokenizer, config.max_model_len)
             self.window = self.folder.window
             try:
@@ -199,6 +202,7 @@ class InProcess:
             options["speculative_config"] = speculative.of_option(self.config.speculative)
             options["disable_log_stats"] = False  # which count drafts
 
+        options |= self.adapters.options(self.folder.skeleton)
         # several processes started together: one engine each, or one over the ranks of each group
         if dist.started() > 1:
             options["distributed_executor_backend"] = "external_launcher"
@@ -303,7 +307,7 @@ class InProcess:
             self.wake()
 
         out = torch.zeros(rollout.tokens.shape)
-        for b, logp in enumerate(self.sampler.scores(all_rows)[own]):
+        for b, logp in enumerate(self.sampler.scores(all_rows, self.sampler.adapter)[own]):
             out[b, : len(logp)] = torch.tensor(logp)
         return torch.where(rollout.mask.cpu(), out, 0)
 
@@ -316,6 +320,13 @@ class InProcess:
         """
         asleep = self.asleep
         self.wake()
+        if getattr(weights, "adapters", False):
+            delivered = self._load_adapters(weights, version)
+            if asleep:
+                self.sleep()
+            return delivered
+        self.adapters.leave(self.llm)  # whole weights have no adapters, and none go on them
+        self.sampler.adapter = None
         check = LoadCheck(self.folder.manifest, weights)
         names = check.frozen & check.expected.shape.keys()
         unchanged = stored_tensors(self.folder.skeleton.rft_weights.stored, names)
@@ -335,6 +346,28 @@ class InProcess:
         if asleep:
             self.sleep()
         return delivered
+
+    def _load_adapters(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Delivered:
+        """Load adapters that come alone, under a name and a number that vLLM has not seen.
+
+        ValueError for a layer that vLLM has no place for, and where log-probs stay those of the base model.
+        """
+        self.adapters.check()
+        load = adapters_alone.AdapterLoad(self.folder.manifest)
+        for name, x in weights:
+            load.take(name, x)
+        delivered = load.finish(version)
+        with surroundings.restore_random_state():
+            request = self.adapters.load(self.llm, load.tensors)
+        if adapters_alone.may_show(load.tensors):
+            probe = [Asked(list(adapters_alone.PROBE), 0, 1)]
+            self.adapters.without = self.adapters.without or self.sampler.scores(probe, None)[0]
+            (under,) = self.sampler.scores(probe, request)
+            adapters_alone.check_arrived(request.lora_name, version, self.adapters.without, under)
+        self.sampler.adapter = request
+        self.adapters.leave_older(self.llm)
+        self.version = version
+        return delivered._replace(seconds=time.perf_counter() - load.began)
 
     def sleep(self) -> None:
         """Move the weights to the host and drop the cache, on a GPU; vLLM cannot on a CPU."""
@@ -360,6 +393,7 @@ class InProcess:
             "window": self.window,
             "placeholders": self.folder.places,
             "computes": getattr(torch, self._dtype()),
+            "adapters": self.adapters.takes,
         }
         if self.config.speculative:
             status["drafts"] = self.drafts
@@ -372,6 +406,7 @@ class InProcess:
         del self.sampler
         surroundings.leave()
         self.folder.close()
+        self.adapters.close()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -40,6 +40,7 @@ class Sampler:
         self.request = request  # makes vLLM's input of a row
         self.device = device
         self.timeout = timeout
+        self.adapter: Any = None  # vLLM's request of the adapters that answer, if some do
         self.asked = 0  # requests so far, which name the next one
         self.cached = 0  # tokens of the prompts of the last call that the cache had
 
@@ -82,16 +83,19 @@ class Sampler:
                     return True
             return False
 
-        answers = self._answers(rows, params, ended)
+        answers = self._answers(rows, params, self.adapter, ended)
         responses = [cut.get(i) or _response(answers[i].outputs[0]) for i in range(len(rows))]
         self.cached = sum(answers[i].num_cached_tokens or 0 for i in range(len(rows)))
         return responses
 
-    def scores(self, rows: Sequence[Asked]) -> list[list[float]]:
-        """Return the log-prob of each token of each row under the model's softmax; 0 for the first."""
+    def scores(self, rows: Sequence[Asked], adapter: Any) -> list[list[float]]:
+        """Return the log-prob of each token of each row under the model's softmax; 0 for the first.
+
+        It is with these adapters, or for None without any.
+        """
         make = import_vllm().SamplingParams
         params = [make(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False) for _ in rows]
-        answers = self._answers(rows, params, lambda i, out: False)
+        answers = self._answers(rows, params, adapter, lambda i, out: False)
         scored = []
         for i, row in enumerate(rows):
             # next to the token itself vLLM lists none, or the likeliest
@@ -100,7 +104,7 @@ class Sampler:
         return scored
 
     def _answers(
-        self, rows: Sequence[Asked], params: Sequence[Any], ended: Callable[[int, Any], bool]
+        self, rows: Sequence[Asked], params: Sequence[Any], adapter: Any, ended: Callable[[int, Any], bool]
     ) -> Mapping[int, Any]:
         """Return vLLM's output for each request. TimeoutError when the time limit passes between steps."""
         limit = time.monotonic() + self.timeout
@@ -110,7 +114,7 @@ class Sampler:
             for i, row in enumerate(rows):
                 name = f"{self.asked + i}"
                 numbers[name] = i
-                self.engine.add_request(name, self.request(row), params[i])
+                self.engine.add_request(name, self.request(row), params[i], lora_request=adapter)
             self.asked += len(rows)
 
             # after an internal error vLLM steps for ever without an answer

@@ -1,0 +1,186 @@
+"""Trained adapters to engines by every way: `.venv-vllm/bin/python tests/bench/adapters.py --measure`.
+
+SmolLM2-135M with adapters of rank 8 on all linear layers: bytes and seconds of a load, and tokens/s of vLLM
+with merged weights and with adapters beside its layers. `--measure` writes docs/results/adapters.json, and
+`--write` the table of docs/engines.md from it.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from record import made, processor, put
+
+import rft_fn as rft
+from rft_fn import engine, model, sync
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "vllm")]
+DATA = ROOT / "docs" / "results" / "adapters.json"
+MODEL = "smollm2-135m"
+RANK = 8
+
+
+def trainer(dtype=torch.float32):
+    """(strategy, state) of the model with adapters."""
+    module = model.apply_lora_configuration(model.load(MODEL, dtype=dtype), RANK, 64)
+    st = rft.strategy.get_strategy()
+    return st, st.init(module, rft.optim.adamw(1e-5))[1]
+
+
+def step(state, seed):
+    """About what AdamW does to the adapters in a step at a learning rate of 1e-5."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in state.params.values():
+            p.add_(1e-5 * torch.randn(p.shape, generator=g).sign())
+
+
+def pushes(st, state, eng, times, folder=None):
+    """Bytes that travelled and seconds of each push, after a first one that is not counted."""
+    found = {"bytes": [], "seconds": []}
+    for version in range(times + 1):
+        step(state, version)
+        began = time.perf_counter()
+        delivered = sync.push(st, state, eng, version=version)
+        taken = time.perf_counter() - began
+        if version:
+            found["seconds"].append(taken)
+            found["bytes"].append(on_disk(folder) if folder else delivered.bytes)
+    return found
+
+
+def on_disk(folder):
+    """Bytes of the smallest folder of weights in `folder`: of a difference, where there is one."""
+    sizes = [sum(x.stat().st_size for x in each.iterdir()) for each in Path(folder).iterdir()]
+    return min(sizes)
+
+
+def speed(eng, args):
+    """Tokens/s of a rollout."""
+    prompts = [list(range(10 + i, 30 + i)) for i in range(16)]
+    sampling = rft.Sampling(max_new=args.max_new)
+    rates = []
+    for turn in range(args.times):
+        began = time.perf_counter()
+        rollout = eng.generate(prompts, [turn * 16 + i for i in range(16)], n=4, sampling=sampling)
+        rates.append(int(rollout.mask.sum()) / (time.perf_counter() - began))
+    return rates[1:]
+
+
+def measure(args):
+    """All numbers, with what they were measured on."""
+    import vllm
+    from serving import Server
+
+    torch.set_num_threads(args.threads)
+    tokenizer = model.load_tokenizer(MODEL)
+    about = made() | {"machine": processor(), "load": os.getloadavg()[0], "vllm": vllm.__version__}
+    about |= {"threads": args.threads, "times": args.times, "sync": {}, "speed": {}}
+
+    def built(**options):
+        return engine.get_engine(engine.EngineConfig(batch=64, lora_rank=RANK, **options), MODEL, tokenizer)
+
+    def note(name, eng, st, state, folder=None):
+        about["sync"][name] = pushes(st, state, eng, args.times, folder)
+        print(name, json.dumps(about["sync"][name]), flush=True)
+
+    st, state = trainer()
+    for name, options in {
+        "hf, merged": {},
+        "hf in another process, merged": {"process": True, "adapters": "merged"},
+        "hf in another process, alone": {"process": True},
+    }.items():
+        eng = built(**options)
+        note(name, eng, st, state)
+        eng.close()
+    for way in ("merged", "alone"):
+        eng = built(type="vllm", adapters=way, max_model_len=256)
+        note(f"vLLM in process, {way}", eng, st, state)
+        about["speed"][way] = speed(eng, args)
+        print(about["speed"], flush=True)
+        eng.close()
+
+    with tempfile.TemporaryDirectory() as root:
+        server = Server(Path(root) / "log", MODEL, threads=args.threads, window=256, rank=RANK)
+        try:
+            server.wait()
+            served = {"type": "openai", "servers": (server.url,)}
+            eng = built(**served, adapters="alone")  # before the base model is another one
+            note("a server, alone", eng, st, state)
+            eng.close()
+            served["adapters"] = "merged"
+            eng = built(**served, transfer="rft")
+            note("a server, channel", eng, st, state)
+            eng.close()
+            for name, dtype in (
+                ("a server, folder", torch.float32),
+                ("a server, difference", torch.bfloat16),
+            ):
+                folder = Path(root) / name.replace(" ", "-")
+                eng = built(**served, transfer="folder", weights=str(folder))
+                note(name, eng, *trainer(dtype), folder)
+                eng.close()
+        finally:
+            server.kill()
+    return about
+
+
+WAYS = {
+    "hf, merged": ("hf in the trainer's process", "merged, a copy"),
+    "hf in another process, merged": ("hf in another process", "merged, by shared memory"),
+    "hf in another process, alone": ("hf in another process", "**alone**, merged there"),
+    "vLLM in process, merged": ("vLLM in the trainer's process", "merged, its layerwise reload"),
+    "vLLM in process, alone": ("vLLM in the trainer's process", "**alone**"),
+    "a server, folder": ("a vLLM server", "merged, a whole folder in float32"),
+    "a server, channel": ("a vLLM server", "merged, the channel `rft`"),
+    "a server, difference": ("a vLLM server", "merged, a folder of differences in bfloat16"),
+    "a server, alone": ("a vLLM server", "**alone**, a folder"),
+}
+
+
+def table(found):
+    """The table of docs/engines.md, and what it was measured on."""
+    lines = [
+        f"{found['machine']}, {found['cores']} cores, load {found['load']:.0f}, torch {found['torch']}, vLLM "
+        f"{found['vllm']}, {found['date']}. SmolLM2-135M, adapters of rank {RANK} on all linear layers, "
+        f"medians of {found['times']} loads (`tests/bench/adapters.py`).",
+        "",
+        "| to | by | MB | seconds |",
+        "|---|---|---|---|",
+    ]
+    for name, (to, by) in WAYS.items():
+        x = found["sync"][name]
+        size, taken = (statistics.median(x[key]) for key in ("bytes", "seconds"))
+        lines.append(f"| {to} | {by} | {size / 1e6:.1f} | {taken:.2f} |")
+    merged, alone = (statistics.median(found["speed"][way]) for way in ("merged", "alone"))
+    lines += [
+        "",
+        f"vLLM in process sampled {merged:.0f} tokens/s by merged weights, {alone:.0f} by adapters alone.",
+    ]
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--out", type=Path, default=DATA)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--max-new", type=int, default=16)
+    parser.add_argument("--times", type=int, default=3)
+    args = parser.parse_args()
+    if args.measure:
+        args.out.write_text(json.dumps(measure(args), indent=1) + "\n")
+    if args.write:
+        put("docs/engines.md", {"adapters": table(json.loads(args.out.read_text()))})
+
+
+if __name__ == "__main__":
+    main()
