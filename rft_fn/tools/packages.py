@@ -60,6 +60,7 @@ EXTRAS = {
         {"starlette": "1.0", "uvicorn": "0.34", "prometheus-client": "0.21"},
         modules=("starlette", "uvicorn", "prometheus_client"),
     ),
+    "eval": Extra("evaluate.py --tasks", {"lm-eval": "0.4.13"}, modules=("lm_eval",)),
     "reasoning-gym": Extra(
         "--data reasoning_gym:TASK", {"reasoning-gym": "0.1.25"}, modules=("reasoning_gym",)
     ),
