@@ -34,7 +34,8 @@ def aliases(config: type) -> dict[str, str]:
 
     One of a part that the config does not have is left out.
     """
-    known = {f"{name}.{x}" for name, inner in _parts(config) for x in inner}
+    known = {name for name, _ in _parts(config)}
+    known |= {f"{name}.{x}" for name, inner in _parts(config) for x in inner}
     given = [vars(kind).get("__aliases__", {}) for kind in config.__mro__]
     return {alias: name for found in given for alias, name in found.items() if name in known}
 

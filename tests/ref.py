@@ -1035,3 +1035,31 @@ def attention(query, keys, values):
         p = np.exp(score - score.max())
         found.append(p / p.sum() @ values[of])
     return np.stack(found)
+
+
+# ---------- evaluations
+
+
+def maj_at_k(correct, answer, k):
+    """The mean over disjoint blocks of k samples: the share of the most frequent answers that is correct."""
+    out = []
+    for right, given in zip(correct, answer):
+        blocks = [range(at, at + k) for at in range(0, len(given) - k + 1, k)]
+        scores = []
+        for block in blocks:
+            votes = {
+                a: [bool(right[i]) for i in block if given[i] == a] for a in {given[i] for i in block} - {-1}
+            }
+            most = max(map(len, votes.values()), default=0)
+            winners = [np.mean(own) for own in votes.values() if len(own) == most]
+            scores.append(np.mean(winners) if winners else 0.0)
+        out.append(np.mean(scores))
+    return np.array(out, dtype=np.float64)
+
+
+def bootstrap(value, level=0.95):
+    """The percentiles of the means of all N^N resamples, each as likely as any other."""
+    means = [
+        np.mean(drawn) for drawn in itertools.product(np.asarray(value, dtype=np.float64), repeat=len(value))
+    ]
+    return np.quantile(means, [(1 - level) / 2, (1 + level) / 2])

@@ -20,6 +20,7 @@ from rft_fn.metric.kinds import (
     results,
     sum,
 )
+from rft_fn.metric.of_evaluation import bootstrap, maj_at_k
 from rft_fn.metric.of_model import (
     mismatch,
     policy,
@@ -39,6 +40,7 @@ from rft_fn.metric.of_rollout import (
 )
 
 __all__ = [
-    "average", "calibration", "effective_share", "labelled", "max", "mean", "merge", "pairs", "pass_at_k",
-    "policy", "preference", "ranking", "reliability", "results", "rollout", "router", "spread", "sum",
+    "average", "bootstrap", "calibration", "effective_share", "labelled", "maj_at_k", "max", "mean", "merge",
+    "pairs", "pass_at_k", "policy", "preference", "ranking", "reliability", "results", "rollout", "router",
+    "spread", "sum",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from rft_fn.reward.generative_model import generative, generative_by_name
 from rft_fn.reward.preflight import check
 from rft_fn.reward.remote import served_at
 from rft_fn.reward.reward_record import Reward, as_reward
+from rft_fn.reward.rubric_judge import by_criterion
 from rft_fn.reward.scalar_model import Reading, ScalarReward, scalar
 from rft_fn.reward.scales import normalized
 from rft_fn.reward.scoring import concat, judge, judge_rows, means, responses, select
@@ -47,8 +48,8 @@ from rft_fn.reward.verifiable import (
 from rft_fn.reward.veto import Veto
 
 __all__ = [
-    "Judged", "Reading", "Reward", "RewardFn", "Veto", "boxed_format", "by_column", "check", "code",
-    "columns", "concat", "exact", "extract_boxed", "extract_number", "extract_tag",
+    "Judged", "Reading", "Reward", "RewardFn", "Veto", "boxed_format", "by_column", "by_criterion",
+    "check", "code", "columns", "concat", "exact", "extract_boxed", "extract_number", "extract_tag",
     "generative", "generative_by_name", "judge", "judge_rows", "label_values", "load",
     "math", "means", "normalized", "numeric", "parse", "pattern_format",
     "responses", "scalar", "served_at", "stateless", "tag_format", "task", "text",

@@ -50,6 +50,8 @@ class Weighted:
         for veto in vetoes:
             if veto.part not in components:
                 raise ValueError(f"veto: expected one of {', '.join(components)}, got {veto.part!r}")
+            if getattr(components[veto.part][0], "held", False):
+                raise ValueError(f"veto: expected a reward that is learned, got {veto.part!r}, which is held")
         self.components: dict[str, tuple[Reward, Weight]] = {}
         for name, (fn, weight) in components.items():
             self.components[name] = replace(as_reward(fn), name=name), weight
@@ -204,16 +206,17 @@ class Weighted:
         self, parts: Mapping[str, Tensor], weights: Mapping[str, Tensor], prompts: Sequence[str | Messages]
     ) -> Tensor:
         """Return the weighted sum [B] of the parts that apply. ValueError for a row to which none does."""
+        learned = {name: part for name, part in parts.items() if not self.components[name][0].held}
         total = torch.zeros(len(prompts))
-        for name, part in parts.items():
+        for name, part in learned.items():
             total = total + (weights[name] * part).nan_to_num()
 
         # a row without any reward is not worth 0
-        nothing = torch.stack(list(parts.values())).isnan().all(0).nonzero().flatten().tolist()
+        nothing = torch.stack(list(learned.values())).isnan().all(0).nonzero().flatten().tolist()
         if nothing:
             row = nothing[0]
             raise ValueError(
-                f"reward: expected a number from one of {', '.join(parts)} for every completion, got None "
+                f"reward: expected a number from one of {', '.join(learned)} for every completion, got None "
                 f"from all of them for completion {row}, of the prompt {prompts[row]!r:.80}; add a reward "
                 "that applies to it, or return 0.0"
             )
@@ -284,6 +287,10 @@ def _check_components(components: Mapping[str, tuple[RewardFn | JointReward | Re
         if not (isinstance(component, tuple) and len(component) == 2 and callable(component[0])):
             raise ValueError(f"reward {name!r}: expected (reward function, weight), got {component!r}")
         check_weight(name, component[1])
+    if all(getattr(fn, "held", False) for fn, _ in components.values()):
+        raise ValueError(
+            f"reward: expected at least one that is learned, got {', '.join(components)}, all of them held"
+        )
 
 
 def _check_batch(prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> None:

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from rft_fn.reward.signature import GIVEN
 from rft_fn.text import no_secret, shown_without_secrets
 from rft_fn.user_files import find_module
 
-__all__ = ["Source", "by_column", "load", "parse"]
+__all__ = ["HELD", "Source", "by_column", "load", "parse"]
 
 
 Source = Callable[..., Reward]
@@ -56,6 +57,9 @@ _SOURCES: dict[str, Source] = {"http": served_at, "https": served_at}
 _TOKEN = f"a token belongs into the environment variable {TOKEN_ENV}, or into the one that token_env names"
 
 _NAMELESS = ("", "<lambda>")  # names of a function without one
+
+HELD = "@held"
+"""The end of the text, and of the name, of a reward that is watched and never learned."""
 
 
 def load(spec: str) -> Reward:
@@ -94,6 +98,8 @@ def parse(specs: Sequence[str], sources: Mapping[str, Source] | None = None) -> 
     "[COLUMN=VALUE]SPEC" is a reward for the rows with that value in a column; with another value the same
     spec may have another weight: `parse(["[label=math]boxed=0.9", "[label=chat]boxed=0.1"])`.
 
+    "SPEC@held" is watched and never learned: a part "NAME@held" that is in no sum, and decides no veto.
+
     `sources` make the rewards that are no functions, by the first word of their specs: with {"model": make},
     "model:FOLDER(budget=512)" is `make("FOLDER", budget=512)`.
     """
@@ -104,13 +110,18 @@ def parse(specs: Sequence[str], sources: Mapping[str, Source] | None = None) -> 
         _add(weights, spec)
 
     known = {**_SOURCES, **(sources or {})}
-    parts = [_read(text, known) for text in weights]
-    found = [_found(spec, known) for spec in parts]
-    names = _distinct(parts, [_names(spec, x) for spec, x in zip(parts, found, strict=True)])
     components: dict[str, tuple[Reward, Weight]] = {}
-    for name, spec, x in zip(names, parts, found, strict=True):
-        components[name] = (_adapted(spec, x), weights[spec.text])
-    return Weighted(components, specs=dict(zip(names, weights, strict=True)))
+    texts: dict[str, str] = {}
+    for end in ("", HELD):
+        own = [text for text in weights if text.endswith(HELD) == bool(end)]
+        parts = [_read(text.removesuffix(HELD), known) for text in own]
+        found = [_found(spec, known) for spec in parts]
+        names = _distinct(parts, [_names(spec, x) for spec, x in zip(parts, found, strict=True)])
+        for name, text, spec, x in zip(names, own, parts, found, strict=True):
+            reward = _adapted(spec, x)
+            components[name + end] = (replace(reward, held=True) if end else reward), weights[text]
+            texts[name + end] = text
+    return Weighted(components, specs=texts)
 
 
 def _add(weights: dict[str, Weight], spec: str) -> None:
@@ -143,8 +154,12 @@ def _split_rows(spec: str) -> tuple[str, str, str]:
 def _split_weight(spec: str) -> tuple[str, float]:
     """Return (name, weight) of NAME=WEIGHT; the weight is 1 where there is none."""
     name, equals, weight = spec.rpartition("=")
+    if spec.endswith(HELD):
+        return spec, 0.0
     if not equals or spec.endswith(")"):  # the "=" is one of an argument
         return spec, 1.0
+    if name.endswith(HELD):
+        raise ValueError(f"reward {spec!r}: expected no weight for a reward that is held, got {weight!r}")
     try:
         return name, float(weight)
     except ValueError:

@@ -28,6 +28,7 @@ from rft_fn.reward import forms, verdicts
 from rft_fn.reward.asker import Asker
 from rft_fn.reward.event_loop import in_thread
 from rft_fn.reward.reward_record import Reward
+from rft_fn.reward.rubric_judge import CRITERION, by_criterion
 from rft_fn.reward.scoring import responses
 from rft_fn.reward.signature import Messages, text
 from rft_fn.types import Engine, Sampling
@@ -74,7 +75,8 @@ def generative(
     Metrics: `unparsable`, the share of answers without a verdict; `cut_off`, the share that met max_new;
     `too_long`, the share of questions that were not asked; `spread`, the standard deviation of the samples
     of a question, and `consistent`, the share of pairs with the same winner in both orders, where there are
-    any. The first answer about each response goes to the trajectories as `said`.
+    any. The first answer about each response goes to the trajectories as `said`, and with several votes on
+    one response as `agreement` the share of them that are the most frequent one.
 
     With `processing`, for a judge that sees or hears, the media of the prompt come before a question. With
     `served`, for an engine on servers, the reward returns an awaitable: other rewards compute, and other
@@ -125,18 +127,24 @@ def generative_by_name(
     temperature: float | None = None,
     top_p: float = 1.0,
     max_new: int | None = None,
+    by: str = "",
     **options: Any,
 ) -> Reward:
     """Return `generative` of literal arguments, as a command line has them.
 
     `form` is a name of `forms.FORMS`; `vote` is mean, majority or median. `options` are further ones of
-    `generative`, and of the form. ValueError for names and options that do not exist.
+    `generative`, and of the form. With `by` the judge is asked by the rubric in that column, as
+    `by_criterion` says; a form of scores then asks for 0, 1 or 2. ValueError for names and options that do
+    not exist.
     """
+    unparsable = options.get("unparsable", 0.0)
+    if by:
+        options = {"criteria": CRITERION, "high": 2} | options | {"unparsable": None}
     known = inspect.signature(generative).parameters.keys() - {"engine", "tokenizer", "form", "sampling"}
     question = forms.named(form, **{name: x for name, x in options.items() if name not in known})
     if temperature is None:
         temperature = verdicts.temperature_for(votes)
-    return generative(
+    judge = generative(
         engine,
         tokenizer,
         form=question,
@@ -145,6 +153,7 @@ def generative_by_name(
         vote=verdicts.named(vote),
         **{name: x for name, x in options.items() if name in known},
     )
+    return by_criterion(judge, by, unparsable=unparsable) if by else judge
 
 
 # ---------- a judge
@@ -317,6 +326,10 @@ class _Judge:
                 if side is not None and texts and not first[side]:
                     first[side] = texts[0][:_KEPT]
         log_extra("said", first)
+        if self.votes > 1 and not self.form.is_pair:
+            log_extra(
+                "agreement", [None if x != x else x for x in verdicts.agreement(answers.verdicts).tolist()]
+            )
 
         judged = {side for match in matches for side in match}
         values: list[float | None] = []

@@ -40,6 +40,8 @@ class Reward:
     deadline: float = 0.0  # s that a call may take, by its own limits; 0 for none
     close: Callable[[], None] = _nothing  # ends what it holds
     references: tuple[str, Callable[[Any], str]] | None = None  # column, and what a `Reference` reads as
+    held: bool = False  # it is watched and never learned
+    answer: Callable[[str], str | None] | None = None  # the answer in a response, for the vote of a majority
 
     # of models, for forecasts of memory
     module: "nn.Module | None" = None  # the scalar model, without weights

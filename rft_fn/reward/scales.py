@@ -34,7 +34,9 @@ def normalized(
     total = torch.zeros_like(judged.reward)
     names = dict.fromkeys(name for p in prompts for name in p.columns)
     columns = {name: [p.columns.get(name) for p in prompts] for name in names}
-    for name, (_, weight) in score.components.items():
+    for name, (fn, weight) in score.components.items():
+        if fn.held:
+            continue
         scaled = standardized(judged.parts[name], over=over, eps=eps)
         total = total + (weights_of(name, weight, columns, n)[:, None] * scaled).nan_to_num()
     return vetoed(total, judged.parts, score.vetoes)[0].view(n, g)

@@ -22,8 +22,8 @@ from rft_fn.foreign_json import json_at
 
 __all__ = [
     "VOTES", "Choice", "JsonNumber", "Match", "Parser", "TaggedNumber", "TerseNumber", "Vote",
-    "after_thoughts", "check_count", "consistent", "majority", "mean", "median", "named", "number",
-    "round_robin", "shares", "single", "spread", "temperature_for", "versus",
+    "after_thoughts", "agreement", "check_count", "consistent", "majority", "mean", "median", "named",
+    "number", "round_robin", "shares", "single", "spread", "temperature_for", "versus",
 ]  # fmt: skip
 
 
@@ -233,6 +233,12 @@ def spread(verdicts: Tensor) -> float:
     """
     centred = verdicts - verdicts.nanmean(-1, keepdim=True)
     return float(centred.square().nanmean(-1).sqrt().nanmean())
+
+
+def agreement(verdicts: Tensor) -> Tensor:
+    """Return the share of the verdicts that are the most frequent one: [Q, K] -> [Q]; NaN for none."""
+    count = (verdicts[:, :, None] == verdicts[:, None, :]).sum(-1).amax(-1)
+    return count / (~verdicts.isnan()).sum(-1).double()
 
 
 class Match(NamedTuple):

@@ -170,7 +170,11 @@ def numeric(column: str = "answer", *, boxed: bool = False) -> Reward:
         given = value_of(extract_number(read))
         return given is not None and reference.equals(given, expected)
 
-    return _compare(_each(same), column, partial(_kind_of_number, column=column))
+    def answer(completion: str) -> str | None:
+        value = value_of(extract_number((extract_boxed(completion) or "") if boxed else completion))
+        return None if value is None else str(value)
+
+    return replace(_compare(_each(same), column, partial(_kind_of_number, column=column)), answer=answer)
 
 
 def _number_in(reference: Reference, column: str) -> Fraction:
@@ -205,7 +209,13 @@ def exact(column: str = "answer", *, boxed: bool = False) -> Reward:
             return reference.equals(given, Fraction(reference.text))
         return read.strip() == reference.text.strip()
 
-    return _compare(_each(same), column, lambda reference: "a number" if reference.is_number else "text")
+    def answer(completion: str) -> str | None:
+        return extract_boxed(completion) if boxed else completion
+
+    def kind(reference: Reference) -> str:
+        return "a number" if reference.is_number else "text"
+
+    return replace(_compare(_each(same), column, kind), answer=answer)
 
 
 # the columns of a task's rows that no verifier reads
@@ -232,7 +242,7 @@ def task(name: str) -> Reward:
             scores.append(chosen.verify(_answer(text(completion)), row))
         return scores
 
-    return replace(as_reward(reward), columns=tuple(needed), state=False)
+    return replace(as_reward(reward), columns=tuple(needed), state=False, answer=_answer)
 
 
 def reasoning_gym_score() -> Reward:
@@ -294,7 +304,13 @@ def math(column: str = "answer", *, timeout: int = 5) -> Reward:
         mathematics.begin_all([question(*pair) for pair in pairs], seconds=timeout)
 
     kind = partial(_kind_of_mathematics, seconds=timeout, tried=itertools.count())
-    return _compare(same, column, kind, begin)
+    return replace(_compare(same, column, kind, begin), answer=_mathematical_answer)
+
+
+def _mathematical_answer(completion: str) -> str | None:
+    """Return the content of the last box, else the last number: what is equal as text counts as equal."""
+    boxed = extract_boxed(completion)
+    return extract_number(completion) if boxed is None else boxed
 
 
 def _gold(reference: Reference) -> str:

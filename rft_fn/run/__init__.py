@@ -9,6 +9,8 @@ from rft_fn.run.card import save_card
 from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.distillation import Distillation, DistillationRun, load_taught_task, teacher_modules
 from rft_fn.run.earlier_run import last_model, settings
+from rft_fn.run.lm_eval_tasks import check_tasks, harness_model, harness_tasks
+from rft_fn.run.measured import Measured, answers_of, compared, show, summary
 from rft_fn.run.objective import (
     actor_critic,
     greedy_baseline,
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Distillation",
     "DistillationRun",
+    "Measured",
     "Model",
     "ModelEndpoint",
     "Reference",
@@ -72,6 +75,7 @@ __all__ = [
     "Task",
     "TokenLog",
     "actor_critic",
+    "answers_of",
     "as_one_pack",
     "calibrate",
     "check_agent",
@@ -79,10 +83,14 @@ __all__ = [
     "check_gap",
     "check_labelled",
     "check_results",
+    "check_tasks",
     "cli",
+    "compared",
     "data_options",
     "draw_examples",
     "greedy_baseline",
+    "harness_model",
+    "harness_tasks",
     "last_model",
     "learning_rows",
     "load_critic",
@@ -110,6 +118,8 @@ __all__ = [
     "settings",
     "setup",
     "shaping",
+    "show",
+    "summary",
     "table",
     "teacher_modules",
     "token_log",

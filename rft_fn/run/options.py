@@ -139,7 +139,7 @@ class Collect(Rollouts, FlatRows, subject="Rollouts", excludes=EXCLUDES):
 class Reward(Options, subject="Rewards", first=("reward",)):
     """How responses are rewarded."""
 
-    reward: tuple[str, ...] = ()  # math, task:NAME, FILE.py:FN, model:FOLDER, judge:FOLDER, URL; =WEIGHT
+    reward: tuple[str, ...] = ()  # math, task:NAME, FILE.py:FN, model:FOLDER, judge:FOLDER; =WEIGHT, @held
     reward_veto: tuple[str, ...] = ()  # PART<LIMIT=TOTAL: the reward where a part is below a limit
     reward_timeout: Free[Positive] = 300.0  # seconds that the rewards of a batch may take
 

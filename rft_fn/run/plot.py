@@ -13,6 +13,7 @@ from torch import bfloat16
 from rft_fn import border
 from rft_fn.collect import gap_limit, noise_floor
 from rft_fn.precision import gap_by_rounding
+from rft_fn.reward.from_spec import HELD
 from rft_fn.run import progress
 from rft_fn.types import Sampling
 
@@ -169,7 +170,7 @@ def _space(fig: Any, rows: int, columns: int) -> None:
 def _panels(rows: Sequence[Mapping[str, Any]]) -> list[_Panel]:
     """Return the panels with values; the loss is among them if there is no reward."""
     wanted = _PANELS if any("reward/mean" in row for row in rows) else (_LOSS, *_PANELS)
-    wanted = (*wanted[:2], *_parts(rows), *wanted[2:])
+    wanted = (*wanted[:2], *_held(rows), *_parts(rows), *wanted[2:])
     panels = [panel._replace(keys=[key for key in panel.keys if _numbers(rows, key)]) for panel in wanted]
     if not any(x for key in _KL.keys for x in _numbers(rows, key)):  # not measured
         panels = [panel for panel in panels if panel.title != _KL.title]
@@ -179,6 +180,14 @@ def _panels(rows: Sequence[Mapping[str, Any]]) -> list[_Panel]:
 def _numbers(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     """Return the values of a metric that are numbers: neither missing nor NaN."""
     return [row[key] for row in rows if row.get(key) is not None and math.isfinite(row[key])]
+
+
+def _held(rows: Sequence[Mapping[str, Any]]) -> list[_Panel]:
+    """Return a panel for each held reward, with the one that is learned."""
+    names = dict.fromkeys(
+        key for row in rows for key in row if key.startswith("reward/") and key.endswith(HELD)
+    )
+    return [_Panel("learned and held reward", "mean reward", ("reward/mean", name)) for name in names]
 
 
 def _parts(rows: Sequence[Mapping[str, Any]]) -> list[_Panel]:

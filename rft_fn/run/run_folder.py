@@ -215,7 +215,8 @@ class Run:
 
         Quantiles of the lengths and rewards of all responses go to distributions.jsonl, and the lengths are
         kept for the picture. Rows of another split than "train", such as an evaluation's, carry its name, and
-        are not in the picture.
+        are not in the picture. With a held reward there is also the response at the 99th percentile of the
+        rewards.
         """
         if not self.main:
             return
@@ -226,7 +227,8 @@ class Run:
                 self._pictures.draw_responses()
             spread = samples.distribution(step, rollout, judged)
             append_row(self.folder / "distributions.jsonl", spread)
-        for row in samples.rows(step, prompts, judged, count=count, split=split):
+        top = samples.top_rows(step, prompts, judged) if split == "train" else []
+        for row in [*samples.rows(step, prompts, judged, count=count, split=split), *top]:
             append_row(self.folder / "trajectories.jsonl", row)
 
     def rollout(self, step: int, rollout: Rollout, reward: Tensor) -> None:

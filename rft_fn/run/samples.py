@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rft_fn.reward import Judged
+from rft_fn.reward.from_spec import HELD
 from rft_fn.types import Rollout
 
 if TYPE_CHECKING:
     pass
 
-__all__ = ["QUANTILES", "distribution", "response_row", "rows"]
+__all__ = ["QUANTILES", "TOP", "distribution", "response_row", "rows", "top_rows"]
 
 
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
@@ -47,16 +48,32 @@ def rows(
     column of that name, where the rewards have it. Numbers that do not apply to a response (NaN) are left
     out.
     """
-    found = []
-    group = judged.reward.shape[1]
-    for i, prompt in enumerate(prompts[:count]):
-        first = i * group  # the row of its first response
-        row = {"step": step, **response_row(prompt, judged.texts[first])}
-        row["reward"] = float(judged.reward[i, 0])
-        if split != "train":
-            row["split"] = split
-        numbers = {**judged.parts, **judged.metrics}
-        row |= {name: float(x[i, 0]) for name, x in numbers.items() if not x[i, 0].isnan()}
-        row |= {name: values[first] for name, values in judged.extra.items()}
-        found.append(row)
-    return found
+    return [_row(step, prompt, judged, i, 0, split) for i, prompt in enumerate(prompts[:count])]
+
+
+TOP = "99th percentile"
+"""The split of the responses of `top_rows`."""
+
+
+def top_rows(step: int, prompts: Sequence[Any], judged: Judged) -> list[dict[str, Any]]:
+    """Return a row for the response at the 99th percentile of the rewards, where some reward is held.
+
+    What a policy over-optimises is to be seen there: the held reward is beside the one that is learned.
+    """
+    if not any(name.endswith(HELD) for name in judged.parts):
+        return []
+    order = judged.reward.flatten().argsort(stable=True)
+    i, j = divmod(int(order[int(0.99 * (len(order) - 1))]), judged.reward.shape[1])
+    return [_row(step, prompts[i], judged, i, j, TOP)]
+
+
+def _row(step: int, prompt: Any, judged: Judged, i: int, j: int, split: str) -> dict[str, Any]:
+    """Return the row of response j to prompt i."""
+    at = i * judged.reward.shape[1] + j
+    row = {"step": step, **response_row(prompt, judged.texts[at])}
+    row["reward"] = float(judged.reward[i, j])
+    if split != "train":
+        row["split"] = split
+    numbers = {**judged.parts, **judged.metrics}
+    row |= {name: float(x[i, j]) for name, x in numbers.items() if not x[i, j].isnan()}
+    return row | {name: values[at] for name, values in judged.extra.items()}

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import NamedTuple, Protocol
 
 from rft_fn.metric.by_depth import DEPTHS, GAP_AT, TURNS
+from rft_fn.reward.from_spec import HELD
 
 __all__ = ["RULES", "WARNING", "WINDOW", "Rule", "Symptom", "Warnings", "symptoms"]
 
@@ -27,6 +28,7 @@ LENGTH_GROWTH = 1.5  # of the responses, over three windows
 GRADIENT_SHARE = 1e-3  # of the norm in the first window
 FAR = 10.0  # of the batch, from the noise scale of its gradients
 FALL = 0.02  # of an evaluation, as a share of its best value
+HELD_FALL = 0.1  # of a held reward, as a share of its best window
 RISE = 0.02  # of a reward, as a share of its value before
 
 Row = Mapping[str, float | None]
@@ -198,6 +200,25 @@ def _overfitted(rows: Sequence[Row]) -> str:
     )
 
 
+def _held(rows: Sequence[Row]) -> str:
+    for name in rows[-1] if rows else ():
+        if not (name.startswith("reward/") and name.endswith(HELD)):
+            continue
+        windows = range(len(rows) // WINDOW)  # 0 is the last one
+        means = [_last(rows, name, back) for back in windows]
+        known = [back for back in windows if not math.isnan(means[back])]
+        if len(known) < 2:
+            continue
+        best = max(known, key=means.__getitem__)
+        before, after = _last(rows, "reward/mean", best), _last(rows, "reward/mean")
+        if means[0] < means[best] - HELD_FALL * abs(means[best]) and _rises(before, after):
+            return (
+                f"{name} fell from {means[best]:.3g} to {means[0]:.3g} while the reward that is learned rose "
+                f"from {before:.3g} to {after:.3g}, so the policy has found what that reward is wrong about"
+            )
+    return ""
+
+
 def _rate(rows: Sequence[Row]) -> str:
     rates = [row.get("lr") for row in rows[-FEW:]]
     if len(rates) < FEW or any(x != 0 for x in rates):
@@ -305,6 +326,14 @@ RULES = (
         "take the best checkpoint instead of the last, give more prompts or --kl, and read responses with "
         "high rewards",
         _overfitted,
+    ),
+    Rule(
+        "held",
+        f"a held reward is over {HELD_FALL:.0%} below its best {WINDOW} steps, and the one that is learned "
+        "rose",
+        "take the checkpoint of its best steps, add --kl, mend the reward that is learned, and read the "
+        "responses at its 99th percentile (trajectories.jsonl, rft report)",
+        _held,
     ),
     Rule(
         "learning_rate",

@@ -61,6 +61,7 @@ EXTRAS = {
         modules=("starlette", "uvicorn", "prometheus_client"),
     ),
     "ray": Extra("--engine-type ray", {"ray": "2.60"}),
+    "eval": Extra("evaluate.py --tasks", {"lm-eval": "0.4.13"}, modules=("lm_eval",)),
     "reasoning-gym": Extra(
         "--data reasoning_gym:TASK", {"reasoning-gym": "0.1.25"}, modules=("reasoning_gym",)
     ),

@@ -89,6 +89,10 @@ CASES = {
         history(60, rollout__length_mean=late(151, 100), reward__mean=late(0.52, 0.5)),
     ),
     "overfitted": (history(60, eval__mean=falling, reward__mean=rising), history(60, eval__mean=falling)),
+    "held": (
+        history(60, reward__mean=rising, **{"reward/true@held": late(0.44, 0.5)}),
+        history(60, reward__mean=rising, **{"reward/true@held": late(0.46, 0.5)}),
+    ),
     "learning_rate": (history(60, lr=late(0.0, 1e-3, since=55)), history(60, lr=late(0.0, 1e-3, since=56))),
     "gradient": (history(60, grad__norm=late(6.9e-4, 0.7)), history(60, grad__norm=late(7.1e-4, 0.7))),
     "small_batch": (history(60, grad__snr=late(0.09, 2.0)), history(60, grad__snr=late(0.11, 2.0))),

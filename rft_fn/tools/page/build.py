@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rft_fn.reward.from_spec import HELD
 from rft_fn.run import plot
 from rft_fn.run.files import write_whole
 from rft_fn.run.symptoms import RULES, WARNING
@@ -58,8 +59,8 @@ def short(x: float) -> float:
 def top_metrics(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
     """Return the names of the metrics of some runs that matter most.
 
-    They are reward, evaluation, KL, length and entropy; loss and accuracy in place of a reward. A KL that
-    is nothing but rounding is not among them.
+    They are reward, held rewards, evaluation, KL, length and entropy; loss and accuracy in place of a reward.
+    A KL that is nothing but rounding is not among them.
     """
     values: dict[str, set[float]] = {name: set() for names in _TOP for name in names}
     for rows in runs:
@@ -75,7 +76,8 @@ def top_metrics(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
         having = sorted((name for name in names if values[name]), key=lambda name: len(values[name]) < 2)
         if having and not (values["reward/mean"] and having[0] in _LOSSES):
             found.append(having[0])
-    return found
+    held = sorted({name for rows in runs for row in rows for name in row if name.endswith(HELD)})
+    return [*found[:1], *(name for name in held if name.startswith("reward/")), *found[1:]]
 
 
 def metric_names(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
