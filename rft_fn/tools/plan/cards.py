@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from rft_fn import memory, model, optim
-from rft_fn.memory.estimate import size_of
+from rft_fn import model, optim
 from rft_fn.strategy.forecast import Forecast
 from rft_fn.tools.plan.planned_command import Planned
 from rft_fn.tools.plan.simulation import Rates, Setting
 
-__all__ = ["Machine", "Shape", "machine", "memory_lines", "rates", "shape"]
+__all__ = ["Machine", "Shape", "machine", "rates", "rows_that_fit", "shape", "trainer_memory"]
 
 _GPUS = 8  # of a node
 _FILE = Path(__file__).with_name("cards.toml")
@@ -101,10 +100,14 @@ def rates(x: Setting, of: Shape, on: Machine, *, length: float, checkpointing: b
     )
 
 
-def memory_lines(
-    planned: Planned, lm: nn.Module, on: Machine, *, prompt: float
-) -> dict[str, tuple[int, str]]:
-    """Return the bytes of a GPU of each role by forecast, and what stands behind them."""
+def rows_that_fit(of: Shape, on: Machine, *, length: float, tp: int) -> int:
+    """Return the rows of a mean length whose cache a server has room for, beside the weights."""
+    free = on.reached["held"] * on.card["memory"] * tp - 2 * of.parameters
+    return max(0, int(free / (2 * of.cache * length)))
+
+
+def trainer_memory(planned: Planned, lm: nn.Module, on: Machine, *, length: int) -> tuple[int, str]:
+    """Return the bytes of a GPU of the trainer by forecast, with rows of up to `length` tokens; and when."""
     cfg = planned.config
     if cfg.lora_rank:
         lm = model.apply_lora_configuration(
@@ -119,14 +122,9 @@ def memory_lines(
         kind="cuda",
         available=int(on.card["memory"]),
         host=0,
-        more={"engine": not planned.servers, "length": int(prompt) + cfg.max_new},
+        more={"engine": not planned.servers, "length": length},
     )
     if cfg.gradient_checkpointing:
         x = x.keeping(cfg.gradient_checkpointing)
     found = x.estimate()
-    lines = {"trainer": (found.total, f"in {found.largest.name}")}
-    if planned.servers:
-        sampler = memory.Sampler(cfg.strategy.engine_batch, int(prompt) + cfg.max_new)
-        whole = size_of(lm, "cuda", sampler, []) // planned.gpus_of_engine
-        lines["engines"] = whole, f"weights and a cache of {cfg.strategy.engine_batch} longest rows"
-    return lines
+    return found.total, f"in {found.largest.name}"

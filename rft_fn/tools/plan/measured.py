@@ -15,7 +15,7 @@ from rft_fn.tools.plan.simulation import PHASES, Rates
 __all__ = ["Measured", "measure", "phase_table", "rates"]
 
 _ROWS = 256  # most responses of a step that is made to be measured
-_STEPS = 4  # of such a run; the first one starts things up
+_STEPS = 6  # of such a run; the first one starts things up
 _LEAST = 1e-3  # seconds of scores that are more than an empty phase
 _OUTSIDE = ("evaluate", "record")  # phases that no plan counts
 

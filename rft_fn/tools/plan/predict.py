@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from rft_fn import model
+from rft_fn.model import pretrained, resolve
 from rft_fn.tools.page.recorded import read_all
 from rft_fn.tools.plan import cards, gantt, lengths, measured, planned_command, summary_table
 from rft_fn.tools.plan.lengths import Lengths
@@ -50,7 +51,7 @@ def _here(options: Plan, planned: Planned, folders: Sequence[str], law: Lengths 
     if options.picture:
         same = [run for run in runs if (run.config["prompts"], run.config["group"]) == (x.prompts, x.group)]
         gantt.draw(t, Path(options.picture), measured=measured.phase_table(same[0]) if same else None)
-    lm = model.load(planned.config.model, meta=True, dtype=torch.float32, device="cpu")
+    lm = _skeleton(planned, torch.float32)
     parameters = sum(p.numel() for p in lm.parameters())
     peak = max(float(row.get("peak_gib") or 0.0) for run in runs for row in run.timing)
     memory = {"trainer": (int(peak * 2**30), "the peak of the measured runs")}
@@ -76,13 +77,22 @@ def _on_gpus(options: Plan, planned: Planned, on: cards.Machine, law: Lengths) -
         raise ValueError(
             f"on: expected {used} GPUs or more, for {x.ranks} ranks and {planned.servers} servers, got {gpus}"
         )
-    lm = model.load(cfg.model, meta=True, dtype=torch.bfloat16, device="cpu")
+    lm = _skeleton(planned, torch.bfloat16)
     shape = cards.shape(lm)
+    length = x.prompt_tokens + lengths.mean(law, most=x.max_new)
+    longest = int(options.prompt) + x.max_new
+    memory = {"trainer": cards.trainer_memory(planned, lm, on, length=longest)}
+    if x.servers:
+        most = cards.rows_that_fit(shape, on, length=length, tp=planned.gpus_of_engine)
+        x = replace(x, rows=max(1, min(x.rows, most)))
+        cache = int(2 * shape.cache * length * x.rows)
+        each = (2 * shape.parameters + cache) // planned.gpus_of_engine
+        memory["engines"] = each, f"weights and a cache of {x.rows} rows of mean length"
     rates = cards.rates(
         x,
         shape,
         on,
-        length=x.prompt_tokens + lengths.mean(law, most=x.max_new),
+        length=length,
         checkpointing=bool(cfg.gradient_checkpointing),
         tp=planned.gpus_of_engine,
     )
@@ -96,7 +106,7 @@ def _on_gpus(options: Plan, planned: Planned, on: cards.Machine, law: Lengths) -
         steps=_steps(planned),
         gpus=gpus,
         bytes_of=summary_table.bytes_between(x, t, parameters=shape.parameters, itemsize=2),
-        memory=cards.memory_lines(planned, lm, on, prompt=options.prompt),
+        memory=memory,
         card=int(on.card["memory"]),
     )
     if gpus > used:
@@ -111,6 +121,12 @@ def _on_gpus(options: Plan, planned: Planned, on: cards.Machine, law: Lengths) -
     if planned.others:
         text.append(f"not counted: the memory of {', '.join(planned.others)}")
     return "\n".join([*_head(x, planned, rates, law.source), *text])
+
+
+def _skeleton(planned: Planned, dtype: torch.dtype) -> nn.Module:
+    """Return the model of a plan without memory, by its config.json alone."""
+    kind = pretrained.kind_of(resolve(planned.config.model))
+    return pretrained.skeleton(kind.config, kind.factory, dtype=dtype)
 
 
 def _bill(options: Plan, planned: Planned, x: Setting, t: Timeline, gpus: int) -> list[str]:
