@@ -14,9 +14,9 @@ from rft_fn.tools.plan import cards, lengths, measured, planned_command, simulat
 from rft_fn.tools.plan.simulation import PHASES, Rates, Setting, engine_seconds, simulate
 
 RATES = Rates(
-    step=0.01, row=0.002, cache=1e-5, prefill=1e-4, token=3e-4, score=1e-4, pack=0.01, network=0.02,
-    update=0.05, judge=0.1, judge_row=0.01, push=0.03, deliver=0.02, load=0.04, reply=1e-5, gather=1e-6,
-    plan=1e-4, other=0.02, other_row=1e-3, save=0.2,
+    step=0.01, row=0.002, cache=1e-5, prefill=1e-4, token=3e-4, score=1e-4, scoring=0.03, pack=0.01,
+    network=0.02, update=0.05, judge=0.1, judge_row=0.01, push=0.03, deliver=0.02, load=0.04,
+    reply=1e-5, gather=1e-6, plan=1e-4, other=0.02, other_row=1e-3, save=0.2,
 )  # fmt: skip
 X = Setting(steps=5, prompts=6, group=4, max_new=40, prompt_tokens=10, save_every=2)
 LAW = lengths.lognormal(12, 0.8)
@@ -75,7 +75,7 @@ def test_constant_lengths_have_a_closed_form():
         "generate": decode + RATES.prefill * 3 * 10,
         "gather": RATES.gather * rows * 30 + RATES.plan * rows,
         "judge": RATES.judge + RATES.judge_row * own,
-        "score": packs * RATES.pack / 3 + RATES.score * tokens / 2,
+        "score": packs * RATES.pack / 3 + RATES.score * tokens / 2 + RATES.scoring,
         "train": packs * RATES.pack + RATES.token * tokens / 2 + RATES.update,
         "sync": RATES.push + 2 * RATES.deliver + RATES.load,
         "other": RATES.other + RATES.other_row * rows,
@@ -154,10 +154,12 @@ def test_rates_of_runs_are_those_that_made_their_rows(tmp_path):
     for name, prompts, most in (("a", 4, 40), ("b", 16, 60)):
         rows, own = prompts * 4, prompts * 4 * 20.0
         engine = 0.01 * most + 0.002 * own
-        train = 0.3 + 0.001 * (own + prompts * 10)
+        read = own + prompts * 10
+        train, score = 0.3 + 0.001 * read, 0.02 + 0.0004 * read
         step = {"phase/generate": engine, "phase/train": train, "phase/judge": 0.2, "phase/sync": 0.05}
-        total = engine + train + 0.25 + 0.5
+        total = engine + train + score + 0.25 + 0.5
         step |= {
+            "phase/score": score,
             "seconds": total,
             "tokens_per_s": (own + rows * 10) / total,
             "beside/engine": 0.0,
@@ -165,17 +167,23 @@ def test_rates_of_runs_are_those_that_made_their_rows(tmp_path):
         }
         folder = tmp_path / name
         folder.mkdir()
-        config = {"prompts": prompts, "group": 4, "epochs": 1, "minibatches": 1}
+        config = {"prompts": prompts, "group": 4, "epochs": 1, "minibatches": 1, "kl": 0.1}
         (folder / "config.json").write_text(json.dumps(config | {"strategy": {"engine_batch": 64}}))
         metric = {"rollout/length_mean": 20.0, "rollout/length_max": most, "train/rows": rows}
         for file, row in (("timing", step), ("metrics", metric), ("distributions", {"length": [9.0] * 7})):
-            lines = [json.dumps({"step": i, **row}) for i in range(3)]
+            each = [{"step": i, **row} for i in range(3)]
+            if file == "timing":
+                each[2] |= {"phase/save": 0.7, "seconds": total + 0.7}
+                each[2]["tokens_per_s"] *= total / (total + 0.7)
+            lines = [json.dumps(x) for x in each]
             (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
     found = measured.rates([tmp_path / "a", tmp_path / "b"])
-    expected = {"step": 0.01, "row": 0.002, "update": 0.3, "token": 0.001, "push": 0.05, "score": 0.001 / 3}
+    expected = {"step": 0.01, "row": 0.002, "update": 0.3, "token": 0.001, "push": 0.05, "save": 0.7}
+    expected |= {"score": 0.0004, "scoring": 0.02}
     got = dataclasses.asdict(found.rates)
     assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-6)
-    assert got["judge"] + got["judge_row"] * 16 == pytest.approx(0.2, rel=1e-6)
+    for name, seconds in (("judge", 0.2), ("other", 0.5)):
+        assert got[name] + got[f"{name}_row"] * 16 == pytest.approx(seconds, rel=1e-6)
     assert (found.prompt_tokens, found.learned) == pytest.approx((10, 1))
 
 

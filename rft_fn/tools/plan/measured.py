@@ -9,14 +9,14 @@ from typing import NamedTuple
 import numpy as np
 
 from rft_fn.tools.page.recorded import Recorded, read_all
-from rft_fn.tools.plan.planned_command import Planned
+from rft_fn.tools.plan.planned_command import Planned, scores
 from rft_fn.tools.plan.simulation import PHASES, Rates
 
 __all__ = ["Measured", "measure", "phase_table", "rates"]
 
 _ROWS = 256  # most responses of a step that is made to be measured
 _STEPS = 6  # of such a run; the first one starts things up
-_LEAST = 1e-3  # seconds of scores that are more than an empty phase
+_LEAST = 1e-3  # seconds of a checkpoint that are more than an empty phase
 _OUTSIDE = ("evaluate", "record")  # phases that no plan counts
 
 
@@ -46,7 +46,7 @@ def measure(planned: Planned, folder: Path) -> list[Path]:
         given = {
             "prompts": prompts, "group": group, "steps": _STEPS, "eval_every": 10**9, "eval_prompts": 1,
             "save_every": 2, "tokens_every": 0, "rollouts_every": 0, "noise_every": 0, "out": folder / name,
-            "ahead": 0, "partial": 0,
+            "ahead": 0, "partial": 0, "mismatch": "tis",
         }  # fmt: skip
         words = [word for key, x in given.items() for word in (f"--{key.replace('_', '-')}", str(x))]
         command = [sys.executable, "-m", "rft_fn", "run", str(planned.script), *planned.arguments, *words]
@@ -71,7 +71,7 @@ def phase_table(run: Recorded) -> dict[str, np.ndarray]:
         return np.array([float(row.get(name) or 0.0) for row in rows])
 
     found = {name: column(f"phase/{name}") for name in PHASES}
-    known = [name for name in rows[0] if name.startswith("phase/")]
+    known = dict.fromkeys(name for row in rows for name in row if name.startswith("phase/"))
     outside = sum((column(f"phase/{name}") for name in _OUTSIDE), np.zeros(len(rows)))
     found["other"] = np.maximum(column("seconds") - sum(map(column, known), np.zeros(len(rows))), 0.0)
     found["wall"] = column("seconds") - outside
@@ -93,14 +93,17 @@ def rates(folders: Sequence[str | Path]) -> Measured:
     update, token = _fit(x["train"], x["updates"], x["learned_tokens"])
     judge, judge_row = _fit(x["judge"], x["one"], x["rows"])
     other, other_row = _fit(x["other"], x["one"], x["rows"])
-    scored = x["score"] > _LEAST
-    score = float((x["score"] / x["read"])[scored].mean()) if scored.any() else token / 3
+    if x["passes"].any():
+        scoring, score = _fit(x["score"] / np.maximum(x["passes"], 1), x["passes"] > 0, x["read"])
+    else:
+        scoring, score = 0.0, token / 3
     saved = x["save"][x["save"] > _LEAST]
     found = Rates(
         step=step,
         row=row,
         token=token,
         score=score,
+        scoring=scoring,
         update=update,
         judge=judge,
         judge_row=judge_row,
@@ -120,8 +123,13 @@ def _facts(run: Recorded) -> dict[str, np.ndarray]:
     if len(metrics) != len(timing["wall"]):
         raise ValueError(f"measured: expected a run that samples in each step, got {run.folder}")
 
-    def column(name: str, rows: Sequence[Mapping[str, float]] = metrics) -> np.ndarray:
-        return np.array([float(row[name]) for row in rows])
+    def column(name: str, rows: Sequence[Mapping[str, float | None]] = metrics) -> np.ndarray:
+        found = [x for row in rows if (x := row.get(name)) is not None]
+        if len(found) < len(rows):
+            raise ValueError(
+                f"measured: expected {name} in each step of {run.folder}, got it in {len(found)}"
+            )
+        return np.array(found, dtype=float)
 
     prompts, group = float(run.config["prompts"]), float(run.config["group"])
     rows = np.full(len(metrics), prompts * group)
@@ -129,7 +137,9 @@ def _facts(run: Recorded) -> dict[str, np.ndarray]:
     every = column("tokens_per_s", run.timing[1:]) * column("seconds", run.timing[1:])
     prompt = (every - own) / rows
     updates = np.full(len(metrics), float(run.config["epochs"]) * float(run.config["minibatches"]))
-    learned = np.minimum(column("train/rows") * float(run.config["minibatches"]) / rows, 1.0)
+    learned = np.ones(len(metrics))  # where a script leaves no row out
+    if "train/rows" in metrics[0]:
+        learned = np.minimum(column("train/rows") * float(run.config["minibatches"]) / rows, 1.0)
     read = own + prompt * prompts
     batch = float(run.config["strategy.engine_batch"])
     return timing | {
@@ -141,6 +151,7 @@ def _facts(run: Recorded) -> dict[str, np.ndarray]:
         "updates": updates,
         "learned": learned,
         "read": read,
+        "passes": np.full(len(metrics), scores(run.config)),
         "learned_tokens": read * learned * float(run.config["epochs"]),
     }
 

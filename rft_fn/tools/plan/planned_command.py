@@ -2,19 +2,18 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rft_fn import parsing
 from rft_fn.run import config_file, options
-from rft_fn.run.off_policy import Correction
 from rft_fn.tools import scripts
 from rft_fn.tools.launch import roles
 from rft_fn.tools.plan.simulation import Setting
 
-__all__ = ["USUAL", "Planned", "read", "setting"]
+__all__ = ["USUAL", "Planned", "read", "scores", "setting"]
 
 _ON_GPU = {"budget": 16384, "engine_batch": 256}  # in place of `auto`
 USUAL = 100  # steps of a run whose script decides
@@ -104,7 +103,6 @@ def setting(x: Planned, *, steps: int, prompt_tokens: float, learned: float = 1.
     given = cfg.steps or USUAL
     size = cfg.strategy.train_batch_size
     updates = cfg.epochs * (-(-cfg.prompts * cfg.group // size) if size else cfg.minibatches)
-    anchors = getattr(cfg, "kl", 0) > 0 or getattr(cfg, "kl_in_reward", 0) > 0
     partial = getattr(cfg, "partial", 0)
     return Setting(
         steps=min(steps, given),
@@ -121,8 +119,18 @@ def setting(x: Planned, *, steps: int, prompt_tokens: float, learned: float = 1.
         budget=cfg.budget,
         passes=cfg.epochs,
         updates=updates,
-        scores=anchors + (Correction.of(cfg).changes or cfg.update_kl) + cfg.update_kl,
+        scores=scores(vars(cfg)),
         share_prompts=cfg.strategy.share_prefixes,
         learned=learned,
         save_every=cfg.save_every,
     )
+
+
+def scores(options: Mapping[str, Any]) -> int:
+    """Return how often a step scores its rollout: for a reference, for corrections, around its updates."""
+    anchor = any(options.get(name) for name in ("kl", "kl_in_reward"))
+    stale = options.get("ahead") or options.get("partial")
+    corrects = options.get("mismatch") or ("tis" if stale else "none")
+    more = ("geo_low", "geo_high", "update_kl", "entropy_target")
+    own = corrects != "none" or any(options.get(name) for name in more) or options.get("entropy_share", 1) < 1
+    return anchor + own + bool(options.get("update_kl"))

@@ -118,6 +118,8 @@ def _on_gpus(options: Plan, planned: Planned, on: cards.Machine, law: Lengths) -
         )
     if options.judge < 0:
         text.append("not counted: rewards, of which --judge gives the seconds; evaluations")
+    if planned.script.stem != "grpo":
+        text.append("not counted: models beside the policy and a reference, as a critic or a teacher")
     if planned.others:
         text.append(f"not counted: the memory of {', '.join(planned.others)}")
     return "\n".join([*_head(x, planned, rates, law.source), *text])
@@ -160,9 +162,13 @@ def _steps(planned: Planned) -> int:
 
 def _head(x: Setting, planned: Planned, rates: Rates, law: str) -> list[str]:
     """Return what was simulated, by which rates."""
-    engines = f"{x.engines} {'servers' if x.servers else 'engines in the ranks'}"
+    ranks, engines = _many(x.ranks, "rank"), _many(x.engines, "server" if x.servers else "engine")
     way = f", {x.ahead} ahead" if x.ahead else f", partial {x.partial}" if x.partial else ""
     return [
-        f"plan of {planned.script.stem}: {x.prompts} x {x.group} responses{way}, {x.ranks} ranks, {engines}",
-        f"{x.steps} steps simulated; rates: {rates.source}; lengths: {law}, at most {x.max_new}",
+        f"plan of {planned.script.stem}: {x.prompts} x {x.group} responses{way}, {ranks}, {engines}",
+        f"{_many(x.steps, 'step')} simulated; rates: {rates.source}; lengths: {law}, at most {x.max_new}",
     ]
+
+
+def _many(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

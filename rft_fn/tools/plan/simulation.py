@@ -54,6 +54,7 @@ class Rates:
     cache: float = 0.0  # more for each token that the rows of a decode step have in the cache
     prefill: float = 0.0  # of a token of a prompt
     score: float = 0.0  # of a token in forward
+    scoring: float = 0.0  # of a pass of scores, beside its tokens
     pack: float = 0.0  # of a pack, beside its tokens
     network: float = 0.0  # that the transfers of a pack take, which products hide
     update: float = 0.0  # of an update, beside its packs
@@ -300,7 +301,7 @@ def _trainer_seconds(x: Setting, r: Rates, batch: np.ndarray, step: int) -> list
     return [
         replies + r.gather * padded + r.plan * rows,
         r.judge + r.judge_row * rows / x.ranks,
-        x.scores * _pass_seconds(x, r.score, read, r.pack / 3, r.network / 4),
+        x.scores * (_pass_seconds(x, r.score, read, r.pack / 3, r.network / 4) + r.scoring),
         x.updates * update,
         r.push,
         r.other + r.other_row * rows,
