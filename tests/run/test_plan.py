@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import shlex
+import subprocess
 
 import numpy as np
 import pytest
@@ -185,6 +187,25 @@ def test_rates_of_runs_are_those_that_made_their_rows(tmp_path):
     for name, seconds in (("judge", 0.2), ("other", 0.5)):
         assert got[name] + got[f"{name}_row"] * 16 == pytest.approx(seconds, rel=1e-6)
     assert (found.prompt_tokens, found.learned) == pytest.approx((10, 1))
+
+
+def test_the_runs_that_are_measured_are_small_and_of_the_trainers_own_options(tmp_path, monkeypatch):
+    words = []
+
+    def run(command, **_):
+        words.append(command)
+        return subprocess.CompletedProcess(command, len(words) > 2, "", "warning: x\nerror: no such data")
+
+    monkeypatch.setattr(measured.subprocess, "run", run)
+    planned = planned_command.read(
+        "rft run grpo --prompts 500 --group 8 --ahead 2 --steps 90 --lr 0.5", on_gpu=False
+    )
+    assert measured.measure(planned, tmp_path) == [tmp_path / "few", tmp_path / "more"]
+    made = [planned_command.read(shlex.join(command[1:]), on_gpu=False).config for command in words]
+    assert [(cfg.prompts, cfg.group) for cfg in made] == [(4, 8), (32, 8)]
+    assert all((cfg.ahead, cfg.lr, cfg.steps, cfg.rollouts_every) == (0, 0.5, 6, 0) for cfg in made)
+    with pytest.raises(ValueError, match="expected a short run of grpo to end, got 'no such data'"):
+        measured.measure(planned, tmp_path)
 
 
 def test_a_plan_on_cards_reads_the_roles(tmp_path, capsys):
