@@ -537,6 +537,7 @@ FREE = {
     "data/reasoning_gym.py:_options": "options of a command, refused in tests/data/test_reasoning_gym.py",
     "tools/launch/ports.py:_kept": "a file of its own, refused otherwise in tests/run/test_launch_file.py",
     "tools/launch/roles.py:read": "a file of the user, refused in tests/run/test_launch_file.py",
+    "tools/plan/cards.py:machine": "a table of this package",
 }
 """Readers that are fed elsewhere, or whose values come from nobody else; and why."""
 

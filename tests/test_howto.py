@@ -78,10 +78,12 @@ def test_the_edits_of_a_copied_script_run(tmp_path):
     assert '"trust": ' in row  # the metric of the page's loss
 
 
-def test_the_role_files_of_the_page_on_launch_are_read_and_their_commands_understood(tmp_path):
+def test_the_role_files_of_pages_are_read_and_their_commands_understood(tmp_path):
     page = (HOWTO / "launch.md").read_text()
     files = [block.text for block in blocks(page) if block.language == "toml"]
     assert len(files) == 4
+    files += [block.text for block in blocks((HOWTO / "plan.md").read_text()) if block.language == "toml"]
+    assert len(files) == 5
     for text in files:
         (tmp_path / "run.toml").write_text(text)
         found = roles.read(tmp_path / "run.toml")

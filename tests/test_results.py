@@ -71,7 +71,12 @@ TABLES = {
     "reward_models": {"judge": lambda: script("judge").tables(read("judge"))},
     "rewards": {"load": lambda: script("remote_rewards").tables(read("remote"))},
     "scaling": {mark: partial(growth, mark) for mark in script("growth/show").tables(read("growth/growth"))}
-    | {mark: partial(memory, mark) for mark in script("memory").TABLES},
+    | {mark: partial(memory, mark) for mark in script("memory").TABLES}
+    | {
+        "plan": lambda: script("plan").table(read("plan")["settings"]),
+        "plan-scale": lambda: script("plan").scale_table(read("plan")["scale"]),
+        "plan-changes": lambda: script("plan").change_table(read("plan")["scale"]),
+    },
     "trust": {"gap_by_type": lambda: script("gap_by_type").table(read("gap_by_type"))},
 }
 

@@ -19,6 +19,7 @@ from rft_fn import limits, parsing
 from rft_fn.limits import Range
 from rft_fn.tools import printer, scripts
 from rft_fn.tools.page.recorded import Name, read_all
+from rft_fn.tools.plan.plan_options import Plan
 
 __all__ = ["COMMANDS", "Command", "Script", "main"]
 
@@ -194,6 +195,15 @@ def launch(options: Launch) -> None:
         sys.exit(status)
 
 
+def plan(options: Plan) -> None:
+    """Print the plan of a run, and say where its picture is."""
+    from rft_fn.tools.plan import predict
+
+    print(predict.plan(options))
+    if options.picture:
+        print(f"picture: {options.picture}")
+
+
 def report(options: Report) -> None:
     """Write the page and say where it is."""
     from rft_fn.tools.page.build import write_page
@@ -331,6 +341,7 @@ COMMANDS = {
     "run": Command(run_script, Run),
     "where": Command(partial(_own, Where, where), Where),
     "launch": Command(partial(_own, Launch, launch), Launch),
+    "plan": Command(partial(_own, Plan, plan), Plan),
     "watch": Command(partial(_own, Watch, watch_run), Watch),
     "report": Command(partial(_own, Report, report), Report),
     "export": Command(partial(_script, "export")),

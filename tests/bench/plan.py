@@ -1,0 +1,255 @@
+"""Plans held against runs: `python tests/bench/plan.py --write`.
+
+Measures rates by `rft plan`'s own two short runs of a plain setting, predicts ten settings from them, runs
+each for a few steps, and prints the errors. Then, without a run, the steps of a 7B model on 16 to 10,000 GPUs
+by the table of cards. With --write it keeps docs/results/plan.json and plan.png and the tables of
+docs/scaling.md. `--only plain,ahead` takes some of the settings, and `--only scale` the last part alone.
+About 8 minutes on two quiet cores.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from record import made, processor, put
+
+from rft_fn.tools.page.recorded import read
+from rft_fn.tools.plan import cards, gantt, lengths, measured, planned_command
+from rft_fn.tools.plan.simulation import PHASES, Setting, simulate
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
+# at this temperature each token of the tiny model may be the last one: responses are long-tailed
+PLAIN = (
+    "--temperature 5 --max-new 96 --prompts 16 --group 8 --steps 9 --lr 1e-6 --save-every 4 "
+    "--eval-every 1000 --eval-prompts 1 --tokens-every 0 --noise-every 0"
+)
+SECONDS = 1.0  # of the slow reward
+CASES = {
+    "plain": "",
+    "groups of 4": "--group 4",
+    "groups of 32": "--group 32",
+    "48 prompts": "--prompts 48",
+    "responses of 32 tokens at most": "--max-new 32",
+    "ahead 1": "--ahead 1",
+    "ahead 2": "--ahead 2",
+    "partial 24": "--partial 24",
+    "slow reward": "--reward {folder}/slow.py:slow",
+    "two ranks, an engine each": "",
+}
+SLOW = f"""import time
+
+
+def slow(completions, **columns):
+    time.sleep({SECONDS})
+    return [0.1 * (len(text) % 7) for text in completions]
+"""
+
+
+def command(case, folder):
+    """The words of a setting; what stands later replaces what stands before."""
+    given = dict(zip(PLAIN.split()[::2], PLAIN.split()[1::2]))
+    words = CASES[case].format(folder=folder).split()
+    given |= dict(zip(words[::2], words[1::2]))
+    start = "torchrun --nproc-per-node 2 -m rft_fn" if "ranks" in case else "rft"
+    return f"{start} run grpo " + " ".join(f"{name} {x}" for name, x in given.items())
+
+
+def run(text, out):
+    """Run a command; return its folder."""
+    words = text.split()
+    at = words.index("run")
+    start = [sys.executable, "-m", "rft_fn"]
+    if words[0] == "torchrun":
+        start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rft_fn"]
+    done = subprocess.run([*start, *words[at:], "--out", str(out)], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{text}: {done.stderr.strip().splitlines()[-1]}")
+    return out
+
+
+def hold(only, folder):
+    """Each setting predicted and measured, and the plain one's timeline and phases for the picture."""
+    (folder / "slow.py").write_text(SLOW)
+    plain = planned_command.read(command("plain", folder), on_gpu=False)
+    began = time.perf_counter()
+    folders = measured.measure(plain, folder / "rates")
+    spent = time.perf_counter() - began
+    found = measured.rates(folders)
+    law = lengths.of_runs([read(x) for x in folders])
+    rows, shown = {}, None
+    for i, case in enumerate(CASES):
+        if only and not any(case.startswith(x) for x in only):
+            continue
+        planned = planned_command.read(command(case, folder), on_gpu=False)
+        x = planned_command.setting(
+            planned, steps=99, prompt_tokens=found.prompt_tokens, learned=found.learned
+        )
+        rates = found.rates
+        if case == "slow reward":  # its user knows that
+            rates = replace(rates, judge=SECONDS, judge_row=0.0)
+        t = simulate(x, rates, law)
+        phases = measured.phase_table(read(run(command(case, folder), folder / str(i))))
+        steps, real = t.step_seconds[1:], phases["wall"]
+        of = (t.end - t.begin)[1:]
+        rows[case] = {
+            "predicted": float(steps.mean()),
+            "measured": float(real.mean()),
+            "error": float(steps.mean() / real.mean() - 1),
+            "generate": [float(of[:, 0].mean()), float(phases["generate"].mean())],
+            "train": [float(of[:, PHASES.index("train")].mean()), float(phases["train"].mean())],
+        }
+        print(f"{case:<32}{steps.mean():8.2f} s predicted {real.mean():8.2f} s measured", flush=True)
+        if shown is None or case == "ahead 1":
+            shown = t, phases, case
+    return {"rates": vars(found.rates), "seconds_of_rates": spent, "settings": rows}, shown
+
+
+def table(rows):
+    """A line for each setting."""
+    out = [
+        "| setting | a step, predicted | measured | error | generate | train |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case, x in rows.items():
+        parts = [f"{a:.2f} s, {b:.2f}" for a, b in (x["generate"], x["train"])]
+        out.append(
+            f"| {case} | {x['predicted']:.2f} s | {x['measured']:.2f} s | {x['error']:+.0%} "
+            f"| {parts[0]} | {parts[1]} |"
+        )
+    worst = max(abs(x["error"]) for x in rows.values())
+    middle = float(np.median([abs(x["error"]) for x in rows.values()]))
+    return "\n".join([*out, "", f"The median error is {middle:.0%}, the largest {worst:.0%}."])
+
+
+SEVEN = cards.Shape(7_615_616_512, 7_615_616_512, 28, 3584, 2 * 28 * 4 * 128)  # Qwen2.5-7B
+GPUS = (16, 64, 256, 1024, 4096, 10_000)
+
+
+CHANGES = {
+    "deliver": "each server hands the weights on to the next",
+    "gather": "a rank reads the responses of its own packs, and numbers of the others",
+    "plan": "each rank plans a part of the packs",
+}
+
+
+def scaled(gpus):
+    """A setting for so many GPUs, of which half sample; rates as the program is, and as it could be."""
+    half = gpus // 2
+    x = Setting(
+        steps=6, prompts=2 * gpus, group=16, max_new=16384, prompt_tokens=500, ahead=1, ranks=half,
+        engines=half, servers=True, rows=64, budget=16384, scores=1,
+    )  # fmt: skip
+    law = lengths.lognormal(4000, 0.8)
+    mean = 500 + lengths.mean(law, most=16384)
+    now = cards.rates(x, SEVEN, cards.machine("H100"), length=mean, checkpointing=True)
+    changed = replace(
+        now,
+        deliver=now.deliver * (1 + math.log2(half)) / half,
+        gather=now.gather / half,
+        plan=now.plan / half,
+    )
+    return x, law, now, changed
+
+
+def scale():
+    """The step of a 7B model over GPUs, half of them engines: as built, and with one change after another."""
+    rows, order = [], [*CHANGES]
+    for gpus in GPUS:
+        x, law, now, changed = scaled(gpus)
+
+        def step(rates, x=x, law=law):
+            return float(simulate(x, rates, law).step_seconds[2:-1].mean())
+
+        began = time.perf_counter()
+        t = simulate(x, now, law)
+        spent = time.perf_counter() - began
+        phases = dict(zip(PHASES, (t.end - t.begin)[2:-1].mean(0).tolist()))
+        rows.append(
+            phases
+            | {
+                "gpus": gpus,
+                "rows": x.prompts * x.group,
+                "step": float(t.step_seconds[2:-1].mean()),
+                "deliver": now.deliver * x.engines,
+                "rollout": float(np.diff(t.sampled[2:-1]).mean()),
+                "host": 13 * float(t.tokens.mean() + x.prompt_tokens * x.prompts * x.group),
+                "changed": {
+                    name: step(replace(now, **{other: getattr(changed, other) for other in order[: i + 1]}))
+                    for i, name in enumerate(order)
+                },
+                "tokens": float(t.tokens.mean() / t.step_seconds[2:-1].mean() / gpus),
+                "simulated": spent,
+            }
+        )
+        print(f"{gpus:>6} GPUs: {rows[-1]['step']:.0f} s a step, simulated in {spent:.1f} s", flush=True)
+    return rows
+
+
+def scale_table(rows):
+    """A line for each number of GPUs."""
+    out = [
+        "| GPUs | responses | rollout of an engine | weights to all engines | trainer waits | gather, plan "
+        "| score and train | rollout on each host | a step | tokens/s a GPU |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for x in rows:
+        out.append(
+            f"| {x['gpus']:,} | {x['rows']:,} | {x['rollout']:,.0f} s | {x['deliver']:,.0f} s "
+            f"| {x['generate']:,.0f} s | {x['gather']:,.0f} s | {x['score'] + x['train']:,.0f} s "
+            f"| {x['host'] / 2**30:.1f} GiB | **{x['step']:,.0f} s** | {x['tokens']:,.0f} |"
+        )
+    return "\n".join(out)
+
+
+def _line(what, numbers):
+    return f"| {what} | {' | '.join(f'{x:,.0f}' for x in numbers)} |"
+
+
+def change_table(rows):
+    """A line for each change, on top of those before it."""
+    head = [f"{x['gpus']:,} GPUs" for x in rows]
+    out = [f"| seconds of a step | {' | '.join(head)} |", "|---" * (1 + len(rows)) + "|"]
+    out.append(_line("as it is", [x["step"] for x in rows]))
+    for name, what in CHANGES.items():
+        out.append(_line(f"+ {what}", [x["changed"][name] for x in rows]))
+    return "\n".join(out)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    only = [x for x in args.only.split(",") if x]
+    file = RESULTS / "plan.json"
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    tables = {}
+    if only != ["scale"]:
+        with tempfile.TemporaryDirectory() as folder:
+            held, shown = hold(only, Path(folder))
+        kept |= made() | {"processor": processor(), "load": os.getloadavg()[0]} | held
+        tables["plan"] = table(held["settings"])
+        if args.write:
+            gantt.draw(shown[0], RESULTS / "plan.png", measured=shown[1])
+    if not only or "scale" in only:
+        kept["scale"] = scale()
+        tables |= {"plan-scale": scale_table(kept["scale"]), "plan-changes": change_table(kept["scale"])}
+    print("\n\n".join(tables.values()))
+    if args.write:
+        file.write_text(json.dumps(kept, indent=1) + "\n")
+        put("docs/scaling.md", tables)
+
+
+if __name__ == "__main__":
+    main()
