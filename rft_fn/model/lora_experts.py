@@ -19,7 +19,7 @@ def products_of(experts: Any) -> tuple[str, ...]:
 
     These are the experts that transformers computes in one of several ways, by its ExpertsInterface.
     """
-    if not hasattr(experts, "_is_expert_parallel"):
+    if not (hasattr(experts, "has_gate") and hasattr(experts, "is_transposed")):
         return ()
     return ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
 
@@ -88,18 +88,14 @@ def compute_in_groups(module: nn.Module) -> None:
 def _product(rows: Tensor, weight: Tensor, ends: Tensor, sizes: list[int] | None) -> Tensor:
     """Return each row [S, in] times the weight [E, in, out] of its expert.
 
-    The rows of an expert end before `ends` [E]; with `sizes` they are computed one expert after the other.
+    The rows of an expert end before `ends` [E]; with `sizes` they are computed one expert after the other,
+    else by torch's product of groups, or what transformers has in its place.
     """
     if sizes is None:
-        return nn.functional.grouped_mm(rows.to(weight.dtype), weight, offs=ends)
+        from transformers.integrations.moe import _grouped_mm
+
+        return _grouped_mm(rows, weight, ends)
     return torch.cat([x @ w for x, w in zip(rows.to(weight.dtype).split(sizes), weight)])
-
-
-def _is_one_by_one(experts: Any, rows: Tensor) -> bool:
-    """Return whether experts are computed one after the other; other ways than this one are grouped."""
-    if rows.is_cuda and torch.cuda.get_device_capability(rows.device) < (8, 0):
-        return True
-    return getattr(experts.config, "_experts_implementation", None) in (None, "eager")
 
 
 class _FactorA(nn.Linear):
@@ -157,9 +153,8 @@ def _mixture(
     chosen, order = index.reshape(-1).sort()
     numbers = torch.arange(count, device=chosen.device)
     ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
-    sizes = None
-    if _is_one_by_one(experts, hidden):
-        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    one_by_one = getattr(experts.config, "_experts_implementation", None) in (None, "eager")
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist() if one_by_one else None
 
     def linear(name: str, rows: Tensor) -> Tensor:
         weight = getattr(experts, name)
