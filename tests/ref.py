@@ -966,12 +966,24 @@ def chosen_weights(logits, chosen, way):
 
 def mixture(x, router, gate, up, down, chosen, way):
     """[T, D]: of each token the chosen experts' down_e (silu(gate_e x) * up_e x), in shares by its logits."""
-    share = chosen_weights(x @ router.T, chosen, way)
+    return sum_of_experts(x, chosen_weights(x @ router.T, chosen, way), gate, up, down, chosen)
+
+
+def sum_of_experts(x, share, gate, up, down, chosen):
+    """[T, D]: of each token the chosen experts' down_e (silu(gate_e x) * up_e x), in these shares [T, k]."""
     out = np.zeros_like(x)
     for t in range(len(x)):
         for j, e in enumerate(chosen[t]):
             out[t] += share[t, j] * (down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t])))
     return out
+
+
+def adapted_experts(weight, a, b, scale):
+    """[E, out, in]: W_e + scale B_e A_e, of peft's A [E r, in], one expert below the other, and B [out, r E],
+    of which each E-th column is an expert's."""
+    size = len(weight)
+    rank = len(a) // size
+    return np.stack([w + scale * b[:, e::size] @ a[e * rank : (e + 1) * rank] for e, w in enumerate(weight)])
 
 
 # ---- audio

@@ -17,6 +17,7 @@ from rft_fn.model.copies import to_device
 from rft_fn.model.dropout import checkpointed, disable_dropout
 from rft_fn.model.forward import POSITIONS, run
 from rft_fn.model.lora import require_plain_adapters
+from rft_fn.model.lora_experts import compute_in_groups
 from rft_fn.model.materialize import materialize
 from rft_fn.model.packing_probe import Found, Question
 from rft_fn.model.parts import find
@@ -230,6 +231,7 @@ def wrap_for_training(
     """
     quantize.set_fast(module, fast_linear)
     router.without_groups(module)
+    compute_in_groups(module)
     if not hasattr(module, "get_output_embeddings"):
         if aux:
             raise ValueError(f"aux: expected False for {type(module).__name__}, whose TokenOut is its own")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn.model.parts import text_config
+from rft_fn.model.parts import outside_layers, text_config
 from rft_fn.model.quantize import is_plain
 
 __all__ = [
@@ -76,9 +76,7 @@ def like(decoder: Any, names: Sequence[str]) -> Any:
         made = kind(config).to(next(decoder.parameters()).dtype)
 
     # It may be an encoder's class, or have a head of more layers.
-    names_inside = [
-        name.replace(".base_layer.", ".") for name in decoder.state_dict() if ".lora_" not in name
-    ]
+    names_inside = [outside_layers(name) for name in decoder.state_dict() if ".lora_" not in name]
     own = {f"{made.base_model_prefix}.{name}" for name in names_inside} | {_SCORE}
     width = text_config(decoder).hidden_size
     if set(made.state_dict()) != own or made.score.weight.shape != (len(names), width):

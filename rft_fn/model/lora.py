@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from rft_fn import rng
-from rft_fn.model.lora_targets import linear, not_taken_for_experts, target_paths, warn_of_left_out
+from rft_fn.model.lora_experts import require_known_weights, takes_weight
+from rft_fn.model.lora_targets import find_targets, linear, not_taken_for_experts, warn_of_left_out
 from rft_fn.precision import wide
 from rft_fn.types import Apply, Packed, TokenOut
 
@@ -19,6 +20,7 @@ __all__ = [
     "BUCKET",
     "active",
     "adapted",
+    "adapted_name",
     "apply_lora_configuration",
     "home",
     "require_plain_adapters",
@@ -36,7 +38,8 @@ BELOW = "base_model.model."  # in front of the name of every tensor that peft sa
 _PLAIN = frozenset({
     # their origin, and which layers they are on
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-    "inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "inference_mode", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform",
+    "layers_pattern",
     # their size and scale, which peft's layers have
     "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "lora_dropout", "fan_in_fan_out",
     # how A and B began (`init_lora_weights` is looked at apart), and options of what is refused by itself
@@ -60,10 +63,12 @@ def apply_lora_configuration(
 
     They have rank `rank` and are scaled by alpha / rank. `target_modules`: "auto" is every linear layer of
     the text model, never the head, never a part that sees or hears; "towers" every one of these parts;
-    "all-linear" every one of the model but the head; else names of layers or of parts that hold some, in
-    which `*` matches anything. Several are a list, or one string with commas ("auto,visual.merger").
-    `exclude` names those without adapters. Routed experts, and layers with a weight that a model reads
-    without calling them, have none; a warning names them.
+    "all-linear" every one of the model but the head; "experts" the weights of routed experts in the text
+    model, each expert of them with an A and a B of its own; else names of layers, of weights of routed
+    experts, or of parts that hold some, in which `*` matches anything. Several are a list, or one string
+    with commas ("auto,experts", "auto,visual.merger"). `exclude` names those without adapters. Routed
+    experts that nothing names, and layers with a weight that a model reads without calling them, have
+    none; a warning names them.
 
     B starts at 0; A is drawn from `seed` and the layer's name, so it is the same on every process, and
     with `load(meta=True)` too. ValueError for a rank below 1, for a module that has adapters already, for
@@ -85,9 +90,10 @@ def apply_lora_configuration(
             f"dropout: expected 0, got {dropout}: log-probs of the trainer and the sampler would differ"
         )
 
-    # Which layers get adapters, and a warning for those that cannot.
-    paths = not_taken_for_experts(module, target_paths(module, target_modules, exclude))
-    warn_of_left_out(module)
+    # Which weights get adapters, and a warning for those that do not.
+    targets = find_targets(module, target_modules, exclude)
+    paths = not_taken_for_experts(module, targets.layers)
+    warn_of_left_out(module, targets.experts)
 
     # peft matches the ends of paths: whatever else ends like one of ours is left out by name.
     others = [path for path in linear(module) if path not in paths]
@@ -98,6 +104,7 @@ def apply_lora_configuration(
         lora_dropout=0.0,
         target_modules=paths,
         exclude_modules=also or None,
+        target_parameters=targets.experts or None,
         task_type="CAUSAL_LM",
     )
     return wrapped(module, config, seed)
@@ -114,10 +121,13 @@ def wrapped(module: Any, config: Any, seed: int) -> nn.Module:
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft asks for it
         model: Any = get_peft_model(module, config)
 
+    require_known_weights(model)
+
     # Draw them again: peft draws from the global generator, and on the meta device not at all.
     device = home(module)
     for name, layer in adapted(model):
-        dtype = wide(layer.get_base_layer().weight.dtype)
+        held = layer.get_param() if takes_weight(layer) else layer.get_base_layer().weight
+        dtype = wide(held.dtype)
         for adapter in layer.active_adapters:
             if not 0 < layer.scaling[adapter] < math.inf:
                 raise ValueError(f"alpha: expected a number > 0, got {layer.lora_alpha[adapter]}")
@@ -149,6 +159,16 @@ def active(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
+def adapted_name(path: str, layer: Any) -> str:
+    """Return the name of the parameter that the adapters of a layer at `path` change."""
+    if not takes_weight(layer):
+        return f"{path}.base_layer.weight"
+    name = layer.parameter_name
+    while hasattr(layer, "base_layer"):  # there is one around another for each adapted parameter of a module
+        path, layer = f"{path}.base_layer", layer.base_layer
+    return f"{path}.{name}"
+
+
 def require_plain_lora(name: Any, config: Mapping[str, Any]) -> None:
     """Raise ValueError for fields of a config, perhaps of a newer peft's file, that mean more than LoRA."""
     from peft import LoraConfig
@@ -167,9 +187,10 @@ def require_plain_lora(name: Any, config: Mapping[str, Any]) -> None:
 
 
 def require_plain_adapters(module: Any) -> None:
-    """Raise ValueError for a module with adapters of peft that are more than LoRA of linear layers."""
+    """Raise ValueError for a module with adapters of peft that are more than LoRA of layers and experts."""
     for config in getattr(module, "peft_config", {}).values():
         require_plain_lora(type(module).__name__, vars(config))
+    require_known_weights(module)
 
 
 def without_adapters(module: nn.Module, apply: Apply) -> Apply:

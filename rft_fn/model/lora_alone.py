@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import active, adapted
+from rft_fn.model.lora_experts import takes_weight
 from rft_fn.model.lora_merged import Export, plain_name
 from rft_fn.model.quantize import is_low
 from rft_fn.precision import wide
@@ -103,6 +104,9 @@ def why_whole(export: Export) -> str:
     beside = [name for name in export.params if ".lora_" not in name]
     if beside:
         return f"{plain_name(module, beside[0])}, which is trained beside the adapters"
+    around = next((path for path, layer in adapted(module) if takes_weight(layer)), None)
+    if around is not None:
+        return f"{plain_name(module, around)}, whose adapters are of routed experts"
     low = next((name for name, p in module.named_parameters() if is_low(p)), None)
     if low is not None:
         return f"{plain_name(module, low)} in low precision, which no engine has"

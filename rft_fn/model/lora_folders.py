@@ -26,8 +26,8 @@ def with_adapter(module: nn.Module, folder: str | Path, *, without: str = "") ->
     """Put the adapters that were saved in `folder` on `module`, to be trained further.
 
     `without` names a layer that was saved whole with the adapters, and is left out. ValueError for
-    adapters that are more than LoRA of linear layers, and for tensors that are missing, unexpected or of
-    another shape.
+    adapters that are more than LoRA of linear layers and routed experts, and for tensors that are missing,
+    unexpected or of another shape.
     """
     # Make adapters by the saved config, to be filled.
     path = Path(folder, _ADAPTER)
@@ -74,7 +74,10 @@ def _made(module: nn.Module, saved: dict[str, Any], folder: str | Path) -> nn.Mo
     config |= {"inference_mode": False, "lora_dropout": 0.0, "init_lora_weights": True}
     try:
         made = LoraConfig(**config)
-        confined.call(f"model: {Path(folder, CONFIG)}", _match, made, [x for x, _ in module.named_modules()])
+        names = [x for x, _ in module.named_modules()]
+        if made.target_parameters:
+            names += [x for x, _ in module.named_parameters()]
+        confined.call(f"model: {Path(folder, CONFIG)}", _match, made, names)
         return wrapped(module, made, 0)
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -84,7 +87,7 @@ def _made(module: nn.Module, saved: dict[str, Any], folder: str | Path) -> nn.Mo
 
 
 def _match(config: Any, names: Sequence[str]) -> None:
-    """Match the regular expressions of a config with all names of modules, as peft will."""
+    """Match the regular expressions of a config with names of modules and parameters, as peft will."""
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.other import get_pattern_key
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn.model.finite import require_all_finite, require_finite
-from rft_fn.model.lora import BELOW, BUCKET, active, adapted
+from rft_fn.model.lora import BELOW, BUCKET, active, adapted, adapted_name
+from rft_fn.model.lora_experts import step_of, takes_weight
+from rft_fn.model.parts import outside_layers
 from rft_fn.model.quantize import is_low, whole
 from rft_fn.optim.updates import local_parts
 from rft_fn.precision import wide
@@ -21,16 +23,22 @@ def product(layer: Any, base: Tensor, pairs: Sequence[tuple[str, Tensor, Tensor]
     """Return base + sum of scale B A over adapters, in float32 at least, rounded once to its type."""
     out = base.to(wide(base.dtype))
     for adapter, a, b in pairs:
-        step = layer.scaling[adapter] * (b.to(out) @ a.to(out))
-        out = out + (step.T if layer.fan_in_fan_out else step)
+        out = out + layer.scaling[adapter] * _step(layer, a.to(out), b.to(out))
     return out.to(base.dtype)
+
+
+def _step(layer: Any, a: Tensor, b: Tensor) -> Tensor:
+    """Return B A, in the order of dimensions of a layer's weight."""
+    if takes_weight(layer):
+        return step_of(layer, a, b)
+    return (b @ a).T if layer.fan_in_fan_out else b @ a
 
 
 def plain_name(module: nn.Module, name: str) -> str:
     """Return the name that a parameter has in the model without adapters."""
     if hasattr(module, "get_base_model"):
         name = name.removeprefix(BELOW)
-    return name.replace(".base_layer.", ".")
+    return outside_layers(name)
 
 
 @torch.no_grad()
@@ -44,7 +52,7 @@ def merged(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor
             b = out.pop(f"{name}.lora_B.{adapter}.weight")
             if adapter in layer.active_adapters:
                 pairs.append((adapter, a, b))
-        base = f"{name}.base_layer.weight"
+        base = adapted_name(name, layer)
         out[base] = product(layer, out[base], pairs)
     return {plain_name(module, name): x for name, x in out.items()}
 
@@ -113,7 +121,7 @@ class Export(Iterator[tuple[str, Tensor]]):
         """
         module = self.module
         if module is not None and self.whole:
-            adapters = {f"{path}.base_layer.weight" for path, _ in adapted(module)}
+            adapters = {adapted_name(path, layer) for path, layer in adapted(module)}
             self.lent = frozenset(
                 plain_name(module, name)
                 for name, p in self.params.items()
@@ -132,7 +140,7 @@ class Export(Iterator[tuple[str, Tensor]]):
         if module is None:
             return {}
         trained = {name.partition(".lora_")[0] for name in self.params if ".lora_" in name}
-        merged_here = {f"{path}.base_layer.weight" for path in trained}
+        merged_here = {adapted_name(path, layer) for path, layer in adapted(module) if path in trained}
         sent = self.params.keys() | merged_here
         return {
             plain_name(module, name): p
@@ -176,24 +184,27 @@ class Export(Iterator[tuple[str, Tensor]]):
     @torch.no_grad()
     def _merged(self, module: nn.Module, layers: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         every = dict(module.named_parameters()) | dict(self.params)
+        bases = {path: adapted_name(path, layer) for path, layer in layers.items()}
+        paths = {base: path for path, base in bases.items()}
         done: set[str] = set()
         for name in self.params:
-            path = name.partition(".base_layer.")[0].partition(".lora_")[0]
-            if path not in layers or name.endswith(".base_layer.bias"):
+            path = name.partition(".lora_")[0] if ".lora_" in name else paths.get(name, "")
+            base = bases.get(path)
+            if base is None:
                 yield self._sent(plain_name(module, name), every[name])
-            elif path not in done:  # both of its matrices at once, at the first of them
-                done.add(path)
-                yield plain_name(module, f"{path}.weight"), self._one_merged(layers[path], path, every)
+            elif base not in done:  # both of its matrices at once, at the first of them
+                done.add(base)
+                yield plain_name(module, base), self._one_merged(layers[path], path, base, every)
 
         # Frozen weights in low precision go too: an engine that is not quantised gets the same numbers.
         for name, p in module.named_parameters():
-            if is_low(p) and name.partition(".base_layer.")[0] not in done:
+            if is_low(p) and name not in done:
                 yield plain_name(module, name), self.copied(p)
 
-    def _one_merged(self, layer: Any, path: str, every: Mapping[str, Tensor]) -> Tensor:
-        """Return the weight of one layer with its active adapters in it."""
+    def _one_merged(self, layer: Any, path: str, name: str, every: Mapping[str, Tensor]) -> Tensor:
+        """Return the weight of one layer, by its name, with its active adapters in it."""
         read = self.full if active(layer) else self.copied
-        base = read(every[f"{path}.base_layer.weight"])
+        base = read(every[name])
         pairs = []
         for adapter in active(layer):
             a = self.full(every[f"{path}.lora_A.{adapter}.weight"])

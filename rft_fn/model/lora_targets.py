@@ -1,22 +1,24 @@
-"""Which layers get low-rank adapters, and which weights cannot have any."""
+"""Which layers and weights of experts get low-rank adapters, and which cannot have any."""
 
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from rft_fn.model.frozen import TOWERS
+from rft_fn.model.lora_experts import products_of
 from rft_fn.model.packed_attention import warn_once
 from rft_fn.model.parts import find, path_of
 
-__all__ = ["linear", "not_taken_for_experts", "target_paths", "warn_of_left_out"]
+__all__ = ["Targets", "find_targets", "linear", "not_taken_for_experts", "warn_of_left_out"]
 
 
 AUTO = "auto"
+EXPERTS = "experts"
 _HEADS = {"classifier", "embed_out", "lm_head", "score", "v_head", "value_head"}
 
 
@@ -81,6 +83,13 @@ def _experts(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def _in_groups(module: nn.Module) -> list[str]:
+    """Return the names of routed experts' weights that can have adapters, inside the text model."""
+    parts = dict(module.named_modules())
+    names = [name.rpartition(".") for name in _experts(module)]
+    return [f"{path}.{name}" for path, _, name in names if name in products_of(parts[path])]
+
+
 def _last_names(paths: Iterable[str]) -> str:
     """Return the last parts of some paths, each once, as a list for a message."""
     return ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
@@ -116,8 +125,8 @@ def _shared(module: nn.Module, paths: Sequence[str]) -> list[str]:
     return [path for same in owners.values() if len(same) > 1 for path in same]
 
 
-def warn_of_left_out(module: nn.Module) -> None:
-    """Warn once of each kind of weight that no adapter can have."""
+def warn_of_left_out(module: nn.Module, adapted: Sequence[str] = ()) -> None:
+    """Warn once of each kind of weight that has no adapters; `adapted` are the experts' that have some."""
     # Two adapters would be merged into one weight.
     shared = _shared(module, linear(module))
     if shared:
@@ -127,13 +136,14 @@ def warn_of_left_out(module: nn.Module) -> None:
         )
 
     # They are parameters of three dimensions, no linear layers.
-    experts = _experts(module)
+    experts = {name: p for name, p in _experts(module).items() if name not in adapted}
     if experts:
         size = sum(p.numel() for p in experts.values())
         share = size / sum(p.numel() for p in module.parameters())
+        remedy = f"; the target {EXPERTS!r} takes them" if set(experts) <= {*_in_groups(module)} else ""
         warn_once(
             f"lora: no adapters on routed experts ({_last_names(experts)}: {len(experts)} tensors, "
-            f"{share:.0%} of all weights), which stay as they are"
+            f"{share:.0%} of all weights), which stay as they are{remedy}"
         )
 
     # An adapter on these would be passed by.
@@ -151,61 +161,75 @@ def _matching(paths: Sequence[str], names: Iterable[str]) -> list[str]:
     return [path for path in paths if any(fnmatchcase(f".{path}.", f"*.{name}.*") for name in names)]
 
 
-def target_paths(
+class Targets(NamedTuple):
+    """What gets adapters, by full paths."""
+
+    layers: list[str]
+    experts: list[str]  # weights [E, out, in] of routed experts
+
+
+def find_targets(
     module: nn.Module, target_modules: str | Sequence[str], exclude: Sequence[str] = ()
-) -> list[str]:
-    """Return the full paths of the layers that get adapters; see `apply_lora_configuration`."""
+) -> Targets:
+    """Return what gets adapters; see `apply_lora_configuration`."""
     # The layers that can have adapters, and which of them are in the text model.
     every = linear(module)
     closed = {*_read_by_owner(module, every), *_shared(module, every)}
     every = [path for path in every if path not in closed]
     text = _of_text(module, every)
+    experts = _in_groups(module)
 
     # Those that are asked for, less those that are excluded.
     groups = {AUTO: text, TOWERS: _of_towers(module, every), "all-linear": every}
+    if experts:
+        groups[EXPERTS] = _of_text(module, experts)
     if isinstance(target_modules, str):
         target_modules = [name.strip() for name in target_modules.split(",")]
-    _refuse_experts(module, every, target_modules)
-    chosen = _named(every, groups, target_modules)
+    _refuse_experts(module, [*every, *experts], target_modules)
+    chosen = _named(every, experts, groups, target_modules)
 
-    unknown = [name for name in exclude if not _matching(every, [name])]
+    unknown = [name for name in exclude if not _matching([*every, *experts], [name])]
     if unknown:
         raise ValueError(f"exclude: expected parts of the paths of linear layers, got {unknown}")
-    without = set(_matching(chosen, exclude))
-    chosen = [path for path in chosen if path not in without]
+    chosen -= set(_matching([*every, *experts], exclude))
     if not chosen:
         raise ValueError(f"target_modules: expected one linear layer or more, got none of {len(every)}")
-    return chosen
+    return Targets([x for x in every if x in chosen], [x for x in experts if x in chosen])
 
 
-def _refuse_experts(module: nn.Module, every: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ValueError for a name that only weights of routed experts have."""
+def _refuse_experts(module: nn.Module, known: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ValueError for a name that only weights of experts have that cannot have adapters."""
     experts = list(_experts(module))
-    named = [name for name in names if _matching(experts, [name]) and not _matching(every, [name])]
+    named = [name for name in names if _matching(experts, [name]) and not _matching(known, [name])]
     if named:
+        path = _matching(experts, named)[0].rpartition(".")[0]
         raise ValueError(
-            f"target_modules: expected linear layers, got {named}: routed experts are no layers and get no "
-            "adapters; leave them out, or train all weights (lora_rank 0)"
+            f"target_modules: expected linear layers, got {named}: the routed experts of "
+            f"{type(module.get_submodule(path)).__name__} have a product of their own, and get no adapters; "
+            "leave them out, or train all weights (lora_rank 0)"
         )
 
 
-def _named(every: Sequence[str], groups: Mapping[str, Sequence[str]], names: Sequence[str]) -> list[str]:
-    """Return the paths of `every` that match the names, or are in the groups with these names.
+def _named(
+    every: Sequence[str], experts: Sequence[str], groups: Mapping[str, Sequence[str]], names: Sequence[str]
+) -> set[str]:
+    """Return the paths of layers and experts that match the names, or are in the groups with these names.
 
-    ValueError for a name that matches none. A name that the text model has is meant there: a tower is
-    adapted only by a path that leads there.
+    ValueError for a name that matches none. A name that the text model has is meant there, and one of a
+    layer is no expert's: a tower, and experts of the same name, are adapted only by a path that leads there.
     """
     text = groups[AUTO]
     chosen: set[str] = set()
     unknown = []
     for name in names:
-        found = groups.get(name) or _matching(text, [name]) or _matching(every, [name])
-        chosen |= set(found)
+        found = groups.get(name)
+        for paths in (text, every, experts):
+            found = found or _matching(paths, [name])
+        chosen |= set(found or ())
         if not found:
             unknown.append(name)
     if unknown or not names:
-        known = sorted({path.rpartition(".")[2] for path in text})
-        raise ValueError(
-            f"target_modules: expected auto, all-linear, towers or some of {known}, got {unknown}"
-        )
-    return [path for path in every if path in chosen]
+        known = sorted({path.rpartition(".")[2] for path in [*text, *experts]})
+        words = ", ".join(word for word in (AUTO, "all-linear", TOWERS, EXPERTS) if word in groups)
+        raise ValueError(f"target_modules: expected {words} or some of {known}, got {unknown}")
+    return chosen

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn.model.finite import is_finite
-from rft_fn.model.parts import path_of
+from rft_fn.model.parts import outside_layers, path_of
 from rft_fn.model.pretrained import kind_of, require_held
 from rft_fn.model.sharded import local, put
 from rft_fn.model.weight_files import Stored, aliases, converted, files, folder_of, slices, stored
@@ -135,7 +135,7 @@ def _homes(module: nn.Module, weights: _Weights, kept: set[str]) -> dict[str, Te
     plain: dict[str, Tensor] = {}
     for name, x in module.state_dict(keep_vars=True).items():
         if name not in kept:
-            plain[weights.prefix + name.replace(".base_layer.", ".")] = x
+            plain[weights.prefix + outside_layers(name)] = x
     homes: dict[str, Tensor] = {}
     for names in aliases(weights.stored.skeleton).values():
         home = next((plain[name] for name in names if name in plain), None)

@@ -1,5 +1,6 @@
 """The parts of a model of transformers: decoder, text model, towers, head."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import nn
 from rft_fn.model.bounds import SequenceAxis
 from rft_fn.model.quantize import is_plain
 
-__all__ = ["Parts", "find", "inside_adapters", "path_of", "text_config", "text_model"]
+__all__ = ["Parts", "find", "inside_adapters", "outside_layers", "path_of", "text_config", "text_model"]
 
 
 _TEXT = ("language_model", "text_model")
@@ -57,6 +58,11 @@ def find(module: nn.Module) -> Parts:
 def inside_adapters(module: Any) -> Any:
     """Return the model of transformers inside of peft's, or the module itself."""
     return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+def outside_layers(name: str) -> str:
+    """Return the name that a parameter has without peft's layers, one or several, around its module."""
+    return re.sub(r"(\.base_layer)+\.", ".", name)
 
 
 def text_config(module: nn.Module) -> Any:

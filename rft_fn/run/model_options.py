@@ -114,7 +114,7 @@ class Policy(
 
     lora_rank: Rank = 0  # rank of LoRA adapters, then the only trained weights; 0: full fine-tuning
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
-    lora_targets: str = "auto"  # layers with adapters: auto, towers, all-linear, or names with commas
+    lora_targets: str = "auto"  # what has adapters: auto, towers, all-linear, experts, or names with commas
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
     freeze: tuple[str, ...] = ()  # parts that are not trained: visual, layers.0 ...; towers: all but the text
     quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: as stored

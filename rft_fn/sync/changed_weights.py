@@ -12,7 +12,7 @@ from rft_fn import model as model_lib
 from rft_fn import strategy
 from rft_fn.model import lora_alone
 from rft_fn.model.bind import Scorer
-from rft_fn.model.lora import active, adapted
+from rft_fn.model.lora import active, adapted, adapted_name
 from rft_fn.model.lora_merged import plain_name, product
 from rft_fn.model.quantize import is_low
 from rft_fn.sync.push import push, trained_weights
@@ -116,20 +116,20 @@ def weights_read_as(
     themselves stay as they were. Adapters are merged on the way and off meanwhile. Log-probs are those of
     `Sampling()`.
     """
-    layers = dict(adapted(module))
+    layers = {adapted_name(path, layer): layer for path, layer in adapted(module)}
     rank = lora_alone.rank_of(module) if lora_alone.are_adapters(names) else 0  # of adapters that come alone
     first = {id(p): name for name, p in module.named_parameters()}  # of a tied weight the one that is sent
     classes: list[tuple[nn.Module, type[nn.Module]]] = []
     scorers = [(x, x.sampling) for x in root.modules() if isinstance(x, Scorer)]
     try:
         for path, part in module.named_modules():
-            layer = layers.get(path.removesuffix(".base_layer"))
             reads: dict[str, Any] = {}
             for key, p in part._parameters.items():
                 name = "" if p is None else plain_name(module, first[id(p)])
+                layer = layers.get(f"{path}.{key}")
                 if name in names:
                     reads[key] = _read_as(key, change, name, layer)
-                elif layer is not None and key == "weight" and rank:
+                elif layer is not None and rank:
                     reads[key] = _read_with_adapters(change, name.removesuffix(".weight"), layer, rank)
             if reads:
                 classes.append((part, type(part)))
@@ -156,7 +156,7 @@ def _read_as(key: str, change: Change, name: str, layer: Any) -> property:
     def read(part: nn.Module) -> Tensor:
         x: Any = part._parameters[key]
         x = x.detach()
-        if layer is not None and key == "weight":
+        if layer is not None:
             both = [(a, layer.lora_A[a].weight, layer.lora_B[a].weight) for a in active(layer)]
             x = product(layer, x, both)
         return change(name, x)

@@ -12,7 +12,7 @@ import rft_fn as rft
 from rft_fn import model
 from rft_fn.model import parts
 from rft_fn.model.bounds import SequenceBounds
-from rft_fn.model.lora_targets import target_paths
+from rft_fn.model.lora_targets import find_targets
 
 
 def names(module, found):
@@ -53,8 +53,8 @@ def test_parts_of_a_model_that_sees_or_hears(make, towers):
     assert parts.text_config(lm) is lm.config.text_config is not lm.config
     assert model.text_model(lm) is lm.model.language_model
     # the paths of adapters follow from the parts
-    assert all(path.startswith("model.language_model.") for path in target_paths(lm, "auto"))
-    assert any(path.startswith(towers[0]) for path in target_paths(lm, "all-linear"))
+    assert all(path.startswith("model.language_model.") for path in find_targets(lm, "auto").layers)
+    assert any(path.startswith(towers[0]) for path in find_targets(lm, "all-linear").layers)
 
 
 def test_a_critic_of_a_model_that_sees_keeps_its_tower():
