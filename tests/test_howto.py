@@ -1,13 +1,18 @@
 """docs/howto, and the drawings of docs/ideas.md and the README: nothing is left out, nothing is stale."""
 
 import dataclasses
+import http.server
+import json
 import os
 import re
+import socketserver
 import sys
+import textwrap
+import threading
 
 import forks
 import pytest
-from pages import as_module, blocks
+from pages import as_module, blocks, indented, read
 from test_house import ROOT
 from test_pages import check
 
@@ -94,6 +99,49 @@ def test_the_role_files_of_pages_are_read_and_their_commands_understood(tmp_path
             check(x.words)
     keys = {f.name for f in dataclasses.fields(roles.Role)}
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == keys
+
+
+@pytest.mark.parametrize(
+    ("told", "posted", "error"),
+    [
+        ({"reward": 0.5}, [({"reward": 0.5}, "Bearer key")], ""),
+        ({"error": "no such task"}, [], "no such task"),
+    ],
+)
+def test_the_program_that_asks_a_host_posts_its_reward_or_ends_with_its_error(tmp_path, told, posted, error):
+    page = read("docs/howto/agents.md")
+    (program,) = (textwrap.dedent(x) for x in indented(page) if "import http.client" in x)
+    (tmp_path / "task.json").write_text(json.dumps({"prompt": "3", "messages": []}))
+    got, asked = [], []
+
+    class Host(socketserver.StreamRequestHandler):
+        def handle(self):
+            asked.append(json.loads(self.rfile.readline()))
+            self.wfile.write(json.dumps(told).encode() + b"\n")
+
+    class Rewards(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            content = self.rfile.read(int(self.headers["Content-Length"]))
+            got.append((json.loads(content), self.headers["Authorization"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    here = "127.0.0.1", 0
+    with socketserver.TCPServer(here, Host) as host, http.server.HTTPServer(here, Rewards) as rewards:
+        for server in (host, rewards):
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{rewards.server_port}"
+        env = {"OPENAI_BASE_URL": "http://policy/v1", "RFT_TASK": str(tmp_path / "task.json")}
+        env |= {"RFT_REWARD_URL": f"{url}/reward", "RFT_REWARD_TOKEN": "key"}
+        command = [sys.executable, "-S", "-E", "-c", program, str(host.server_address[1])]
+        done = forks.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        host.shutdown()
+        rewards.shutdown()
+    assert asked == [{"url": "http://policy/v1", "prompt": "3"}] and got == posted
+    assert done.returncode == bool(error) and done.stderr.strip() == error
 
 
 @pytest.mark.parametrize("page", sorted(HOWTO.glob("[!R]*.md")), ids=lambda page: page.stem)

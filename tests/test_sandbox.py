@@ -1,6 +1,8 @@
 """Programs in the sandbox: what they may do, and what becomes of attacks; in both of its modes."""
 
 import os
+import platform
+import struct
 import sys
 import time
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rft_fn import sandbox
-from rft_fn.sandbox import program
+from rft_fn.sandbox import program, system_calls
 
 QUICK = sandbox.Limits(seconds=1.0, memory=256 << 20, file_size=1 << 20, disk=4 << 20, output=1 << 16)
 
@@ -158,6 +160,71 @@ def test_a_namespace_has_nothing_to_attack(apart, attack, tmp_path):
         assert found.ended == "memory"
     else:
         assert (found.ended, found.code, found.stdout) == ("exit", 1, b""), found.stderr
+
+
+CALL = (
+    "import ctypes, errno\nc = ctypes.CDLL(None, use_errno=True)\n"
+    "print(c.syscall({}) < 0 and errno.errorcode[ctypes.get_errno()])"
+)
+CALLS = {  # that namespaces do not stop, with arguments with which they do something
+    "ptrace": "0, 0, None, None",
+    "add_key": "b'user', b'note', b'4', 1, -3",  # to the keys of the session that this process is of
+    "keyctl": "0, -3, 1",
+    "bpf": "0, None, 0",
+    "io_uring_setup": "1, None",
+}
+
+
+def numbers(machine):
+    column = ("x86_64", "aarch64").index(machine)
+    return {name: found[column] for name, found in system_calls.REFUSED.items()}
+
+
+@pytest.fixture
+def filtering():
+    if not system_calls.filter_of():
+        pytest.skip("there is no filter for this machine")
+    program._warn_unfiltered.cache_clear()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_kernel_refuses_calls_that_namespaces_do_not_stop(mode, filtering, call):
+    code = CALL.format(f"{numbers(platform.machine())[call]}, {CALLS[call]}")
+    assert run(code).stdout == b"EPERM\n"
+
+
+def test_a_machine_without_a_filter_is_told_once_and_the_calls_are_open(mode, filtering, monkeypatch):
+    monkeypatch.setattr(program, "filter_of", lambda: b"")
+    code = CALL.format(f"{numbers(platform.machine())['add_key']}, {CALLS['add_key']}")
+    with pytest.warns(UserWarning, match=r"sandbox: expected a filter of system calls, got none") as told:
+        found = run(code)
+        run("")
+    assert len(told) == 1
+    if found.stdout == b"EPERM\n":
+        pytest.skip("this machine has such a filter around it")
+    assert found.stdout == b"False\n"
+
+
+@pytest.mark.parametrize(("machine", "name"), [("x86_64", 0xC000003E), ("aarch64", 0xC00000B7)])
+def test_a_filter_refuses_its_calls_and_other_interfaces_and_nothing_else(machine, name):
+    code = list(struct.iter_unpack("=HBBI", system_calls.filter_of(machine)))
+
+    def answer(number, architecture):
+        at, held = 0, 0
+        while True:
+            kind, then, other, value = code[at]
+            if kind == 0x20:
+                held = {0: number, 4: architecture}[value]
+            elif kind == 0x06:
+                return value
+            else:
+                at += then if (held == value if kind == 0x15 else held >= value) else other
+            at += 1
+
+    refused = set(numbers(machine).values())
+    assert {x for x in range(1024) if answer(x, name) != 0x7FFF0000} == refused
+    assert answer(0, name ^ 1) == answer(1 << 30, name) == answer(min(refused), name) == 0x50001
+    assert system_calls.filter_of("riscv64") == b""
 
 
 def test_a_machine_without_namespaces_is_told_once(monkeypatch):

@@ -7,17 +7,22 @@ A cell of the column holds tests, or their text in JSON, in one of three forms:
     ["assert add(1, 2) == 3", ...], or one text with several               # asserts
 
 Outputs of programs are compared here, where they are known; calls and asserts are run by
-`sandbox.call_tests`, outside of the process that runs the response.
+`sandbox.call_tests`, outside of the process that runs the response. Tests of a response begin as it ends,
+where others are still sampled; see `early`.
 """
 
 import ast
+import asyncio
 import json
+import math
+import os
 import re
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -26,6 +31,7 @@ from typing import Any, NamedTuple
 
 from rft_fn import cores, sandbox
 from rft_fn.data.row_paths import column_at
+from rft_fn.reward.event_loop import EventLoop, in_thread
 from rft_fn.reward.reward_record import Reward, as_reward, column_names
 from rft_fn.reward.signature import Messages, text
 from rft_fn.sandbox import call_tests
@@ -66,9 +72,10 @@ def code(
         if not value > 0:
             raise ValueError(f"reward 'code': {name}: expected a number above 0, got {value!r}")
 
-    def reward(
-        prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
-    ) -> list[float]:
+    def tested(
+        completions: Sequence[str | Messages], columns: Mapping[str, Sequence[Any]]
+    ) -> list[list[_Run] | None]:
+        """Return the runs that each completion needs; None without a block."""
         try:
             cells = column_at(columns, column, len(completions))
         except KeyError:
@@ -77,11 +84,23 @@ def code(
             ) from None
         tests = [cases_of(cell, column) for cell in cells]
         programs = [extract_code(text(x)) for x in completions]
-        asked = [(x, tuple(of)) for x, of in zip(programs, tests) if x is not None]
-        found = _passed(list(dict.fromkeys(asked)), seconds, memory, all_or_nothing, deadline)
-        return [0.0 if x is None else found[x, tuple(of)] for x, of in zip(programs, tests)]
+        limits = sandbox.Limits(seconds=seconds, memory=int(memory * 2**30))
+        return [
+            None if x is None else [_Run(x, part, limits) for part in _parts(of, all_or_nothing)]
+            for x, of in zip(programs, tests)
+        ]
 
-    return replace(as_reward(reward), columns=(column,), state=False)
+    def reward(
+        prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
+    ) -> list[float]:
+        asked = tested(completions, columns)
+        passed = _passed(list(dict.fromkeys(run for of in asked for run in of or ())), deadline)
+        return [0.0 if of is None else sum(passed[run] for run in of) / len(of) for of in asked]
+
+    def begin(completions: Sequence[str | Messages], **columns: Sequence[Any]) -> None:
+        _begun.begin([run for of in tested(completions, columns) for run in of or ()])
+
+    return replace(as_reward(reward), columns=(column,), state=False, begin=begin)
 
 
 # ---------- tests
@@ -168,41 +187,88 @@ def _of_text(tests: str, column: str) -> list[Case]:
 # ---------- running
 
 
-_Asked = tuple[str, tuple[Case, ...]]
+class _Run(NamedTuple):
+    """A program with the tests that it has to pass together, one after the other."""
+
+    program: str
+    cases: tuple[Case, ...]
+    limits: sandbox.Limits
+
+    def __call__(self, until: float = math.inf) -> bool | None:
+        """Return whether it passes all of them; None where no time is left for one."""
+        for case in self.cases:
+            left = until - time.monotonic()
+            if left <= 0:
+                return None
+            if not _passes(self.program, case, self.limits._replace(seconds=min(self.limits.seconds, left))):
+                return False
+        return True
 
 
-def _passed(
-    asked: Sequence[_Asked], seconds: float, memory: float, all_or_nothing: bool, deadline: float
-) -> dict[_Asked, float]:
-    """Return the score of each program, side by side on the cores of this rank."""
+def _parts(cases: Sequence[Case], all_or_nothing: bool) -> Iterator[tuple[Case, ...]]:
+    """Yield the tests of which each has a share of the score."""
+    yield from [tuple(cases)] if all_or_nothing else ((case,) for case in cases)
+
+
+def _passed(runs: Sequence[_Run], deadline: float) -> dict[_Run, bool]:
+    """Return whether each run passes, side by side on the cores of this rank; a late one does not."""
     until = time.monotonic() + deadline
-
-    def verdict(program: str, case: Case) -> bool | None:  # None where no time is left to run it
-        left = until - time.monotonic()
-        return _passes(program, case, min(seconds, left), memory) if left > 0 else None
-
-    def until_failure(program: str, cases: Sequence[Case]) -> list[bool | None]:
-        found = []
-        for case in cases:
-            found.append(verdict(program, case))
-            if not found[-1]:
-                break
-        return found
-
+    early = _begun.take(runs)
+    rest = [run for run in runs if run not in early]
     with ThreadPoolExecutor(cores.of_rank()) as threads:
-        if all_or_nothing:
-            found = list(threads.map(lambda x: until_failure(*x), asked))
-            scores = [float(all(of)) for of in found]
-        else:
-            verdicts = threads.map(lambda x: verdict(*x), [(x, case) for x, cases in asked for case in cases])
-            found = [[next(verdicts) for _ in cases] for _, cases in asked]
-            scores = [sum(map(bool, of)) / len(of) for of in found]
-    late = sum(x is None for of in found for x in of)
+        found = dict(zip(rest, threads.map(lambda run: run(until), rest)))
+    for run, future in early.items():
+        try:
+            found[run] = future.result(max(until - time.monotonic(), 0))
+        except TimeoutError:
+            future.cancel()
+            found[run] = None
+    late = sum(x is None for x in found.values())
     if late:
         warnings.warn(
             f"reward 'code': {late} tests were not run within {deadline:g} s, and fail", stacklevel=2
         )
-    return dict(zip(asked, scores))
+    return {run: bool(x) for run, x in found.items()}
+
+
+_BEGUN = 100_000  # runs that were begun and nobody has asked for, at most: of rollouts that were lost
+
+
+class _Begun:
+    """Runs that began before they are asked for, in threads that nobody waits for."""
+
+    def __init__(self) -> None:
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)  # a process that is forked has none of the threads
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._loop = EventLoop()
+        self._free: asyncio.Semaphore | None = None
+        self._runs: dict[_Run, Future[bool | None]] = {}
+
+    def begin(self, runs: Sequence[_Run]) -> None:
+        """Begin runs, as many at a time as this rank has cores."""
+        with self._lock:
+            if self._free is None:
+                self._free = asyncio.Semaphore(cores.of_rank())
+            for run in runs:
+                if run not in self._runs:
+                    self._runs[run] = self._loop.start(self._one(run, self._free))
+            for run in list(self._runs)[: max(len(self._runs) - _BEGUN, 0)]:
+                self._runs.pop(run).cancel()
+
+    async def _one(self, run: _Run, free: asyncio.Semaphore) -> bool | None:
+        async with free:
+            return await in_thread(run, lambda: None)
+
+    def take(self, runs: Sequence[_Run]) -> "dict[_Run, Future[bool | None]]":
+        """Return those of the runs that were begun, and forget them."""
+        with self._lock:
+            return {run: self._runs.pop(run) for run in runs if run in self._runs}
+
+
+_begun = _Begun()
 
 
 @cache
@@ -211,9 +277,8 @@ def _calls() -> str:
     return Path(call_tests.__file__).read_text()
 
 
-def _passes(program: str, case: Case, seconds: float, memory: float) -> bool:
+def _passes(program: str, case: Case, limits: sandbox.Limits) -> bool:
     """Return whether a program passes a test."""
-    limits = sandbox.Limits(seconds=seconds, memory=int(memory * 2**30))
     python = [sys.executable, "-I", "main.py"]
     if case.stdout is not None:
         outcome = sandbox.run(python, case.stdin, limits, files={"main.py": program})

@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import signal
+import struct
 import sys
 import time
 from contextlib import suppress
@@ -19,7 +20,8 @@ _NEW_NS, _NEW_UTS, _NEW_IPC, _NEW_USER = 0x20000, 0x4000000, 0x8000000, 0x100000
 _NEW_PID, _NEW_NET = 0x20000000, 0x40000000
 _RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _KEPT = 2 | 4 | 8 | 1024  # flags of a mount that a remount must not drop: nosuid nodev noexec noatime
-_PARENT_DEATH, _DUMPABLE, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 36, 38
+_PARENT_DEATH, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
+_BY_FILTER = 2  # of prctl's _SECCOMP
 _NOBODY = 65534
 _USERS = 60_000_000  # ids from here on belong to nobody; one for each program, so that its processes count
 _BOX = "/box"  # the folder of a program that has a root of its own
@@ -55,6 +57,8 @@ def main() -> None:
             for path in (box, *(os.path.join(box, x) for x in os.listdir(box))):
                 os.chown(path, user, user)
     _prctl(_DUMPABLE, 0)  # the program may have the same user, and this one holds its input
+    _prctl(_NO_NEW_PRIVILEGES, 1)
+    plan["filtered"] = _filter(bytes.fromhex(plan["filter"]))
     _supervise(plan, box, user)
     os._exit(0)
 
@@ -100,7 +104,7 @@ def _supervise(plan: dict[str, Any], box: str, user: int | None) -> None:
     code = os.WTERMSIG(status) if how == "signal" else os.waitstatus_to_exitcode(status) if status else 0
     if how == "signal" and code == signal.SIGXCPU:
         how = "late"
-    _tell(plan, ended=how, code=code, seconds=time.monotonic() - begun)
+    _tell(plan, ended=how, code=code, seconds=time.monotonic() - begun, filtered=plan["filtered"])
 
 
 def _resident() -> int:
@@ -184,6 +188,13 @@ def _libc() -> Any:
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         _libc().prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+
+
+def _filter(code: bytes) -> bool:
+    """Have the kernel refuse calls of this process, and of all that it starts; return whether it does."""
+    kept = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HP", len(code) // 8, ctypes.addressof(kept))
+    return bool(code) and not _libc().prctl(_SECCOMP, ctypes.c_ulong(_BY_FILTER), program)
 
 
 def _checked(result: int, what: str) -> None:
@@ -296,7 +307,6 @@ def _become(plan: dict[str, Any], box: str, user: int | None) -> None:
                 resource.setrlimit(kind, (most, most + 1 if name == "CPU" and hard < 0 else most))
     if user is not None:
         os.setresuid(user, user, user)
-    _prctl(_NO_NEW_PRIVILEGES, 1)
     env = {**plan["env"], "HOME": box, "TMPDIR": box}
     os.execvpe(plan["command"][0], plan["command"], env)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import selectors
 import shutil
 import signal
@@ -15,6 +16,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from rft_fn.sandbox.system_calls import filter_of
 
 __all__ = ["Limits", "Outcome", "kill_group", "run"]
 
@@ -67,8 +70,8 @@ def run(
 
     The folder holds `files`, is its HOME, and is deleted afterwards with all processes. Of the environment it
     has PATH and LANG. On a Linux that allows namespaces it sees no network, no other process, and of files
-    only the system's and Python's, none of which it can change. Elsewhere it has the limits alone, with a
-    warning.
+    only the system's and Python's, none of which it can change; the kernel refuses it the calls of
+    `system_calls`. Elsewhere it has the limits alone, with a warning.
     """
     for name in files or {}:
         if Path(name).name != name or name in ("", ".", ".."):
@@ -131,6 +134,7 @@ def _launched(
             "folder": folder,
             "parent": os.getpid(),
             "report": writer,
+            "filter": filter_of().hex(),
             "namespaces": namespaces,
             "reachable": _reachable(command[0]),
             "visible": _visible(),
@@ -222,10 +226,21 @@ def _read(process: "subprocess.Popen[bytes]", reader: int, limits: Limits) -> tu
         told = json.loads(report)
     if "refused" in told:
         return None, told["refused"]
+    if not told.get("filtered", True):
+        _warn_unfiltered()
     ended = forced or told.get("ended", "signal")
     code = told.get("code", int(signal.SIGKILL))
     taken = told.get("seconds", time.monotonic() - begun)
     return Outcome(ended, code, stdout[: limits.output], stderr[: limits.output], taken), ""
+
+
+@cache
+def _warn_unfiltered() -> None:
+    warnings.warn(
+        f"sandbox: expected a filter of system calls, got none from this {platform.machine()}: programs may "
+        "make all that their user may",
+        stacklevel=4,
+    )
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

@@ -1,8 +1,11 @@
 """The reward `code`: what passes, what share, and candidates that want the verdict without the work."""
 
+import threading
+
 import pytest
 
 from rft_fn import reward
+from rft_fn.reward import early, unit_tests
 from rft_fn.reward.unit_tests import cases_of, extract_code
 from rft_fn.sandbox import program
 
@@ -102,4 +105,44 @@ def test_tests_of_another_form_are_refused(cell, line):
 @pytest.mark.slow
 def test_a_deadline_fails_what_is_left_with_a_warning():
     with pytest.warns(UserWarning, match="tests were not run within 0.3 s"):
-        assert score("while True: pass", {"inputs": ["1"] * 40, "outputs": ["1"] * 40}, deadline=0.3) == 0.0
+        assert (
+            score(
+                "while True: pass",
+                {"inputs": [f"{i}" for i in range(40)], "outputs": ["1"] * 40},
+                deadline=0.3,
+            )
+            == 0.0
+        )
+
+
+def answer(code):
+    return f"```python\n{code}\n```"
+
+
+@pytest.mark.parametrize("options", [{}, {"all_or_nothing": True}])
+def test_tests_that_were_begun_are_run_once_and_score_as_in_a_call(options, monkeypatch):
+    """Those of some responses, one of them told twice; the others run when they are asked for."""
+    fn = reward.code(**options)
+    codes = ["a, b = map(int, input().split())\nprint(a + b)", "print(3)", "print(7)", "print(9)"]
+    completions, tests = [*map(answer, codes), "none"], [IO] * 5
+    real, run = unit_tests._passes, []
+    monkeypatch.setattr(unit_tests, "_passes", lambda *x: run.append(x[:2]) or real(*x))
+    for i in (0, 1, 1, 4):
+        fn.begin(completions=[completions[i]], tests=[IO])
+    while any(not x.done() for x in unit_tests._begun._runs.values()):
+        threading.Event().wait(0.01)
+    assert {program for program, _ in run} == {code + "\n" for code in codes[:2]}
+    found = fn(prompts=completions, completions=completions, tests=tests)
+    assert found == ([1.0, 0.0, 0.0, 0.0, 0.0] if options else [1.0, 0.5, 0.5, 0.0, 0.0])
+    assert len(run) == len(set(run)) and not unit_tests._begun._runs
+    assert early.starts_early(reward.weighted(code=(fn, 1.0)))
+
+
+def test_tests_that_were_begun_have_the_deadline_of_the_call(monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(unit_tests, "_passes", lambda *_: gate.wait(60))
+    fn, completions = reward.code(deadline=0.2), [answer("print(3)")]
+    fn.begin(completions=completions, tests=[IO])
+    with pytest.warns(UserWarning, match="2 tests were not run within 0.2 s"):
+        assert fn(prompts=[""], completions=completions, tests=[IO]) == [0.0]
+    gate.set()
