@@ -125,7 +125,11 @@ class _Actors:
             self.actors[f"actor-{i}"] = kind.options(scheduling_strategy=place).remote()
         self.pool = Pool([*self.actors], self, name="ray", width=1, revive=self._revive, pause=_AGAIN)
         inner = _inner(config)
-        found = self.pool.each(lambda name: self._ask(name, "build", inner, model, tokenizer, threads))
+        try:
+            found = self.pool.each(lambda name: self._ask(name, "build", inner, model, tokenizer, threads))
+        except BaseException:
+            self.close()
+            raise
         first = next(iter(found.values()))
         self.last: EngineStatus = first
         self.last["engine"] = "ray"

@@ -85,6 +85,11 @@ def test_actors_sample_what_one_engine_samples_and_go_on_without_one_that_dies(c
         engine.generate(PROMPTS, KEYS, sampling=SAMPLING)
     engine.close()
 
+    with pytest.raises((OSError, ValueError), match="no-such-model"):
+        get_engine(
+            EngineConfig(type="ray", actors=2, timeout=120), "no-such-model", rft.model.load_tokenizer("tiny")
+        )
+
     # their places are free again; for more than the cluster has there is a deadline
     with pytest.raises(
         TimeoutError, match=r"engine_actors: expected room for 3 with 1 CPU each within 1 s .* got 2 CPU"
