@@ -109,7 +109,7 @@ UNREAD = [
     ("evaluate", "--log-dir logs", f"strategy.log_dir: {NOT_READ}"),
     ("evaluate", "--bf16", f"strategy.bf16: {NOT_READ}"),
     ("evaluate", "--tasks lm_eval:gsm8k --reward math", "reward: expected (), ... --tasks takes its place"),
-    ("evaluate", "--chat", "chat: expected False, as this script does not read it, got True; it is for --tasks"),
+    ("evaluate", "--chat", "chat: expected False, ... got True; it is for --tasks"),
     ("evaluate", "--tasks gsm8k", "tasks: expected lm_eval:TASK or lm_eval:FILE.yaml, got 'gsm8k'; other"),
     ("evaluate", "--repeats 4", "k, group: expected k <= group, and temperature > 0 for a group above 1"),
     ("train_rm", "--kind lists --chosen {x}", "chosen: expected '{chosen}', as this script does not read it"),
