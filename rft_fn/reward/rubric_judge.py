@@ -1,4 +1,4 @@
-"""Rubrics: a judge is asked about each criterion of a row by itself; the reward is their weighted mean."""
+"""Rubrics: a judge is asked about each criterion of a row; the reward is the weighted mean."""
 
 import inspect
 import math
