@@ -5,13 +5,16 @@ import json
 import math
 import shlex
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from rft_fn.run.samples import QUANTILES
 from rft_fn.tools import commands
+from rft_fn.tools.page.recorded import Recorded
 from rft_fn.tools.plan import cards, lengths, measured, planned_command, simulation, summary_table
 from rft_fn.tools.plan.simulation import PHASES, Rates, Setting, engine_seconds, simulate
 
@@ -149,6 +152,23 @@ def test_a_law_gives_its_quantiles_and_its_mean():
     alike = np.log(drawn).mean(1).var() / np.log(drawn).var()  # 0.3 of the variance, and a 16th of the rest
     assert alike == pytest.approx(0.3 + 0.7 / 16, rel=0.1)
     assert lengths.draw(law, np.random.default_rng(0), 4, 4, most=9).max() == 9
+
+
+def test_the_law_of_runs_is_that_of_the_one_with_most_responses():
+    """Of exponential lengths, by the few quantiles that a run keeps of each step."""
+    rng = np.random.default_rng(0)
+
+    def run(prompts, mean):
+        steps = [np.quantile(rng.exponential(mean, prompts * 8), QUANTILES) for _ in range(40)]
+        empty = Recorded(Path(), f"{prompts}", {}, [], [], [], [], [], [])
+        config = {"prompts": prompts, "group": 8, "max_new": 900}
+        return empty._replace(config=config, distributions=[{"length": x.tolist()} for x in steps])
+
+    law = lengths.of_runs([run(4, 30.0), run(64, 50.0)])
+    assert law.source == "as in 64"
+    assert lengths.mean(law, most=900) == pytest.approx(50, rel=0.03)
+    drawn = [lengths.draw(law, rng, 64, 8, most=900).max() for _ in range(40)]
+    assert np.mean(drawn) == pytest.approx(50 * np.log(512), rel=0.1)
 
 
 def test_rates_of_runs_are_those_that_made_their_rows(tmp_path):

@@ -64,22 +64,22 @@ def _of_lengths(lengths: np.ndarray, source: str) -> Lengths:
 
 
 def of_runs(runs: Sequence[Recorded]) -> Lengths:
-    """Return the law of the run with the longest responses, by the quantiles of its steps.
+    """Return the law of the largest run, by the mean of the quantiles of its steps.
 
-    Between two quantiles the tail is exponential. ValueError for runs without distributions.jsonl.
+    It is the run of the largest max_new, and of the most responses, which know more of the tail. Between two
+    quantiles the tail is exponential. ValueError for a run without distributions.jsonl.
     """
     from rft_fn.run.samples import QUANTILES
 
-    tables = [[row["length"] for row in run.distributions if "length" in row] for run in runs]
-    longest = max(range(len(runs)), key=lambda i: max((row[-1] for row in tables[i]), default=-1.0))
-    rows = np.asarray(tables[longest], dtype=float)
+    run = max(runs, key=lambda run: (int(run.config["max_new"]), _responses(run)))
+    rows = np.asarray([row["length"] for row in run.distributions if "length" in row], dtype=float)
     if not len(rows):
-        raise ValueError(f"measured: expected distributions.jsonl with lengths in {runs[0].folder}, got none")
-    size = _responses(runs[longest])
+        raise ValueError(f"measured: expected distributions.jsonl with lengths in {run.folder}, got none")
     levels = np.linspace(0, 1, 1001)
-    tail, known = (-np.log1p(-np.asarray(x) * (1 - 1 / (size + 1))) for x in (levels, QUANTILES))
+    last = 1 - 1 / (_responses(run) + 1)
+    tail, known = (-np.log1p(-np.asarray(x) * last) for x in (levels, QUANTILES))
     values = np.interp(tail, known, rows.mean(0))
-    return Lengths(tuple(levels), tuple(values), 0.0, f"as in {runs[longest].name}")
+    return Lengths(tuple(levels), tuple(values), 0.0, f"as in {run.name}")
 
 
 def _responses(run: Recorded) -> int:
