@@ -41,6 +41,16 @@ def _odd(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if any(p.dtype != main for p in m.parameters(recurse=False))]
 
 
+def _parts(root: nn.Module) -> list[nn.Module]:
+    """Return the parts that are sharded by themselves, those inside of others first, and `root` at the end.
+
+    FSDP2 gives a parameter to the first group around it: adapters in float32 have one inside of a block.
+    """
+    depth = {m: name.count(".") for name, m in root.named_modules()}
+    parts = dict.fromkeys([*blocks(root), *_odd(root)])
+    return [*sorted((m for m in parts if m is not root), key=lambda m: -depth[m]), root]
+
+
 def shard_module(root: nn.Module, mesh: DeviceMesh, config: StrategyConfig) -> nn.Module:
     """Shard `root` in place over `mesh`: one group for each block, one for the rest."""
     from torch.distributed.fsdp import (
@@ -60,7 +70,7 @@ def shard_module(root: nn.Module, mesh: DeviceMesh, config: StrategyConfig) -> n
     offload = on_host if config.fsdp_cpu_offload else OffloadPolicy()
 
     # towers too: packs without media borrow some, so all ranks join in; a part may be there twice
-    for part in [*blocks(root), *_odd(root), root]:
+    for part in _parts(root):
         if part is root or not isinstance(part, FSDPModule):
             fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
 
@@ -190,7 +200,7 @@ class FSDP2Backend(Backend):
 def groups(root: nn.Module) -> list[list[nn.Parameter]]:
     """Return the parameters of a module as FSDP2 gathers them: block by block, then all others."""
     out, seen = [], set()
-    for part in [*blocks(root), *_odd(root), root]:
+    for part in _parts(root):
         group = [p for p in part.parameters() if id(p) not in seen]
         seen |= {id(p) for p in group}
         out.append(group)
