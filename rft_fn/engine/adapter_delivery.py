@@ -23,7 +23,7 @@ __all__ = ["AdapterDelivery", "Adapters"]
 
 
 FRESH = ("", "default")  # labels of servers with the weights that they were started with
-LENGTH = 8  # tokens of a sample that shows whether adapters have arrived
+LENGTH = 2  # tokens of a sample that shows whether adapters have arrived
 
 
 class Adapters(NamedTuple):

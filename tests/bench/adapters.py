@@ -83,6 +83,11 @@ def measure(args):
     tokenizer = model.load_tokenizer(MODEL)
     about = made() | {"machine": processor(), "load": os.getloadavg()[0], "vllm": vllm.__version__}
     about |= {"threads": args.threads, "times": args.times, "sync": {}, "speed": {}}
+    if args.only:  # the others as they were
+        about = json.loads(args.out.read_text())
+
+    def wanted(name):
+        return not args.only or name in args.only
 
     def built(**options):
         return engine.get_engine(engine.EngineConfig(batch=64, lora_rank=RANK, **options), MODEL, tokenizer)
@@ -97,28 +102,35 @@ def measure(args):
         "hf in another process, merged": {"process": True, "adapters": "merged"},
         "hf in another process, alone": {"process": True},
     }.items():
-        eng = built(**options)
-        note(name, eng, st, state)
-        eng.close()
+        if wanted(name):
+            eng = built(**options)
+            note(name, eng, st, state)
+            eng.close()
     for way in ("merged", "alone"):
+        if not wanted(f"vLLM in process, {way}"):
+            continue
         eng = built(type="vllm", adapters=way, max_model_len=256)
         note(f"vLLM in process, {way}", eng, st, state)
         about["speed"][way] = speed(eng, args)
         print(about["speed"], flush=True)
         eng.close()
 
+    if not any(wanted(name) for name in WAYS if name.startswith("a server")):
+        return about
     with tempfile.TemporaryDirectory() as root:
         server = Server(Path(root) / "log", MODEL, threads=args.threads, window=256, rank=RANK)
         try:
             server.wait()
             served = {"type": "openai", "servers": (server.url,)}
             eng = built(**served, adapters="alone")  # before the base model is another one
-            note("a server, alone", eng, st, state)
+            if wanted("a server, alone"):
+                note("a server, alone", eng, st, state)
             eng.close()
             served["adapters"] = "merged"
-            eng = built(**served, transfer="rft")
-            note("a server, channel", eng, st, state)
-            eng.close()
+            if wanted("a server, channel"):
+                eng = built(**served, transfer="rft")
+                note("a server, channel", eng, st, state)
+                eng.close()
             for name, dtype in (
                 ("a server, folder", torch.float32),
                 ("a server, difference", torch.bfloat16),
@@ -174,6 +186,7 @@ def main():
     parser.add_argument("--out", type=Path, default=DATA)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--max-new", type=int, default=16)
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="measure these ways anew")
     parser.add_argument("--times", type=int, default=3)
     args = parser.parse_args()
     if args.measure:

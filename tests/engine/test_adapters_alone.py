@@ -88,6 +88,7 @@ MADE = {
     "alphas": lambda: patterns(alpha_pattern={"down_proj": 0.3, "layers.0.*q_proj": 11}),
     "several": twice,
     "transposed": gpt2,
+    "towers": lambda: model.apply_lora_configuration(model.load("tiny-vl"), 2, 4, target_modules="towers"),
 }
 
 
