@@ -474,6 +474,7 @@ FREE = {
     "ckpt/folder.py:_static": "text that it has written itself",
     "ckpt/layout.py:read": "the digest of each file is compared before it, and shapes and types",
     "confined.py:call": "bytes of a fork of this process",
+    "reward/rubric_judge.py:criteria_of": "criteria of the data, whose names, weights and vetoes it checks",
     "run/mirror.py:_whole": "names and sizes; fed by tests/run/test_mirror.py",
     "reward/unit_tests.py:cases_of": "tests of the data, whose forms it checks",
     "sandbox/call_tests.py:_Asker.ask": "literals of the code, in a process whose end is a failed test",

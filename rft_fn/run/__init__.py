@@ -9,8 +9,8 @@ from rft_fn.run.card import save_card
 from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.distillation import Distillation, DistillationRun, load_taught_task, teacher_modules
 from rft_fn.run.earlier_run import last_model, settings
+from rft_fn.run.evaluation_result import Measured, answers_of, compared, show, summary
 from rft_fn.run.lm_eval_tasks import check_tasks, harness_model, harness_tasks
-from rft_fn.run.measured import Measured, answers_of, compared, show, summary
 from rft_fn.run.objective import (
     actor_critic,
     greedy_baseline,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rft_fn.collect import gather_and_generate
-from rft_fn.run.measured import Measured, answer_numbers
+from rft_fn.run.evaluation_result import Measured, answer_numbers
 from rft_fn.text import error_text
 from rft_fn.types import Engine, Sampling, Strategy
 

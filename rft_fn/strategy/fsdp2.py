@@ -42,7 +42,7 @@ def _odd(module: nn.Module) -> list[nn.Module]:
 
 
 def _parts(root: nn.Module) -> list[nn.Module]:
-    """Return the parts that are sharded by themselves, those inside of others first, and `root` at the end.
+    """Return the parts that are sharded by themselves, inner ones first, and `root` at the end.
 
     FSDP2 gives a parameter to the first group around it: adapters in float32 have one inside of a block.
     """

@@ -141,5 +141,5 @@ def test_a_row_of_the_table_makes_it_an_option(eng, monkeypatch):
     assert found is eng
     with pytest.raises(ValueError, match="engine_tp_size: expected 1 for file"):
         engine.check_config(engine.EngineConfig(type="file", tp_size=2))
-    with pytest.raises(ValueError, match="engine type: expected hf, openai, sglang, vllm, file, got 'x'"):
+    with pytest.raises(ValueError, match="expected hf, openai, ray, sglang, vllm, file, got 'x'"):
         engine.check_config(engine.EngineConfig(type="x"))

@@ -9,7 +9,7 @@ from test_house import load_script
 import rft_fn as rft
 from rft_fn import rng
 from rft_fn.model.model_names import resolve
-from rft_fn.run.measured import summary
+from rft_fn.run.evaluation_result import summary
 
 pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance

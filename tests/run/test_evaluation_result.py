@@ -7,7 +7,7 @@ import torch
 from test_house import load_script
 
 import rft_fn as rft
-from rft_fn.run.measured import Measured, answer_numbers, answers_of, compared, described, summary
+from rft_fn.run.evaluation_result import Measured, answer_numbers, answers_of, compared, described, summary
 
 
 def of(value, answer=None, **protocol):
