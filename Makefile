@@ -105,9 +105,9 @@ test: $(VENV)/test-installed
 	$(PYTEST) -m 'not slow and not docs' $(PYTEST_ARGS)
 
 test-slow: $(VENV)/test-installed $(VENV)/low $(VENV)/sglang
-	PYTHONPATH=$(abspath $(VENV)/low) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(LOW)
-	$(MAKE) test-cpus
-	SGLANG_TYPES=$(abspath $(VENV)/sglang) $(PYTEST) -m slow $(PYTEST_ARGS)
+	failed=0; PYTHONPATH=$(abspath $(VENV)/low) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(LOW) || failed=1; \
+	$(MAKE) test-cpus || failed=1; \
+	SGLANG_TYPES=$(abspath $(VENV)/sglang) $(PYTEST) -m slow $(PYTEST_ARGS) || failed=1; exit $$failed
 
 # The fast tests of what goes by the processor, on every one that this machine can stand for: tests/processors.py.
 CPUS = arm avx2 avx512 zen3 zen5
@@ -115,7 +115,8 @@ CPU_TESTS = tests/kernel/test_narrow.py tests/kernel/test_products.py tests/kern
   tests/model/test_fast_linear.py tests/model/test_prefixes.py tests/model/test_attention.py tests/engine/test_engine.py
 
 test-cpus: $(VENV)/test-installed
-	for cpu in $(CPUS); do echo $$cpu; RFT_FN_TEST_CPU=$$cpu $(PYTEST) -q -m 'not slow and not docs' $(CPU_TESTS) || exit 1; done
+	failed=0; for cpu in $(CPUS); do echo $$cpu; \
+	  RFT_FN_TEST_CPU=$$cpu $(PYTEST) -q -m 'not slow and not docs' $(CPU_TESTS) || failed=1; done; exit $$failed
 
 test-docs: $(VENV)/test-installed
 	$(PYTEST) -m docs $(PYTEST_ARGS)

@@ -133,7 +133,10 @@ def test_this_process_is_the_processor_that_it_stands_for():
         pytest.skip(f"{processors.NAME} is not set")
     assert torch.backends.cpu.get_cpu_capability() == level.torch
     assert narrow.has_products() == level.bfloat16
-    assert (products.processor("vendor_id") == "AuthenticAMD") == level.cpuinfo.startswith("zen")
+    amd = products.processor("vendor_id") == "AuthenticAMD"
+    assert amd or not level.cpuinfo.startswith("zen")
+    if amd and not level.cpuinfo:
+        return  # a level without a file is this machine with fewer instructions
     wide = products.Packing(math.inf, rows=1)
     packing = {"zen3": products.Packing(1 << 19, rows=2)}.get(level.cpuinfo, wide)
     half = level.cpuinfo in ("zen4", "zen5")
