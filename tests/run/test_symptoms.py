@@ -13,6 +13,7 @@ from test_run_page import blocks
 from bench import record
 from rft_fn import parsing
 from rft_fn import run as runs
+from rft_fn.reward.from_spec import HELD
 from rft_fn.run import plot
 from rft_fn.run.symptoms import RULES, symptoms
 from rft_fn.tools.page.build import found_symptoms, write_page
@@ -124,8 +125,10 @@ def read_by_rules():
 def check_written(rows):
     """Each metric that a rule reads is in each of a script's rows; that of evaluations in one of them."""
     names = read_by_rules()
-    assert len(names) == 12 + 10  # and depths, of which short runs have one
+    assert len(names) == 12 + 10 + 1  # and depths, of which short runs have one, and a held reward
     for name in names:
+        if name.endswith(HELD):
+            continue
         here = [row.get(name) is not None for row in rows]
         if not name.startswith(("grad/snr", "grad/noise", "mismatch/gap@")):  # in some batches alone
             assert any(here) if name == "eval/mean" else all(here), (name, here)
