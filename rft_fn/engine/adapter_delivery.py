@@ -51,7 +51,7 @@ class AdapterDelivery:
         self.tidy = weakref.finalize(self, remove_all, self.written)  # also where nobody calls `close`
 
     def refusal(self, known: Described) -> str:
-        """Return why a server cannot take adapters alone; empty where it can."""
+        """Return what a server lacks for taking adapters alone; empty where it lacks nothing."""
         rank, room = self.config.lora_rank, known.room
         if room is None:
             return (
@@ -66,13 +66,13 @@ class AdapterDelivery:
         return ""
 
     def check(self, known: Described) -> None:
-        """Raise Refused for a server that cannot take adapters, where they are to come alone."""
+        """Raise Refused for a server without room for adapters, with `adapters="alone"`."""
         reason = self.refusal(known) if self.wanted and self.config.adapters == "alone" else ""
         if reason:
             raise Refused(f"engine_adapters alone: expected {reason}")
 
     def decide(self, known: Mapping[str, Described]) -> bool:
-        """Return whether adapters come alone: by `auto` where every server tells that it has room."""
+        """Return whether adapters come alone; with `auto`, if all servers report room for them."""
         if not self.wanted or self.config.adapters == "alone":
             return self.wanted
         if not self.protocol.adapters_ran:

@@ -51,7 +51,7 @@ def fetch(folder: Path, address: str) -> None:
                 f"mirror: expected the run of {folder} at {address}, got another one; choose another address "
                 "or another folder"
             )
-        if newest and int(newest[0].name[5:]) < int(found["step"][5:]):
+        if newest and _number(newest[0].name) < _number(found["step"]):
             raise ValueError(
                 f"mirror: {address} has {found['step']}, and {folder} has {newest[0].name}: delete the "
                 "checkpoints of the folder to go on from the newer one, or choose another address"
@@ -101,6 +101,10 @@ def _whole(fs: Any, root: str, address: str) -> dict[str, Any] | None:
     except Exception as error:  # of any file system
         raise ValueError(f"mirror: {address}/{_POINTER} cannot be read: {error_text(error)}") from error
     return found
+
+
+def _number(step: str) -> int:
+    return int(step.removeprefix("step_"))
 
 
 def _plain(name: str) -> bool:

@@ -1,16 +1,13 @@
 """Sampled responses with their rewards, to be read."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rft_fn.reward import Judged
 from rft_fn.reward.from_spec import HELD
 from rft_fn.types import Rollout
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["QUANTILES", "TOP", "distribution", "response_row", "rows", "top_rows"]
 

@@ -15,13 +15,13 @@ from rft_fn.model.lora_folders import CONFIG
 from rft_fn.model.lora_targets import linear
 from rft_fn.model.model_names import resolve
 
-__all__ = ["Adapters"]
+__all__ = ["AdapterSlots"]
 
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the largest ranks that vLLM can be built for
 
 
-class Adapters:
+class AdapterSlots:
     """The adapters of one engine, and their folders.
 
     vLLM computes with adapters next to its layers, where merged weights cost nothing, so an engine takes them
@@ -29,7 +29,7 @@ class Adapters:
     """
 
     def __init__(self, config: EngineConfig, model: str | nn.Module):
-        """ValueError for adapters alone of too large a rank, or on a model that has some."""
+        """Raise ValueError for too large a rank, and for a model that has adapters already."""
         self.takes = config.adapters == "alone" and config.lora_rank > 0
         self.rank = config.lora_rank
         self.loaded: list[Any] = []  # vLLM's requests, the newest last

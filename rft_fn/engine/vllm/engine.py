@@ -17,7 +17,7 @@ from rft_fn.engine.lifetime import EngineCore
 from rft_fn.engine.requests import Request, Stop
 from rft_fn.engine.server_protocol import stored_tensors
 from rft_fn.engine.vllm import sampler, surroundings
-from rft_fn.engine.vllm.adapter_slots import Adapters
+from rft_fn.engine.vllm.adapter_slots import AdapterSlots
 from rft_fn.engine.vllm.sampler import Asked, Sampler
 from rft_fn.engine.vllm.surroundings import Group, import_vllm, name_shared_memory
 from rft_fn.engine.weight_folder import LoadCheck, manifest
@@ -136,7 +136,7 @@ class InProcess:
             surroundings.keep_groups()
             if config.tp_size > 1 and self.device.type == "cpu":
                 name_shared_memory()
-            self.adapters = Adapters(config, model)
+            self.adapters = AdapterSlots(config, model)
             self.folder = ModelFolder(model, tokenizer, config.max_model_len)
             self.window = self.folder.window
             try:
