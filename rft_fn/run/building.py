@@ -73,6 +73,7 @@ def setup(
     if greedy:
         _check_greedy(options.of(options.Shaping, cfg), getattr(cfg, "algorithm", ""))
     st = opening.start(sizes.provisional(cfg), unread=() if sampled else options.ENGINE)
+    cfg = opening.decide_start(cfg, st)
     every = options.of(options.Reference, cfg).ref_every
     opening.check_reference(every, anchor=anchor, zero_stage=cfg.strategy.zero_stage)
     opening.check_adapters(cfg, cfg.strategy)

@@ -6,7 +6,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rft_fn import border
+from rft_fn import border, ckpt
+from rft_fn.ckpt.folder import read_meta
 from rft_fn.run.files import keep_until, write_whole
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "begun",
     "checkpoints",
     "cut_back",
+    "first_checkpoint",
     "first_day",
     "lacking",
     "last_model",
@@ -56,6 +58,27 @@ def settings(folder: str | Path) -> dict[str, Any]:
             f"run folder {folder}: config.json is damaged ({error}); delete that file to continue with the "
             "options of this command, or put back a copy"
         ) from error
+
+
+def first_checkpoint(folder: str | Path, source: str) -> tuple[str, int]:
+    """Return the checkpoint of the run `source` that the run in a folder begins with, and its updates.
+
+    It is the newest, or the one that is named itself. Once the run has begun it is the one in its
+    config.json, which it needs until it has a checkpoint of its own. The updates are those of its optimizer
+    state, the fewest of several. ValueError where there is none.
+    """
+    stored = settings(folder) if begun(Path(folder)) else {}
+    path = Path(stored.get("from_checkpoint") or source)
+    own = path if path.is_relative_to(source) else Path(source)  # another one is refused with the options
+    if own == path and stored.get("from_updates") is not None and ckpt.steps(checkpoints(Path(folder))):
+        return str(path), stored["from_updates"]
+    if not (own / "meta.json").exists():
+        own = next(reversed(ckpt.steps(checkpoints(own))), own)
+    if not (own / "meta.json").exists():
+        raise ValueError(f"from_checkpoint: expected a run with a checkpoint, or a checkpoint, got {own}")
+    leaves = read_meta(own)["plain"].items()
+    counts = [x for name, x in leaves if name.startswith("state/") and name.endswith("/count")]
+    return str(own), min(counts, default=0)
 
 
 def renamed(options: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +133,7 @@ def cut_back(folder: Path, step: int) -> None:
 
     ValueError if there were checkpoints and none is left: the rows of the run are not wiped for that.
     """
-    if step == 0 and (folder / _SAVED).exists():
+    if step == 0 and ((folder / _SAVED).exists() or any(checkpoints(folder).glob("[!.]*"))):
         raise ValueError(
             f"run folder {folder}: its steps are here, but no checkpoint is left in "
             f"{checkpoints(folder)}; put that folder back, give --out another folder, or delete this one to "

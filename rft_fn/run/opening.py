@@ -26,7 +26,7 @@ from rft_fn.run.run_folder import Run
 from rft_fn.types import Apply, Sampling, Strategy, Transform
 
 __all__ = [
-    "check_reference", "data_options", "end_dry", "free_options", "initial_model",
+    "check_reference", "data_options", "decide_start", "end_dry", "free_options", "initial_model",
     "load_critic", "load_data", "load_policy", "load_processing", "open_folder", "optimizer",
     "plan_steps", "print_preflight", "start", "updates_per_pass", "updates_per_step",
     "warmup_updates", "with_processor",
@@ -34,6 +34,7 @@ __all__ = [
 
 
 L = TypeVar("L", bound=options.Length)
+S = TypeVar("S", bound=options.Script)
 _LOOKED_AT = 16  # prompts, for the largest images and sounds
 
 
@@ -277,6 +278,31 @@ def warmup_updates(warmup: float, updates: int, each: int = 1) -> int:
     return math.ceil(warmup * updates) if 0 < warmup < 1 else int(warmup) * each
 
 
+def decide_start(cfg: S, st: Strategy) -> S:
+    """Return the config with the checkpoint that a run begins with, and the updates of its optimizer.
+
+    A run that has begun keeps its own, whatever the other run has by now. ValueError on every rank where
+    there is none.
+    """
+    if not cfg.from_checkpoint:
+        if cfg.from_updates is not None:
+            raise ValueError(f"from_updates: expected none without from_checkpoint, got {cfg.from_updates}")
+        return cfg
+    found: Any = None
+    if st.rank == 0:
+        try:
+            found = earlier_run.first_checkpoint(cfg.out, cfg.from_checkpoint)
+        except ValueError as error:
+            found = str(error)
+    with st.session.watch():
+        found = dist.all_gather_object(found)[0]
+    if isinstance(found, str):
+        raise ValueError(found)
+    path, updates = found
+    updates = updates if cfg.from_updates is None else cfg.from_updates
+    return replace(cfg, from_checkpoint=path, from_updates=updates)
+
+
 def optimizer(
     cfg: options.Optimizer, lr: float, *, updates: int, warmup: int, ema: float = 0.0
 ) -> tuple[Transform, optim.Schedule]:
@@ -288,7 +314,11 @@ def optimizer(
     # from lr / warmup up to lr, then down to lr_end * lr at the last update
     decay = optim.warmup_cosine if cfg.schedule == "cosine" else optim.warmup_linear
     floor = 1.0 if cfg.schedule == "constant" else cfg.lr_end
-    schedule = decay(lr, warmup, max(updates, warmup), floor=floor)
+    planned = decay(lr, warmup, max(updates, warmup), floor=floor)
+    before = cfg.from_updates or 0
+
+    def schedule(count: int, /) -> float:
+        return planned(count - before)
 
     adamw = optim.adamw(schedule, b1=cfg.beta1, b2=cfg.beta2, weight_decay=cfg.weight_decay)
     parts = [optim.clip_by_global_norm(cfg.max_norm), adamw]

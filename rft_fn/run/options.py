@@ -333,6 +333,8 @@ class Optimizer(Options, subject="Optimizer", first=("lr",)):
     beta2: Decay = 0.999  # decay of AdamW's second moment
     weight_decay: AtLeast0 = 0.0  # AdamW's weight decay, of matrices only
     max_norm: Positive = 1.0  # the gradients of each model are clipped to this global norm
+    from_checkpoint: str = ""  # a run, or a checkpoint of one: begin with its weights and optimizer state
+    from_updates: Whole | None = None  # updates in that state that the schedule does not count; None: all
 
 
 @dataclass(frozen=True)

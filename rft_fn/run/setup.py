@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from rft_fn import collect, metric, model, reward, tree
+from rft_fn import ckpt, collect, metric, model, reward, tree
 from rft_fn.collect import AsyncSampler, Batch
 from rft_fn.optim import Schedule
 from rft_fn.reward import early
@@ -26,6 +26,11 @@ from rft_fn.types import Apply, Experience, Rollout, Sampling, Strategy, TokenOu
 __all__ = ["Model", "Reference", "Setup"]
 
 LoopState = TypeVar("LoopState", bound=NamedTuple)  # of a script, with a field `step`
+
+
+def _at_first_step(state: TrainState) -> TrainState:
+    """Return the state of another run as that of a new one: its moments keep the count of their updates."""
+    return tree.replace(state, step=0, skipped=0)
 
 
 class Model(NamedTuple):
@@ -63,11 +68,16 @@ class Setup:
     def restore(self, state: Any, loop: LoopState) -> tuple[Any, LoopState]:
         """Return (state, loop) of the newest checkpoint, or the given ones where there is none.
 
+        In a new run with --from-checkpoint the state is that of the other run's checkpoint, at step 0.
         Donates `state`. `loop` is a NamedTuple of everything else that a run goes on from; `loop.step` steps
         are done. The files of the run are cut back to them. A reference that follows the policy is loaded in
         place.
         """
         followed = self._followed()
+        source = options.of(options.Optimizer, self.cfg).from_checkpoint
+        if source and ckpt.latest(self.run.checkpoints) is None:
+            state, _ = self.st.restore(source, state)
+            state = tree.map(_at_first_step, state, is_leaf=lambda x: isinstance(x, TrainState))
         state, found = restore_latest(self.st, self.run, state, loop._asdict() | followed)
         self.run.resume(found["step"])
         if followed.get("reference") is not None and found["reference"] is not None:

@@ -150,10 +150,16 @@ def test_an_override_is_noted_with_its_step(tmp_path):
         runs.Run(tmp_path / "r", Nested(part=Part(sp=2)), total=4)
 
 
-def test_rows_are_not_wiped_when_the_checkpoints_are_gone(tmp_path):
+@pytest.mark.parametrize("renamed", [False, True])
+def test_rows_are_not_wiped_when_the_checkpoints_are_gone(tmp_path, renamed):
+    """Nor where they are there by other names."""
     run = begun(tmp_path / "r")
     before = (tmp_path / "r/metrics.jsonl").read_bytes()
-    (run.checkpoints / "step_00000001").rmdir()
+    if renamed:
+        (run.checkpoints / "step_00000001").rename(run.checkpoints / "global_step_1")
+        (tmp_path / "r/.saved").unlink(missing_ok=True)
+    else:
+        (run.checkpoints / "step_00000001").rmdir()
     again = runs.Run(tmp_path / "r", Nested(), total=4)
     with pytest.raises(ValueError, match=r"no checkpoint is left in .*checkpoints; put that folder"):
         again.resume(0)
