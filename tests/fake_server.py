@@ -45,6 +45,7 @@ class FakeServer:
         self.ignores = ()  # options that are skipped in silence
         self.routes = ("generate", "dev")  # of vLLM: the better route, the development mode
         self.window = 128
+        self.host = "127.0.0.1"
         self.device = "cpu"
         self.transfer = ""  # vLLM's backend of weight transfer; "rft" is ours
         self.extension = True  # of the worker
@@ -80,13 +81,13 @@ class FakeServer:
 
     @property
     def url(self):
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def begin(self):
         """Listen; again on the same port after `end`."""
         self.closing.clear()
         handler = type("Handler", (_Handler,), {"fake": self})
-        self.http = _Listener(("127.0.0.1", self.port), handler)
+        self.http = _Listener((self.host, self.port), handler)
         self.port = self.http.server_port
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 

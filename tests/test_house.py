@@ -416,6 +416,20 @@ def test_nothing_is_left_for_later():
         assert not re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", path.read_text()), path
 
 
+def test_no_deadline_reads_the_time_of_day():
+    """A clock that is set, or jumps, ends nothing early or late: waits are of the monotonic clock."""
+    known = {
+        "data/row_cache.py": "days since a file of a cache was read",
+        "patience.py": "a server's Retry-After that is a date",
+        "tools/serving/model_wire.py": "when an answer was made",
+    }
+    clock = re.compile(
+        r"\btime\.time\(|datetime\.now\(|\.utcnow\(|\$\{?SECONDS|\(\(SECONDS"
+    )  # bash's own too
+    found = {str(x.relative_to(ROOT / "rft_fn")) for x in FILES if clock.search(x.read_text())}
+    assert found == known.keys()
+
+
 def test_every_row_and_every_piece_is_in_the_docs():
     """docs/algorithms.md has a row for each algorithm, with its paper, and names every loss and weight."""
     import rft_fn

@@ -1,5 +1,6 @@
 """A heartbeat: each process tells the others what it is doing, so that a lost one can be named."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ class Heartbeat:
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True, name="rft_fn heartbeat")
         # by rank: when it was last heard, its phase, and the text of that beat
+        self.host = socket.gethostname()
+        self.hosts: dict[int, str] = {}  # by rank, of those that were heard
         self.heard = {r: (time.monotonic(), "start", "") for r in range(world()) if r != rank()}
 
     def start(self) -> None:
@@ -49,18 +52,18 @@ class Heartbeat:
         self.over.set()
         self.thread.join(5)
         with suppress(RuntimeError):  # the process that held the store may be gone already
-            self.store.set(f"{rank()}", f"{self.count + 1} {self.BYE}")
+            self.store.set(f"{rank()}", f"{self.count + 1} {self.host} {self.BYE}")
 
     def beat(self) -> None:
         """Write this process's beat, and read all others."""
         self.count += 1
-        self.store.set(f"{rank()}", f"{self.count} {self.phase()}")
+        self.store.set(f"{rank()}", f"{self.count} {self.host} {self.phase()}")
         for r, (_, _, last) in list(self.heard.items()):
             if not self.store.check([f"{r}"]):
                 continue  # it has not begun
             now = self.store.get(f"{r}").decode()
             if now != last:
-                phase = now.partition(" ")[2]
+                _, self.hosts[r], phase = now.split(" ", 2)
                 self.heard[r] = (time.monotonic(), phase, now)
 
     def silent(self, seconds: float) -> list[tuple[int, float, str]]:
@@ -68,6 +71,10 @@ class Heartbeat:
         now = time.monotonic()
         beats = [(r, now - heard, phase) for r, (heard, phase, _) in self.heard.items()]
         return [(r, age, phase) for r, age, phase in beats if age > seconds and phase != self.BYE]
+
+    def named(self, r: int) -> str:
+        """Return a rank with its host, where that is known."""
+        return f"rank {r} on {self.hosts[r]}" if r in self.hosts else f"rank {r}"
 
     def phases(self, without: Sequence[int] = ()) -> list[str]:
         """Return the phases of all but `without`: "rank 1, 2 in forward of step 3" for each phase."""

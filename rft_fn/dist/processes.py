@@ -88,7 +88,7 @@ class Processes:
             return describe("other processes", doing, error)
 
         gone = self.heartbeat.silent(min(_QUIET, self.heartbeat.timeout))
-        names = [f"rank {r} (last in {phase}, {age:.0f} s ago)" for r, age, phase in gone]
+        names = [f"{self.heartbeat.named(r)} (last in {phase}, {age:.0f} s ago)" for r, age, phase in gone]
         who = ", ".join(names) or "other processes"
         doing += self.heartbeat.phases(without=[r for r, _, _ in gone])
         return describe(who, doing, error)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -60,7 +61,8 @@ def test_a_lost_process_is_named_and_nobody_hangs(tmp_path, how, timeout):
     assert codes == [dist.LOST] * (world - 1)
     for r in (r for r in range(world) if r != 1):
         line = (tmp_path / f"log{r}").read_text().strip().splitlines()[-1]
-        want = r"error: lost rank 1 \(last in (the script after )?\w+ of step \d+, \d+ s ago\); "
+        want = rf"error: lost rank 1 on {re.escape(socket.gethostname())} "
+        want += r"\(last in (the script after )?\w+ of step \d+, \d+ s ago\); "
         want += rf"rank {r} was in .*; run the same command"
         if how == signal.SIGKILL:
             want += r".*; \w+: .+"  # what torch said

@@ -34,12 +34,14 @@ mkdir -p "$logs" || exit
 
 say() { echo "launch | $*"; }
 
+clock() { cut -d . -f 1 /proc/uptime; }  # seconds, which no change of the date moves
+
 join() { local IFS=,; echo "$*"; }
 
 run() {  # NAME GROUP NODES COUNT [OPTION...] COMMAND...: starts a program as a step of the job
     local name=$1
     say "$name starts on $3"
-    order+=("$name") begun[$name]=$SECONDS group[$name]=$2
+    order+=("$name") begun[$name]=$(clock) group[$name]=$2
     srun @HET@--job-name="$name" --nodelist="$3" --nodes="$4" --ntasks="$4" --ntasks-per-node=1 \
         --exact --mem=0 --kill-on-bad-exit=1 --open-mode=append --output="$logs/$name.log" "${@:5}" &
     pid[$name]=$!
@@ -74,9 +76,9 @@ stop() {  # ends all, first what needs others: SIGTERM, and SIGKILL after the gr
         # shellcheck disable=SC2086
         running $groups || continue
         for number in $groups; do scancel --signal=TERM "@TARGET@"; done
-        end=$((SECONDS + grace))
+        end=$(($(clock) + grace))
         # shellcheck disable=SC2086
-        while running $groups && [ $SECONDS -lt $end ]; do sleep 0.5; done
+        while running $groups && [ "$(clock)" -lt $end ]; do sleep 0.5; done
         for name in ${left[@]+"${left[@]}"}; do
             say "$name is killed"
             kill -TERM "${pid[$name]}"  # of srun, which sends SIGKILL to its program
@@ -87,7 +89,7 @@ stop() {  # ends all, first what needs others: SIGTERM, and SIGKILL after the gr
 
 fail() {  # CODE NAME WHAT: ends the job as the program did
     {
-        echo "error: $2 $3, after $((SECONDS - ${begun[$2]})) s; its last lines, of $logs/$2.log:"
+        echo "error: $2 $3, after $(($(clock) - ${begun[$2]})) s; its last lines, of $logs/$2.log:"
         tail -n 20 "$logs/$2.log" | sed 's/^/    /'
     } >&2
     stop
@@ -123,9 +125,9 @@ await() {  # NAME SECONDS URL: returns once it answers
     server[$1]=$3
     until curl --silent --fail --output /dev/null --noproxy '*' --max-time 5 "$3"; do
         look
-        [ $((SECONDS - ${begun[$1]})) -lt "$2" ] || fail 1 "$1" "gave no 200 at $3 within $2 s"
+        [ $(($(clock) - ${begun[$1]})) -lt "$2" ] || fail 1 "$1" "gave no 200 at $3 within $2 s"
     done
-    say "$1 is ready after $((SECONDS - ${begun[$1]})) s"
+    say "$1 is ready after $(($(clock) - ${begun[$1]})) s"
 }
 
 trap 'asked=yes' TERM

@@ -34,9 +34,11 @@ def draw(t: Timeline, out: Path, *, measured: Mapping[str, np.ndarray] | None = 
         top.axvline(t.end[step, -1] - zero, color="black", lw=0.6, ls=":")
     for engine in range(engines):
         for (begin, end), of in zip(t.sampled[:, engine], t.step_of):
-            if end > zero and begin < zero + width:
-                _bar(top, engine + 1, max(begin - zero, 0), min(end - zero, width), "generate")
-                top.text(max(begin - zero, 0), engine + 1, f" {of + 1}", fontsize=7, va="center")
+            begin, end = max(begin - zero, 0), min(end - zero, width)
+            if end > begin:
+                _bar(top, engine + 1, begin, end, "generate")
+            if end - begin > width / 40:  # room for a number
+                top.text(begin, engine + 1, f" {of + 1}", fontsize=7, va="center")
     _rows(top, ["trainer", *(f"engine {i}" for i in range(engines))], "predicted")
     if measured is not None:
         low = axes[1][0]
