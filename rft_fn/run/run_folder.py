@@ -21,8 +21,8 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +90,11 @@ class Run:
         self.total = total
         self.main = rank == 0
         self._watch = nullcontext
+        self._doing: Callable[[str], AbstractContextManager[Any]] = nullcontext
         if session is not None:
             session.set_dump_dir(self.folder)
             self._watch = session.watch
+            self._doing = session.phase
         self.config = jsonable(config)
 
         may_change = {"out", "override", *free}
@@ -165,9 +167,14 @@ class Run:
         self._timing = Timing()
         self._progress.begin(step)
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Count the seconds of the block under `name` in the step's row of timing.jsonl."""
-        return self._timing.phase(name)
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds of the block under `name` in the step's row of timing.jsonl.
+
+        A line about a lost process has the name too, where no block within has one of its own.
+        """
+        with self._timing.phase(name), self._doing(name):
+            yield
 
     def beside(self, name: str, seconds: float) -> None:
         """Note the seconds of work that ran parallel to the phases, in the step's row of timing.jsonl."""

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from record import made, processor, put
 
+import rft_fn as rft
 from rft_fn.tools.page.recorded import read
 from rft_fn.tools.plan import cards, gantt, lengths, measured, planned_command
 from rft_fn.tools.plan.simulation import PHASES, Setting, simulate
@@ -35,7 +36,6 @@ PLAIN = (
 SECONDS = 1.0  # of the slow reward
 CASES = {
     "plain": "",
-    "groups of 4": "--group 4",
     "groups of 32": "--group 32",
     "48 prompts": "--prompts 48",
     "responses of 32 tokens at most": "--max-new 32",
@@ -44,6 +44,7 @@ CASES = {
     "partial 24": "--partial 24",
     "slow reward": "--reward {folder}/slow.py:slow",
     "two ranks, an engine each": "",
+    "two ranks, one engine of two killed": "--strategy.engine-process true --reward {folder}/kill.py:kill",
 }
 SLOW = f"""import time
 
@@ -52,6 +53,29 @@ def slow(completions, **columns):
     time.sleep({SECONDS})
     return [0.1 * (len(text) % 7) for text in completions]
 """
+KILL = """import os, signal
+from pathlib import Path
+
+calls = []
+
+
+def kill(completions, **columns):
+    calls.append(0)
+    for stat in Path("/proc").glob("[0-9]*/stat") if len(calls) == 5 and os.environ["RANK"] == "1" else ():
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                os.kill(int(stat.parent.name), signal.SIGKILL)
+        except OSError:
+            pass  # it has ended meanwhile
+    return [0.1 * (len(text) % 7) for text in completions]
+"""
+
+
+def restart():
+    """Seconds until an engine in a process of its own is there."""
+    began = time.perf_counter()
+    rft.engine.get_engine(rft.engine.EngineConfig(process=True), "tiny")
+    return time.perf_counter() - began
 
 
 def command(case, folder):
@@ -79,6 +103,7 @@ def run(text, out):
 def hold(only, folder):
     """Each setting predicted and measured, and the plain one's timeline and phases for the picture."""
     (folder / "slow.py").write_text(SLOW)
+    (folder / "kill.py").write_text(KILL)
     plain = planned_command.read(command("plain", folder), on_gpu=False)
     began = time.perf_counter()
     folders = measured.measure(plain, folder / "rates")
@@ -99,6 +124,8 @@ def hold(only, folder):
         t = simulate(x, rates, law)
         phases = measured.phase_table(read(run(command(case, folder), folder / str(i))))
         steps, real = t.step_seconds[1:], phases["wall"]
+        if "killed" in case:  # once, and the others wait for a new one
+            steps = steps + restart() / len(real)
         of = (t.end - t.begin)[1:]
         rows[case] = {
             "predicted": float(steps.mean()),
