@@ -129,6 +129,7 @@ class Supervised:
         self.left = rebuilds.most if rebuilds else 0
         self.attempting = False  # within an attempt: what is called there is repeated as a whole
         self.failure = ""  # of the last attempt, on any rank; empty where it went well
+        self.where = ""  # " in NAME" of the call that the last engine died of, where it is of this rank
         self.lost = ""  # why the last engine died, once no new one is built
         self._take(build())
 
@@ -183,6 +184,7 @@ class Supervised:
             # only the text: the error itself would keep the tensors of its frames in memory
             reason = f"{type(error).__name__}: {error_text(error)}"
             self.ended = f"failed in {name} ({reason})"
+            self.where = f" in {name}"
             raise
 
     def attempts(self, *, restored: bool = True) -> Iterator[AbstractContextManager[None]]:
@@ -235,7 +237,9 @@ class Supervised:
             self.lost = self.failure
             return False
         self.left -= 1
-        rebuilds.announce(f"engine: it died ({self.failure}); building another, {self.left} more after that")
+        rebuilds.announce(
+            f"engine: it died{self.where} ({self.failure}); building another, {self.left} more after that"
+        )
         failed = ""
         if not self.status()["alive"]:
             with suppress(Exception):  # what is left of an engine that failed
@@ -253,8 +257,8 @@ class Supervised:
         """Raise EngineDead where no engine stays alive."""
         if self.lost:
             raise EngineDead(
-                f"engine {self.last['engine']}: expected one that stays alive, got one that died again "
-                f"({self.lost}); --rebuilds says how often another is built"
+                f"engine {self.last['engine']}: expected one that stays alive, got one that died again"
+                f"{self.where} ({self.lost}); --rebuilds says how often another is built"
             )
 
     def generate(

@@ -1,16 +1,21 @@
-"""A link between two hosts that breaks: a run goes on with equal bytes, or ends with a line and resumes."""
+"""A link between hosts that breaks: a run goes on with equal bytes, or ends with a line and resumes."""
 
 import re
 
 import fake_slurm
 import pytest
-import two_hosts
+import three_hosts
 
 from rft_fn import dist
 
 pytestmark = pytest.mark.slow
 
-SHORT = [("generate", 2, 3), ("train", 2, 3), ("save", 1, 3), ("sync", 4, 3)]
+SHORT = [
+    ("generate", 2, 4, 3),
+    ("train", 2, 3, 3),
+    ("save", 1, 3, 3),
+    ("sync", 4, 4, 3),
+]  # of rank 1, the server
 
 
 @pytest.mark.skipif(not fake_slurm.namespaces(), reason="this machine lets nobody make network namespaces")
@@ -19,9 +24,9 @@ def test_a_run_outlives_short_breaks_and_names_who_a_long_one_took(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
-    assert [code for code, *_ in two_hosts.run(whole)] == [0, 0]
+    assert [code for code, *_ in three_hosts.run(whole)] == [0, 0]
 
-    found = two_hosts.run(broken, [*SHORT, ("train", 4, None)], options="--timeout 8 --engine-timeout 8")
+    found = three_hosts.run(broken, [*SHORT, ("train", 4, 3, None)], options="--timeout 8 --engine-timeout 8")
     assert found[0][0] == 1, found  # torchrun's; that of the host without a link waits for its store
     for rank, (_, text, seconds) in enumerate(found):
         line = next(x for x in text.splitlines() if x.startswith("error: "))
@@ -29,12 +34,12 @@ def test_a_run_outlives_short_breaks_and_names_who_a_long_one_took(tmp_path):
         assert re.match(rf"{want}rank {rank} was in (train|forward of step 4); run the same command", line), (
             line
         )
-        assert 8 <= seconds < 25, found
+        assert 8 <= seconds < 40, found
     assert f"exitcode  : {dist.LOST}" in found[0][1]
     rows = [x / "run/metrics.jsonl" for x in (broken, whole)]
     assert rows[0].read_bytes() == b"".join(rows[1].read_bytes().splitlines(True)[:3])
 
-    assert [code for code, *_ in two_hosts.run(broken)] == [0, 0]  # the link is there again
+    assert [code for code, *_ in three_hosts.run(broken)] == [0, 0]  # the link is there again
     assert rows[0].read_bytes() == rows[1].read_bytes()
     weights = [x / "run/model/model.safetensors" for x in (broken, whole)]
     assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -87,7 +87,7 @@ def test_a_run_whose_engine_dies_has_the_same_rows(
     assert run("grpo", tmp_path / "run") == undisturbed
     assert fragile.built == 1 + len(at)
     out = capsys.readouterr().out
-    assert out.count("engine: it died (Fails: call") == len(at)
+    assert out.count(f"engine: it died in {name} (Fails: call") == len(at)
     assert out.count("canary: engine and trainer differ") == canaries
 
 

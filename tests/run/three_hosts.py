@@ -1,8 +1,8 @@
-"""Two hosts, network namespaces with a link between: torchrun on both, a server of samples on the second.
+"""Three hosts, network namespaces on one hub: torchrun on two of them, a server of samples on the third.
 
-`run(folder, faults)` trains grpo.py on them. A fault is (phase, n, seconds): as rank 0 enters a phase for the
-n-th time the link breaks for so long; for good where that is None, and where it is "reboot" the second host
-loses all of its processes too.
+`run(folder, faults)` trains grpo.py on them. A fault is (phase, n, node, seconds): as rank 0 enters a phase
+for the n-th time node 3 (rank 1) or 4 (the server) loses its link for so long; for good where that is None,
+and where it is "reboot" all of its processes end too.
 """
 
 import json
@@ -21,7 +21,7 @@ WORDS = "--prompts 4 --group 2 --steps 4 --save-every 2 --eval-every 100 --eval-
 
 def run(folder, faults=(), *, options="", seconds=120):
     """[(exit code, text, seconds from the last fault to the trainer's line or end)] of both hosts."""
-    setup = fake_slurm.HOLD.format(nodes="2 3", folder=folder)
+    setup = fake_slurm.HOLD.format(nodes="2 3 4", folder=folder)
     command = ["unshare", "-rmn", "bash", "-c", f'{setup}\nexec "$@"', "_", sys.executable, __file__]
     command += ["hold", str(folder), json.dumps([[*faults], options, seconds])]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -54,40 +54,40 @@ def hold(folder, faults, options, seconds):
             assert time.monotonic() < end and all(x.poll() is None for x in started), name
             time.sleep(0.02)
 
-    def link(state):
-        subprocess.run(["ip", "link", "set", "v3", state], check=True)
+    def link(node, state):
+        subprocess.run(["ip", "link", "set", f"v{node}", state], check=True)
 
     for name in ("serves", *(f"{x}{i}" for i in range(len(faults)) for x in ("enters", "broken"))):
         (folder / name).unlink(missing_ok=True)
     try:
-        server = start(3, "server", sys.executable, __file__, "serve", folder, "[]")
+        server = start(4, "server", sys.executable, __file__, "serve", folder, "[]")
         wait_for("serves")
         torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
         torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.9.0.2:29500", "--rdzv-id", "x"]
         words = [*WORDS.split(), *options.split(), "--out", folder / "run", "--engine-type", "openai"]
-        words = ["train", folder, json.dumps([faults]), *words, "--engine-servers", "http://10.9.0.3:8000"]
+        words = ["train", folder, json.dumps([faults]), *words, "--engine-servers", "http://10.9.0.4:8000"]
         hosts = [start(i, f"host{i}", sys.executable, *torchrun, __file__, *words) for i in (2, 3)]
         began = time.monotonic()
-        for i, (_, _, length) in enumerate(faults):
+        for i, (_, _, node, length) in enumerate(faults):
             wait_for(f"enters{i}")
-            link("down")
+            link(node, "down")
             if length == "reboot":
-                server.kill()
-                hosts[1].kill()
+                (hosts[1] if node == 3 else server).kill()
             (folder / f"broken{i}").touch()
             began = time.monotonic()
             if isinstance(length, int):
                 time.sleep(length)
-                link("up")
+                link(node, "up")
 
         took = {}
         while len(took) < 2 and time.monotonic() < end:
             texts = [(folder / f"host{i}").read_text() for i in (2, 3)]
             for i, x in enumerate(hosts):
-                # a torchrun that lost the store of the others waits minutes for them, after its trainer
-                if i not in took and (x.poll() is not None or "error: " in texts[i]):
+                # a torchrun that lost the store, which the first one holds, outlives its trainer by minutes
+                if i not in took and (x.poll() is not None or (i and "error: " in texts[i])):
                     took[i] = time.monotonic() - began
             time.sleep(0.05)
+        texts = [(folder / f"host{i}").read_text() for i in (2, 3)]
         print(json.dumps([(x.poll(), texts[i], took.get(i)) for i, x in enumerate(hosts)]))
     finally:
         for x in started:
@@ -99,7 +99,7 @@ def serve(folder):
 
     from rft_fn import model
 
-    server = FakeServer(model.load("tiny"), model.load_tokenizer("tiny"), transfer="rft", host="10.9.0.3")
+    server = FakeServer(model.load("tiny"), model.load_tokenizer("tiny"), transfer="rft", host="10.9.0.4")
     server.port = 8000
     server.begin()
     (folder / "serves").touch()
@@ -115,7 +115,7 @@ def train(folder, faults):
 
     def watched(self, name):
         entered.append(name)
-        for i, (where, n, _) in enumerate(faults):
+        for i, (where, n, *_) in enumerate(faults):
             if self.main and name == where and entered.count(name) == n:
                 (folder / f"enters{i}").touch()
                 while not (folder / f"broken{i}").exists():
