@@ -153,7 +153,8 @@ def test_a_call_is_repeated_by_engines_that_are_built_again_and_ends_where_none_
     with pytest.raises(engine.BadRequest):
         eng.generate([[]], [1], sampling=SAMPLING)
     dies["generate"] = set(range(99))
-    line = r"^engine hf: expected one that stays alive, got one that died again in generate \(Broken: generate 5\)"
+    line = r"^engine hf: expected one that stays alive, got one that died again in generate "
+    line += r"\(Broken: generate 5\)"
     for _ in range(2):
         with pytest.raises(engine.EngineDead, match=line):
             eng.generate(PROMPTS, KEYS, sampling=SAMPLING)
