@@ -19,7 +19,7 @@ TESTS = Path(__file__).resolve().parents[1]
 WORDS = "--prompts 4 --group 2 --steps 4 --save-every 2 --eval-every 100 --eval-prompts 2 --tokens-every 0"
 
 
-def run(folder, faults=(), *, options="", seconds=120):
+def run(folder, faults=(), *, options="", seconds=300):
     """[(exit code, text, seconds from the last fault to the trainer's line or end)] of both hosts."""
     setup = fake_slurm.HOLD.format(nodes="2 3 4", folder=folder)
     command = ["unshare", "-rmn", "bash", "-c", f'{setup}\nexec "$@"', "_", sys.executable, __file__]
