@@ -144,6 +144,7 @@ command = "sh -c 'trap \\"exit 0\\" TERM; echo begun; while :; do sleep 0.1; don
     process = submit(tmp_path, text)
     log = tmp_path / "logs" / "run" / "trainer.log"
     wait_for(lambda: log.is_file() and "begun" in log.read_text())
+    wait_for_step(tmp_path, "helper")
     (helper,) = step(tmp_path, "helper")
     process.send_signal(signal.SIGTERM)
     begun = time.monotonic()
