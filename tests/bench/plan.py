@@ -1,6 +1,6 @@
 """Plans held against runs: `python tests/bench/plan.py --write`.
 
-Measures rates by `rft plan`'s own two short runs of a plain setting, predicts ten settings from them, runs
+Measures rates by `rft plan`'s own two short runs of a plain setting, predicts eleven settings from them, runs
 each for a few steps, and prints the errors. Then, without a run, the steps of a 7B model on 16 to 10,000 GPUs
 by the table of cards. With --write it keeps docs/results/plan.json and plan.png and the tables of
 docs/scaling.md. `--only plain,ahead` takes some of the settings, and `--only scale` the last part alone.
@@ -36,6 +36,7 @@ PLAIN = (
 SECONDS = 1.0  # of the slow reward
 CASES = {
     "plain": "",
+    "groups of 4": "--group 4",
     "groups of 32": "--group 32",
     "48 prompts": "--prompts 48",
     "responses of 32 tokens at most": "--max-new 32",
@@ -44,7 +45,7 @@ CASES = {
     "partial 24": "--partial 24",
     "slow reward": "--reward {folder}/slow.py:slow",
     "two ranks, an engine each": "",
-    "two ranks, one engine of two killed": "--strategy.engine-process true --reward {folder}/kill.py:kill",
+    "two ranks, one engine of two killed": "--reward {folder}/kill.py:kill",
 }
 SLOW = f"""import time
 
@@ -84,6 +85,8 @@ def command(case, folder):
     words = CASES[case].format(folder=folder).split()
     given |= dict(zip(words[::2], words[1::2]))
     start = "torchrun --nproc-per-node 2 -m rft_fn" if "ranks" in case else "rft"
+    if "killed" in case:
+        given |= {"--strategy.engine-process": ""}
     return f"{start} run grpo " + " ".join(f"{name} {x}" for name, x in given.items())
 
 
