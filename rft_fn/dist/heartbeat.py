@@ -38,9 +38,9 @@ class Heartbeat:
         self.count = 0
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True, name="rft_fn heartbeat")
-        # by rank: when it was last heard, its phase, and the text of that beat
         self.host = socket.gethostname()
         self.hosts: dict[int, str] = {}  # by rank, of those that were heard
+        # by rank: when it was last heard, its phase, and the text of that beat
         self.heard = {r: (time.monotonic(), "start", "") for r in range(world()) if r != rank()}
 
     def start(self) -> None:
