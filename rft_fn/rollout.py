@@ -258,8 +258,8 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
     `after.group[b]` is the row of `before` that row b continues: what an engine returns for
     `prefixes(before)`, and for prompts that add more tokens to those (an environment's answer). Up to the
     first token that `after` sampled, mask and log-probs come from `before`, from there on from `after`, and
-    so does the routing of each token that `before` has read. The version of a row is the smaller of both; where
-    they differ, `versions` has that of each token. Groups and media come from `before`.
+    so does the routing of each token that `before` has read. The version of a row is the smaller of both;
+    where they differ, `versions` has that of each token. Groups and media come from `before`.
 
     ValueError for a group that is no row of `before`, or a row that does not begin as its source does: with
     as many of its tokens as the prompt of that row has. ValueError for rollouts, or rows, of different

@@ -63,6 +63,8 @@ class FakeServer:
         self.deterministic = True
         self.drafts = {}  # of speculative decoding, as a server tells of it
         self.most_words = 20  # of each token of a prompt
+        self.paused = ""  # the mode of vLLM's pause
+        self.before_token = lambda t: None  # called before token t of a sample
         self.busy = []  # (status, Retry-After or "") of the next requests that say that they come too early
         self.key = ""  # that requests have to have
         self.refusal = '{"error": "Unauthorized"}'  # of those that have another
@@ -114,15 +116,22 @@ class FakeServer:
         return KNOWN[key]
 
     def sample(self, ids, seed, sampling, max_new, ends, texts, lm=None):
-        """(tokens, log-probs) by the definition: all tokens are read again for each new one."""
+        """(tokens, log-probs, labels of weights) by the definition: all tokens are read for each new one."""
         if "seed" in self.ignores or (not self.deterministic):
             seed = time.monotonic_ns()
         u = uniform_numbers([Row(seed, max_new, 0)], max_new, self.lm.config.vocab_size)[0]
         stop = Stop(self.tokenizer, frozenset(ends), texts)
-        tokens, logp = [], []
-        with self.lock:
-            weights = self.weights(lm)
-            for t in range(max_new):
+        tokens, logp, labels, weights = [], [], [], ()
+        for t in range(max_new):
+            self.before_token(t)
+            while self.paused == "keep":
+                time.sleep(0.001)
+            if self.paused:
+                break
+            with self.lock:
+                if self.label not in labels[-1:]:
+                    weights = self.weights(lm)
+                labels.append(self.label)
                 z = self.logits(weights, [*ids, *tokens], lm)
                 token, p = draw_token(z, u[t : t + 1], sampling)
                 if "processed" in self.ignores:
@@ -131,7 +140,7 @@ class FakeServer:
                 logp.append(float(p))
                 if stop.ends(tokens) and "stop" not in self.ignores:
                     break
-        return tokens, logp
+        return tokens, logp, labels
 
     def prompt_logp(self, ids):
         return self.prompt_words(ids, 0)[0]
@@ -237,8 +246,9 @@ class FakeServer:
         ends = given.get("stop_token_ids", [])
         texts = given.get("stop", [])
         sampling = self.options(given, names)
-        tokens, logp = self.sample(ids, given.get("seed", 0), sampling, given["max_tokens"], ends, texts, lm)
-        return _wrong(self.strike(), tokens, logp)
+        most = given["max_tokens"]
+        tokens, logp, labels = self.sample(ids, given.get("seed", 0), sampling, most, ends, texts, lm)
+        return *_wrong(self.strike(), tokens, logp), labels
 
     def vllm_generate(self, body, lm):
         given = body["sampling_params"]
@@ -247,9 +257,11 @@ class FakeServer:
         if "prompt_logprobs" in given:
             rows = self.rows(body["token_ids"], given["prompt_logprobs"], lm)
             return 200, {"prompt_logprobs": rows, "choices": [{}]}
-        tokens, logp = self.vllm_sample(body["token_ids"], given, lm)
+        tokens, logp, labels = self.vllm_sample(body["token_ids"], given, lm)
         content = [{"token_id": t, "logprob": p, "rank": 1} for t, p in zip(tokens, logp, strict=False)]
-        spans = [{"version": self.label, "start": 0, "end": len(tokens)}]
+        starts = [t for t, label in enumerate(labels) if label not in labels[max(t - 1, 0) : t]]
+        ends = [*starts[1:], len(tokens)]
+        spans = [{"version": labels[a], "start": a, "end": b} for a, b in zip(starts, ends, strict=False)]
         choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
         return 200, {"choices": [choice][: len(tokens)]}
 
@@ -257,7 +269,7 @@ class FakeServer:
         if "prompt_logprobs" in body:
             rows = self.rows(body["prompt"], body["prompt_logprobs"], lm)
             return 200, {"choices": [{"prompt_logprobs": rows}]}
-        tokens, logp = self.vllm_sample(body["prompt"], body, lm)
+        tokens, logp, _ = self.vllm_sample(body["prompt"], body, lm)
         choice = {"index": 0, "text": "", "logprobs": {"token_logprobs": logp}}
         if body.get("return_token_ids") and "return_token_ids" not in self.ignores:
             choice["token_ids"] = tokens
@@ -299,12 +311,15 @@ class FakeServer:
                 return 200, {"results": [{"names": self.load(body["args"][0]), "short": []}]}
             except ValueError as error:
                 return 200, {"results": [{"error": f"ValueError: {error}"}]}
+        if path.startswith("/pause?mode=") or path == "/resume":
+            self.paused = path.partition("=")[2]
+            return 200, {"status": "well"}
         if path == "/update_weight_version":
             self.label = body["new_version"]
             return 200, {"success": True}
         if path == "/weight_info":
             return 200, {"weight_version": self.label}
-        if path == "/reset_prefix_cache":
+        if path.startswith("/reset_prefix_cache"):
             return 200, {"success": "cache" not in self.ignores}
         if path.startswith("/sleep") or path == "/wake_up":
             self.asleep = path != "/wake_up" and "sleep" not in self.ignores
@@ -397,7 +412,7 @@ class FakeServer:
         sampling = self.options(given, names)
         ends, texts = given.get("stop_token_ids", []), given.get("stop", [])
         seed, most = given["sampling_seed"], given["max_new_tokens"]
-        tokens, cut = self.sample(ids, seed, sampling, most, ends, texts, lm)
+        tokens, cut, _ = self.sample(ids, seed, sampling, most, ends, texts, lm)
         with self.lock:
             weights = self.weights(lm)
             z = torch.cat([self.logits(weights, [*ids, *tokens[:t]], lm) for t in range(len(tokens))])

@@ -12,8 +12,8 @@ its answers do not tell the version of the weights. Without the development mode
 options, it samples, and cannot be given weights.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
@@ -51,7 +51,8 @@ QUICK = 60.0  # seconds for anything but samples and weights
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> EngineCore:
     """Build the engine on `config.servers`."""
     client = Client(config.key_env)
-    return serve(config, _VLLM(client, config.timeout), client, model, tokenizer)
+    loads = protocol(Client(config.key_env), config.timeout) if config.in_flight else None
+    return serve(config, protocol(client, config.timeout), client, model, tokenizer, loads=loads)
 
 
 def protocol(client: Client, seconds: float) -> "_VLLM":
@@ -154,7 +155,10 @@ class _VLLM:
                 raise ValueError("log-probs of other tokens")
             spans = choice.get("weight_versions") if known.label else None
             label = None if spans is None else ", ".join(str(x["version"]) for x in spans)
-            return Reply(tokens, border.numbers("logprob", [x["logprob"] for x in content]), label)
+            logp = border.numbers("logprob", [x["logprob"] for x in content])
+            places = [border.integers("span", [x["start"], x["end"]]) for x in spans or ()]
+            of = [(str(x["version"]), first, end) for x, (first, end) in zip(spans or (), places)]
+            return Reply(tokens, logp, label, of)
 
     def by_completions(self, server: str, known: Described, ask: Ask) -> Reply:
         """Return one sample by the OpenAI protocol, with vLLM's fields for token ids."""
@@ -221,13 +225,26 @@ class _VLLM:
 
     def settle(self, server: str, label: str) -> None:
         """Empty the cache and set the version, in this order."""
-        # tokens that were read with the old weights must not serve the new ones
-        answer = self.post(server, "/reset_prefix_cache", {})
+        # what was read with the old weights must not serve the new ones: a request that is held is read again
+        answer = self.post(server, "/reset_prefix_cache?reset_running_requests=true", {})
         if answer != {"success": True}:
             raise Fault(f"expected an empty cache after the load, got {answer}")
         self.post(server, "/update_weight_version", {"new_version": label})
         if self.label(server) != label:
             raise Fault(f"expected weights {label!r} after the load, got {self.label(server)!r}")
+
+    @contextmanager
+    def hold(self, server: str) -> Iterator[None]:
+        """Keep the server's requests where they are within the block; break them off if it fails."""
+        self.post(server, "/pause?mode=keep", {})
+        try:
+            yield
+        except BaseException:
+            with suppress(Fault, Refused):
+                self.post(server, "/pause?mode=abort", {})
+            raise
+        finally:
+            self.post(server, "/resume", {})
 
     def load_adapter(self, server: str, folder: str, name: str) -> None:
         """Load adapters from a folder. Where there is the extension, each layer must have got its place."""

@@ -6,7 +6,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -226,6 +226,7 @@ class Reply(NamedTuple):
     tokens: list[int]
     logp: list[float]
     label: str | None  # of the weights that drew them; None if the server does not say
+    spans: Sequence[tuple[str, int, int]] = ()  # (label, first token, end) of each of them, if it says
 
 
 class Sends(Protocol):
@@ -254,6 +255,14 @@ class ServerProtocol(Protocol):
         bool  # whether adapters alone were ever run on such a server, and not only held against types
     )
     senders: Sends | None  # where this kind of server has channels
+
+    @property
+    def hold(self) -> Callable[[str], AbstractContextManager[None]] | None:
+        """Keeps a server's requests where they are within a block; those of one that fails are broken off.
+
+        None where they do not go on with new weights, and with a version of each token.
+        """
+        ...
 
     def describe(self, server: str) -> Described:
         """Return what a server is and can do."""
