@@ -300,11 +300,6 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
     if old.kept is not None or after.kept is not None:
         left, new = _kept_of_all([old, after])
         kept = torch.where(inherited.unsqueeze(-1), _resized(left, size), new)
-    versions = None
-    several = old.versions is not None or after.versions is not None
-    changed = (old.version != after.version).unsqueeze(-1)
-    if several or bool((changed & after.mask & ~inherited).any()):
-        versions = torch.where(inherited, _resized(token_versions(old), size), token_versions(after))
     wrong = ((tokens != after.tokens) & inherited).any(-1)
     for b in wrong.nonzero().flatten().tolist():
         raise ValueError(
@@ -323,9 +318,18 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
         temperature=temperature,
         routing=routing,
         kept=kept,
-        versions=versions,
+        versions=_versions_of_both(old, after, inherited),
         sampling=sampling,
     )
+
+
+def _versions_of_both(old: Rollout, after: Rollout, inherited: Tensor) -> Tensor | None:
+    """Return the version of each token [B, S], of `old` where it is inherited; None where no row has two."""
+    changed = (old.version != after.version).unsqueeze(-1) & after.mask & ~inherited
+    if old.versions is None and after.versions is None and not bool(changed.any()):
+        return None
+    before = _resized(token_versions(old), inherited.shape[-1])
+    return torch.where(inherited, before, token_versions(after))
 
 
 def _resized(x: Tensor, size: int) -> Tensor:

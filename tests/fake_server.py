@@ -20,6 +20,7 @@ from rft_fn.engine.hf.draws import draw_token, uniform_numbers
 from rft_fn.engine.requests import Row, Stop
 from rft_fn.engine.weight_channel import Connect, Update
 from rft_fn.engine.weight_receiver import Receiver
+from rft_fn.logprob import process_logits
 from rft_fn.types import Sampling
 
 __all__ = ["FAULTS", "FakeServer", "serving"]
@@ -63,6 +64,7 @@ class FakeServer:
         self.deterministic = True
         self.drafts = {}  # of speculative decoding, as a server tells of it
         self.most_words = 20  # of each token of a prompt
+        self.forces = False  # whether it takes vLLM's trace_decode_token_ids
         self.paused = ""  # the mode of vLLM's pause
         self.before_token = lambda t: None  # called before token t of a sample
         self.busy = []  # (status, Retry-After or "") of the next requests that say that they come too early
@@ -254,6 +256,11 @@ class FakeServer:
         given = body["sampling_params"]
         if given.get("prompt_logprobs", 0) > self.most_words:
             return 400, {"error": f"more than {self.most_words} of sample logprobs"}
+        trace = given.get("trace_decode_token_ids")
+        if trace and not self.forces and "trace" not in self.ignores:
+            return 400, {"error": {"message": "trace replay is not enabled"}}
+        if trace and self.forces:
+            return 200, {"choices": [self.traced(body["token_ids"], trace, given, lm)]}
         if "prompt_logprobs" in given:
             rows = self.rows(body["token_ids"], given["prompt_logprobs"], lm)
             return 200, {"prompt_logprobs": rows, "choices": [{}]}
@@ -264,6 +271,16 @@ class FakeServer:
         spans = [{"version": labels[a], "start": a, "end": b} for a, b in zip(starts, ends, strict=False)]
         choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
         return 200, {"choices": [choice][: len(tokens)]}
+
+    def traced(self, ids, trace, given, lm):
+        """The log-probs of given tokens by the distribution, a word that is cut at vLLM's floor."""
+        sampling = Sampling(*(given[name] for name in ("temperature", "top_p", "top_k")))
+        assert given["max_tokens"] == len(trace) and given["logprobs"] == 0
+        with self.lock:
+            z = torch.cat([self.logits(self.weights(lm), [*ids, *trace[:t]], lm) for t in range(len(trace))])
+        logp = process_logits(z, sampling).log_softmax(-1).gather(-1, torch.tensor(trace)[:, None])[:, 0]
+        content = [{"token_id": t, "logprob": max(p, -9999.0)} for t, p in zip(trace, logp.tolist())]
+        return {"token_ids": trace, "logprobs": {"content": content}}
 
     def vllm_completions(self, body, lm):
         if "prompt_logprobs" in body:

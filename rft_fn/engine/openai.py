@@ -12,6 +12,7 @@ its answers do not tell the version of the weights. Without the development mode
 options, it samples, and cannot be given weights.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -38,6 +39,7 @@ from rft_fn.engine.server_protocol import (
 )
 from rft_fn.engine.servers import serve
 from rft_fn.engine.weight_sender import Senders
+from rft_fn.types import Sampling
 
 __all__ = ["build", "protocol"]
 
@@ -45,6 +47,8 @@ GENERATE = "/inference/v1/generate"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 COMPLETIONS = "/v1/completions"
+FLOOR = -9999.0  # the log-prob of what has none
+FORCED = (3, 4, 3, 5)  # tokens that no server gives by itself
 QUICK = 60.0  # seconds for anything but samples and weights
 
 
@@ -101,6 +105,11 @@ class _VLLM:
             if "status 404" not in str(error):
                 raise
             route = COMPLETIONS
+        forces = False
+        if route == GENERATE:
+            plain = Described(route, name, window, "", frozenset())
+            with suppress(Fault, Refused):  # it has no such option, or was not started with it
+                forces = len(self.force(server, plain, [0], FORCED, Sampling())) > 0
         supported = {"score"}
         label, drafts = "", None
         told: Any = {}  # of adapters
@@ -123,7 +132,9 @@ class _VLLM:
             _check_drafts(drafts)
         room = _room(told) if self.loads_adapters(server) else None
         supported |= {"load"} if ways else set()
-        return Described(route, name, window, label, frozenset(supported), tuple(ways), room)
+        return Described(
+            route, name, window, label, frozenset(supported), tuple(ways), room, forces=forces
+        )
 
     def loads_adapters(self, server: str) -> bool:
         """Return whether there is the route that loads adapters, by a request that it must refuse."""
@@ -148,17 +159,27 @@ class _VLLM:
         }
         answer = self.post(server, GENERATE, body, ask.size)
         with expected("choices with token_ids and logprobs", answer):
-            (choice,) = answer["choices"]
-            content = choice["logprobs"]["content"]
-            tokens = border.integers("token_ids", choice["token_ids"])
-            if [x["token_id"] for x in content] != tokens:
-                raise ValueError("log-probs of other tokens")
+            choice, tokens, logp = _drawn(answer)
             spans = choice.get("weight_versions") if known.label else None
             label = None if spans is None else ", ".join(str(x["version"]) for x in spans)
-            logp = border.numbers("logprob", [x["logprob"] for x in content])
             places = [border.integers("span", [x["start"], x["end"]]) for x in spans or ()]
             of = [(str(x["version"]), first, end) for x, (first, end) in zip(spans or (), places)]
             return Reply(tokens, logp, label, of)
+
+    def force(
+        self, server: str, known: Described, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
+    ) -> list[float]:
+        """Return the log-probs of a response that the server is made to give, -inf where it could not."""
+        ask = Ask(prompt, 0, sampling, len(tokens), ())
+        forced = {"trace_decode_token_ids": list(tokens), "logprobs": 0, "detokenize": False}
+        body = {"token_ids": list(prompt), "model": known.adapter or known.model}
+        answer = self.post(server, GENERATE, body | {"sampling_params": _fields(ask) | forced}, ask.size)
+        with expected("the forced tokens with logprobs", answer):
+            _, given, logp = _drawn(answer)
+            if given != list(tokens):
+                raise ValueError("other tokens")
+            border.log_probs("logprob", logp)
+            return [x if x > FLOOR else -math.inf for x in logp]
 
     def by_completions(self, server: str, known: Described, ask: Ask) -> Reply:
         """Return one sample by the OpenAI protocol, with vLLM's fields for token ids."""
@@ -294,6 +315,16 @@ class _VLLM:
     def post(self, server: str, path: str, body: Mapping[str, Any], tokens: int = 0) -> Any:
         """Return the answer to a POST about so many tokens."""
         return self.client.call(server, path, body, seconds=self.seconds, tokens=tokens)
+
+
+def _drawn(answer: Any) -> tuple[Any, list[int], list[float]]:
+    """Return (the only choice of an answer, its tokens, their log-probs). ValueError for other tokens."""
+    (choice,) = answer["choices"]
+    content = choice["logprobs"]["content"]
+    tokens = border.integers("token_ids", choice["token_ids"])
+    if [x["token_id"] for x in content] != tokens:
+        raise ValueError("log-probs of other tokens")
+    return choice, tokens, border.numbers("logprob", [x["logprob"] for x in content])
 
 
 def _room(told: Any) -> Room | None:

@@ -203,6 +203,7 @@ class Described(NamedTuple):
     ways: tuple[str, ...] = ()  # by which it takes weights, the better ones first: rft, difference, folder
     room: Room | None = None  # for adapters; None where it takes none
     adapter: str = ""  # that is to answer; empty for the base model
+    forces: bool = False  # whether it can be made to give a response
 
 
 class Ask(NamedTuple):
@@ -261,6 +262,16 @@ class ServerProtocol(Protocol):
         """Keeps a server's requests where they are within a block; those of one that fails are broken off.
 
         None where they do not go on with new weights, and with a version of each token.
+        """
+        ...
+
+    @property
+    def force(
+        self,
+    ) -> Callable[[str, Described, Sequence[int], Sequence[int], Sampling], list[float]] | None:
+        """Returns the log-probs of a response after a prompt, by the distribution of a Sampling.
+
+        The server must be one that `forces`; None where no server of this kind does.
         """
         ...
 

@@ -294,7 +294,14 @@ class _Servers:
         return reply
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
-        """Score as `Score` says, at `Sampling()` only: servers score before any cut or temperature."""
+        """Score as `Score` says: at `Sampling()` as a prompt, at others where servers can be made to give it.
+
+        Servers score a prompt before any cut or temperature.
+        """
+        force = self.protocol.force if all(x.forces for x in self.known.values()) else None
+        if force is not None and sampling is not None and len(rollout.tokens):
+            if rollout.temperature is not None or sampling.temperature != 1 or sampling.truncates:
+                return self.forced(rollout, sampling, force)
         if sampling is not None and rollout.temperature is not None:
             raise BadRequest(
                 "sampling: expected None to score rows with their own temperatures by "
@@ -317,6 +324,26 @@ class _Servers:
         logp = torch.zeros(rollout.tokens.shape)
         for b, row in enumerate(self.pool.run([partial(one, row) for row in rows])):
             logp[b, 1 : len(row) + 1] = torch.tensor(row)
+        return torch.where(rollout.mask, logp, 0)
+
+    def forced(self, rollout: Rollout, sampling: Sampling, force: Callable[..., list[float]]) -> Tensor:
+        """Return the log-probs [B, S] of tokens that the servers are made to give, under their weights."""
+        self.wake()
+
+        def one(prompt: list[int], tokens: list[int], warmth: float, server: str) -> list[float]:
+            own = tree.replace(sampling, temperature=warmth)
+            return force(server, self.known[server], prompt, tokens, own)
+
+        rows = [row[:size].tolist() for row, size in zip(rollout.tokens, rollout.length.tolist())]
+        begin = rollout.mask.int().argmax(-1).tolist()
+        some = rollout.mask.any(-1).nonzero().flatten().tolist()
+        warmth = [sampling.temperature] * len(rows)
+        if rollout.temperature is not None:
+            warmth = rollout.temperature.tolist()
+        jobs = [partial(one, rows[b][: begin[b]], rows[b][begin[b] :], warmth[b]) for b in some]
+        logp = torch.zeros(rollout.tokens.shape)
+        for b, row in zip(some, self.pool.run(jobs)):
+            logp[b, begin[b] : len(rows[b])] = torch.tensor(row)
         return torch.where(rollout.mask, logp, 0)
 
     def scored(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
