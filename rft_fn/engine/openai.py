@@ -132,9 +132,7 @@ class _VLLM:
             _check_drafts(drafts)
         room = _room(told) if self.loads_adapters(server) else None
         supported |= {"load"} if ways else set()
-        return Described(
-            route, name, window, label, frozenset(supported), tuple(ways), room, forces=forces
-        )
+        return Described(route, name, window, label, frozenset(supported), tuple(ways), room, forces=forces)
 
     def loads_adapters(self, server: str) -> bool:
         """Return whether there is the route that loads adapters, by a request that it must refuse."""

@@ -299,9 +299,11 @@ class _Servers:
         Servers score a prompt before any cut or temperature.
         """
         force = self.protocol.force if all(x.forces for x in self.known.values()) else None
-        if force is not None and sampling is not None and len(rollout.tokens):
-            if rollout.temperature is not None or sampling.temperature != 1 or sampling.truncates:
-                return self.forced(rollout, sampling, force)
+        plain = sampling is None or (
+            rollout.temperature is None and sampling.temperature == 1 and not sampling.truncates
+        )
+        if force is not None and sampling is not None and not plain and len(rollout.tokens):
+            return self.forced(rollout, sampling, force)
         if sampling is not None and rollout.temperature is not None:
             raise BadRequest(
                 "sampling: expected None to score rows with their own temperatures by "

@@ -1,4 +1,4 @@
-"""Servers score a rollout by the distribution it was sampled from where they can be made to give its tokens."""
+"""Servers score by the distribution that was sampled from, where they can be made to give the tokens."""
 
 import math
 
