@@ -86,6 +86,7 @@ class Rollouts(Sampling, subject="Rollouts", first=("prompts", "group", "strateg
     cap: Above1 = 2.0  # largest ratio trainer / sampler: tis truncates there, mis and icepop mask the token
     geo_low: Share = 0.0  # mask sequences whose geometric-mean ratio is lower, as 0.99; 0: off
     geo_high: Above1 | None = None  # mask sequences whose geometric-mean ratio is higher, as 1.01; None: off
+    max_lag: Whole = 0  # mask tokens of weights that are more versions older than the trainer's; 0: none
     floor: PositiveShare | None = None  # smallest ratio: icepop masks below (None: 1 / cap), tis raises to it
     canary: Free[bool] = True  # check with noisy weights at the start that the engine loads all of them
     rebuilds: Free[Whole] = 3  # how often a run restarts an engine that died

@@ -174,8 +174,8 @@ def start_sampler(
     own = replace(_engine_config(cfg, st), in_flight=cfg.in_flight)
     if own.in_flight and own.servers and st.world > 1:
         raise ValueError(
-            f"in_flight, engine_servers: expected one process of the trainer, got {st.world}: any that samples "
-            "ahead has an engine of its own, and would load weights into the servers of the others"
+            f"in_flight, engine_servers: expected one process of the trainer, got {st.world}: those that "
+            "sample ahead have an engine each, which would load weights into the servers of the others"
         )
     config, threads = asynchronous.split_threads(own, torch.get_num_threads())
     torch.set_num_threads(threads)
