@@ -275,7 +275,7 @@ class FakeServer:
     def traced(self, ids, trace, given, lm):
         """The log-probs of given tokens by the distribution, a word that is cut at vLLM's floor."""
         sampling = Sampling(*(given[name] for name in ("temperature", "top_p", "top_k")))
-        assert given["max_tokens"] == len(trace) and given["logprobs"] == 0
+        assert given["max_tokens"] == len(trace) and given["logprobs"] == 0 and "stop" not in given
         with self.lock:
             z = torch.cat([self.logits(self.weights(lm), [*ids, *trace[:t]], lm) for t in range(len(trace))])
         logp = process_logits(z, sampling).log_softmax(-1).gather(-1, torch.tensor(trace)[:, None])[:, 0]

@@ -333,7 +333,7 @@ class _Servers:
         self.wake()
 
         def one(prompt: list[int], tokens: list[int], warmth: float, server: str) -> list[float]:
-            own = tree.replace(sampling, temperature=warmth)
+            own = tree.replace(sampling, temperature=warmth, stop=())
             return force(server, self.known[server], prompt, tokens, own)
 
         rows = [row[:size].tolist() for row, size in zip(rollout.tokens, rollout.length.tolist())]

@@ -22,7 +22,9 @@ def fake(**options):
     return FakeServer(tiny.llama(), tiny.tokenizer(), **options)
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.7}, {"top_p": 0.6}, {"top_k": 3, "temperature": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.7, "stop": ("1",)}, {"top_p": 0.6}, {"top_k": 3, "temperature": 1.5}]
+)
 def test_scores_are_of_the_distribution(options):
     sampling = rft.Sampling(max_new=8, **options)
     local = engine.hf(tiny.llama(), tiny.tokenizer())
