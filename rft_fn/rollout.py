@@ -111,6 +111,8 @@ def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) ->
         parts = [tree.replace(part, routing=_routing_like(part, routed[0])) for part in parts]
     if any(part.kept is not None for part in parts):
         parts = [tree.replace(part, kept=x) for part, x in zip(parts, _kept_of_all(parts))]
+    if any(part.versions is not None for part in parts):
+        parts = [tree.replace(part, versions=token_versions(part)) for part in parts]
     plain, start = [], 0
     for part, count in zip(parts, counts):
         numbered = tree.replace(part, group=part.group + start, media=None, sampling=sampling)
@@ -178,6 +180,13 @@ def _kept_of_all(parts: Sequence[Rollout]) -> list[Tensor]:
     given = [x if part.kept is None else part.kept for x, part in zip(given, parts)]
     width = max(x.shape[-1] for x in given)
     return [F.pad(x, (0, width - x.shape[-1])) for x in given]
+
+
+def token_versions(rollout: Rollout) -> Tensor:
+    """Return the version of the weights that sampled each token [B, S] i64, 0 outside mask."""
+    if rollout.versions is not None:
+        return rollout.versions
+    return rollout.version.unsqueeze(-1) * rollout.mask
 
 
 class Owner:
@@ -249,8 +258,8 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
     `after.group[b]` is the row of `before` that row b continues: what an engine returns for
     `prefixes(before)`, and for prompts that add more tokens to those (an environment's answer). Up to the
     first token that `after` sampled, mask and log-probs come from `before`, from there on from `after`, and
-    so does the routing of each token that `before` has read. The version is the smaller of both. Groups and
-    media come from `before`.
+    so does the routing of each token that `before` has read. The version of a row is the smaller of both;
+    where they differ, `versions` has that of each token. Groups and media come from `before`.
 
     ValueError for a group that is no row of `before`, or a row that does not begin as its source does: with
     as many of its tokens as the prompt of that row has. ValueError for rollouts, or rows, of different
@@ -309,8 +318,18 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
         temperature=temperature,
         routing=routing,
         kept=kept,
+        versions=_versions_of_both(old, after, inherited),
         sampling=sampling,
     )
+
+
+def _versions_of_both(old: Rollout, after: Rollout, inherited: Tensor) -> Tensor | None:
+    """Return the version of each token [B, S], of `old` where it is inherited; None where no row has two."""
+    changed = (old.version != after.version).unsqueeze(-1) & after.mask & ~inherited
+    if old.versions is None and after.versions is None and not bool(changed.any()):
+        return None
+    before = _resized(token_versions(old), inherited.shape[-1])
+    return torch.where(inherited, before, token_versions(after))
 
 
 def _resized(x: Tensor, size: int) -> Tensor:
@@ -369,6 +388,9 @@ def with_prompts(
         for rows, old in ((tokens, rollout.tokens), (mask, rollout.mask), (logp, rollout.logp))
     ]
     media = Media.of_prompts([getattr(prompt, "media", None) for prompt in prompts])
+    versions = rollout.versions
+    if versions is not None:
+        versions = torch.zeros_like(stacked[0]).masked_scatter(stacked[1], versions[rollout.mask])
     return tree.replace(
         rollout,
         tokens=stacked[0],
@@ -378,6 +400,7 @@ def with_prompts(
         group=at.to(rollout.group),
         routing=None,
         kept=None,
+        versions=versions,
         media=None if media is None else media.take(at.tolist()),
     )
 

@@ -20,6 +20,7 @@ from rft_fn.engine.hf.draws import draw_token, uniform_numbers
 from rft_fn.engine.requests import Row, Stop
 from rft_fn.engine.weight_channel import Connect, Update
 from rft_fn.engine.weight_receiver import Receiver
+from rft_fn.logprob import process_logits
 from rft_fn.types import Sampling
 
 __all__ = ["FAULTS", "FakeServer", "serving"]
@@ -64,6 +65,9 @@ class FakeServer:
         self.deterministic = True
         self.drafts = {}  # of speculative decoding, as a server tells of it
         self.most_words = 20  # of each token of a prompt
+        self.forces = False  # whether it takes vLLM's trace_decode_token_ids
+        self.paused = ""  # the mode of vLLM's pause
+        self.before_token = lambda t: None  # called before token t of a sample
         self.busy = []  # (status, Retry-After or "") of the next requests that say that they come too early
         self.key = ""  # that requests have to have
         self.refusal = '{"error": "Unauthorized"}'  # of those that have another
@@ -115,15 +119,22 @@ class FakeServer:
         return KNOWN[key]
 
     def sample(self, ids, seed, sampling, max_new, ends, texts, lm=None):
-        """(tokens, log-probs) by the definition: all tokens are read again for each new one."""
+        """(tokens, log-probs, labels of weights) by the definition: all tokens are read for each new one."""
         if "seed" in self.ignores or (not self.deterministic):
             seed = time.monotonic_ns()
         u = uniform_numbers([Row(seed, max_new, 0)], max_new, self.lm.config.vocab_size)[0]
         stop = Stop(self.tokenizer, frozenset(ends), texts)
-        tokens, logp = [], []
-        with self.lock:
-            weights = self.weights(lm)
-            for t in range(max_new):
+        tokens, logp, labels, weights = [], [], [], ()
+        for t in range(max_new):
+            self.before_token(t)
+            while self.paused == "keep":
+                time.sleep(0.001)
+            if self.paused:
+                break
+            with self.lock:
+                if self.label not in labels[-1:]:
+                    weights = self.weights(lm)
+                labels.append(self.label)
                 z = self.logits(weights, [*ids, *tokens], lm)
                 token, p = draw_token(z, u[t : t + 1], sampling)
                 if "processed" in self.ignores:
@@ -132,7 +143,7 @@ class FakeServer:
                 logp.append(float(p))
                 if stop.ends(tokens) and "stop" not in self.ignores:
                     break
-        return tokens, logp
+        return tokens, logp, labels
 
     def prompt_logp(self, ids):
         return self.prompt_words(ids, 0)[0]
@@ -238,27 +249,45 @@ class FakeServer:
         ends = given.get("stop_token_ids", [])
         texts = given.get("stop", [])
         sampling = self.options(given, names)
-        tokens, logp = self.sample(ids, given.get("seed", 0), sampling, given["max_tokens"], ends, texts, lm)
-        return _wrong(self.strike(), tokens, logp)
+        most = given["max_tokens"]
+        tokens, logp, labels = self.sample(ids, given.get("seed", 0), sampling, most, ends, texts, lm)
+        return *_wrong(self.strike(), tokens, logp), labels
 
     def vllm_generate(self, body, lm):
         given = body["sampling_params"]
         if given.get("prompt_logprobs", 0) > self.most_words:
             return 400, {"error": f"more than {self.most_words} of sample logprobs"}
+        trace = given.get("trace_decode_token_ids")
+        if trace and not self.forces and "trace" not in self.ignores:
+            return 400, {"error": {"message": "trace replay is not enabled"}}
+        if trace and self.forces:
+            return 200, {"choices": [self.traced(body["token_ids"], trace, given, lm)]}
         if "prompt_logprobs" in given:
             rows = self.rows(body["token_ids"], given["prompt_logprobs"], lm)
             return 200, {"prompt_logprobs": rows, "choices": [{}]}
-        tokens, logp = self.vllm_sample(body["token_ids"], given, lm)
+        tokens, logp, labels = self.vllm_sample(body["token_ids"], given, lm)
         content = [{"token_id": t, "logprob": p, "rank": 1} for t, p in zip(tokens, logp, strict=False)]
-        spans = [{"version": self.label, "start": 0, "end": len(tokens)}]
+        starts = [t for t, label in enumerate(labels) if label not in labels[max(t - 1, 0) : t]]
+        ends = [*starts[1:], len(tokens)]
+        spans = [{"version": labels[a], "start": a, "end": b} for a, b in zip(starts, ends, strict=False)]
         choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
         return 200, {"choices": [choice][: len(tokens)]}
+
+    def traced(self, ids, trace, given, lm):
+        """The log-probs of given tokens by the distribution, a word that is cut at vLLM's floor."""
+        sampling = Sampling(*(given[name] for name in ("temperature", "top_p", "top_k")))
+        assert given["max_tokens"] == len(trace) and given["logprobs"] == 0 and "stop" not in given
+        with self.lock:
+            z = torch.cat([self.logits(self.weights(lm), [*ids, *trace[:t]], lm) for t in range(len(trace))])
+        logp = process_logits(z, sampling).log_softmax(-1).gather(-1, torch.tensor(trace)[:, None])[:, 0]
+        content = [{"token_id": t, "logprob": max(p, -9999.0)} for t, p in zip(trace, logp.tolist())]
+        return {"token_ids": trace, "logprobs": {"content": content}}
 
     def vllm_completions(self, body, lm):
         if "prompt_logprobs" in body:
             rows = self.rows(body["prompt"], body["prompt_logprobs"], lm)
             return 200, {"choices": [{"prompt_logprobs": rows}]}
-        tokens, logp = self.vllm_sample(body["prompt"], body, lm)
+        tokens, logp, _ = self.vllm_sample(body["prompt"], body, lm)
         choice = {"index": 0, "text": "", "logprobs": {"token_logprobs": logp}}
         if body.get("return_token_ids") and "return_token_ids" not in self.ignores:
             choice["token_ids"] = tokens
@@ -300,12 +329,15 @@ class FakeServer:
                 return 200, {"results": [{"names": self.load(body["args"][0]), "short": []}]}
             except ValueError as error:
                 return 200, {"results": [{"error": f"ValueError: {error}"}]}
+        if path.startswith("/pause?mode=") or path == "/resume":
+            self.paused = path.partition("=")[2]
+            return 200, {"status": "well"}
         if path == "/update_weight_version":
             self.label = body["new_version"]
             return 200, {"success": True}
         if path == "/weight_info":
             return 200, {"weight_version": self.label}
-        if path == "/reset_prefix_cache":
+        if path.startswith("/reset_prefix_cache"):
             return 200, {"success": "cache" not in self.ignores}
         if path.startswith("/sleep") or path == "/wake_up":
             self.asleep = path != "/wake_up" and "sleep" not in self.ignores
@@ -398,7 +430,7 @@ class FakeServer:
         sampling = self.options(given, names)
         ends, texts = given.get("stop_token_ids", []), given.get("stop", [])
         seed, most = given["sampling_seed"], given["max_new_tokens"]
-        tokens, cut = self.sample(ids, seed, sampling, most, ends, texts, lm)
+        tokens, cut, _ = self.sample(ids, seed, sampling, most, ends, texts, lm)
         with self.lock:
             weights = self.weights(lm)
             z = torch.cat([self.logits(weights, [*ids, *tokens[:t]], lm) for t in range(len(tokens))])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rft_fn import advantage, experience, packing, reward, segment, tree
 from rft_fn.data import Prompt
 from rft_fn.rollout import concat, extend, prefixes, split, take, with_prompts
+from rft_fn.run.rollout_files import read_rollout, write_rollout
 from rft_fn.types import Media, Rollout, Sampling
 
 
@@ -186,6 +187,28 @@ def test_routing_stays_with_its_tokens():
     assert not packing.pad(packing.packs.pack(exp, [0]), 4).routing[2:].any()
     with pytest.raises(ValueError, match=r"^routing: expected \[B, S, M, k\]"):
         experience(tree.replace(own, routing=own.routing[:, :2]), adv=torch.zeros(2), w=own.mask.float())
+
+
+def test_versions_stay_with_their_tokens(tmp_path):
+    before = build([([3, 4, 5, 6], 2, 0, 1), ([7, 8, 9], 1, 1, 3)])
+    assert extend(before, sampled_after(prefixes(before), [5], version=1)).versions.tolist() == [
+        [0, 0, 1, 1, 1], [0, 0, 3, 1, 0]
+    ]  # fmt: skip
+    row = take(before, [0])
+    assert extend(row, sampled_after(prefixes(row), [5], version=1)).versions is None  # all of one
+    longer = extend(row, sampled_after(prefixes(row), [5], version=2))
+    both = concat([build([([1, 2], 1, 0, 9)]), longer])
+    assert both.versions.tolist() == [[0, 9, 0, 0, 0], [0, 0, 1, 1, 2]] and both.version.tolist() == [9, 1]
+    moved = with_prompts(both, [[1, 1, 1], [2]])
+    assert moved.versions.tolist() == [[0, 0, 0, 9], [0, 1, 1, 2]]
+
+    write_rollout(tmp_path / "file", moved, torch.zeros(2, 1))
+    found, _ = read_rollout(tmp_path / "file")
+    assert torch.equal(found.versions, moved.versions)
+    for wrong, message in ((moved.versions + 1, "0 outside mask"), (moved.versions - 1, "none below")):
+        write_rollout(tmp_path / "lie", tree.replace(moved, versions=wrong), torch.zeros(2, 1))
+        with pytest.raises(ValueError, match=f"versions: expected {message}"):
+            read_rollout(tmp_path / "lie")
 
 
 def test_groups_point_into_the_prompts_one_after_the_other():

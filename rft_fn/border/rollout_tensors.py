@@ -26,6 +26,7 @@ _FIELDS: dict[str, tuple[torch.dtype, str]] = {  # of routing, 16 bits where the
     "temperature": (torch.float32, "B"),
     "routing": (torch.uint8, "B S M K"),
     "kept": (torch.int32, "B S W"),
+    "versions": (torch.int64, "B S"),
     "reward": (torch.float32, "N G"),
 }
 
@@ -38,7 +39,7 @@ def rollout_of(tensors: Mapping[str, Tensor], *, vocabulary: int | None = None) 
     and 0 outside mask, each of N prompts has G rows, one after the other, and rewards are finite.
     """
     unknown = sorted(set(tensors) - set(_FIELDS))
-    missing = sorted(set(_FIELDS) - set(tensors) - {"temperature", "routing", "kept"})
+    missing = sorted(set(_FIELDS) - set(tensors) - {"temperature", "routing", "kept", "versions"})
     if unknown or missing:
         raise ValueError(
             f"expected the tensors {', '.join(_FIELDS)}, got {', '.join(sorted(tensors)) or 'none'}"
@@ -87,6 +88,12 @@ def rollout_of(tensors: Mapping[str, Tensor], *, vocabulary: int | None = None) 
         _within("kept", found.kept.long(), 0, INT64 - 1 if vocabulary is None else vocabulary)
         if bool(found.kept[~found.mask].any()):
             raise ValueError("kept: expected 0 outside mask, got other numbers")
+    if found.versions is not None:
+        least = torch.where(found.mask, found.versions, INT64 - 1).amin(-1)
+        if bool((found.version > least).any()):
+            raise ValueError("versions: expected none below the version of its row, got others")
+        if bool(found.versions[~found.mask].any()):
+            raise ValueError("versions: expected 0 outside mask, got other numbers")
     return found, reward
 
 

@@ -2,7 +2,8 @@
 
 At step k, with weights of version k, the rollouts of the steps up to k + ahead are begun. So the rollout of
 step k is of version max(0, k - ahead), and a run is a function of its seed and `ahead`: nothing depends on
-which side was faster.
+which side was faster. In flight, a rollout under way goes on with the weights of each step that ends: its
+tokens are of versions max(0, k - ahead) to k, and of which is a matter of time.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -123,8 +124,8 @@ class AsyncSampler:
 
         # the newest weights come back after the older ones
         newest = calls.newest
-        older = Weights.restored(own[0]) if own else None
-        self._begun[name] = _Begun(request, older or newest)
+        older = Weights.restored(own[0]) if own and not calls.in_flight else None
+        self._begun[name] = _Begun(request, None if calls.in_flight else older or newest)
         if older is not None:
             older.load(calls.engine())
         mine = shard_prompts(self.strategy, len(prompts))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -80,9 +81,20 @@ class EngineWorker:
     An engine that dies is built again, at most `rebuilds` times, and gets the weights that it had; then the
     call is repeated. Keys name what is drawn, so the rollout is the same. `check` passes a rebuilt engine
     before any of its rollouts is returned.
+
+    With `in_flight` the rollout under way goes on with the weights of a load, which another thread gives to
+    the engine at once; calls that begin later wait for it in any case.
     """
 
-    def __init__(self, build: Callable[[], Engine], *, rebuilds: int = 0, check: Check | None = None):
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        *,
+        rebuilds: int = 0,
+        check: Check | None = None,
+        in_flight: bool = False,
+    ):
+        self.in_flight = in_flight
         self.build = build
         self.rebuilds = rebuilds
         self.check = check
@@ -93,8 +105,15 @@ class EngineWorker:
         self.failed: BaseException | None = None  # why it was given up
         self.seconds = 0.0  # in calls
         self.begun: dict[str, Future[Rollout]] = {}
-        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True, name="rft_fn engine").start()
+        self.loading = threading.RLock()
+        self.jobs = self._thread("rft_fn engine")
+        self.loads = self._thread("rft_fn loads") if in_flight else None
+
+    def _thread(self, name: str) -> "queue.SimpleQueue[Callable[[], None] | None]":
+        """Start a thread that does the jobs of a queue."""
+        jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, args=(jobs,), daemon=True, name=name).start()
+        return jobs
 
     def submit(self, call: Callable[[Engine], T]) -> "Future[T]":
         """Queue a call and return its future."""
@@ -163,19 +182,30 @@ class EngineWorker:
         self.newest = copy
 
         def load(engine: Engine) -> None:
-            delivered = copy.load(engine)
-            if delivered._replace(seconds=0.0) != copy.delivered:
-                self.failed = EngineDead(
-                    f"sync: expected the engine to take {copy.delivered}, got {delivered}"
-                )
-            self.loaded = copy
+            with self.loading:
+                if self.loaded is copy:  # in flight
+                    return
+                delivered = copy.load(engine)
+                if delivered._replace(seconds=0.0) != copy.delivered:
+                    self.failed = EngineDead(
+                        f"sync: expected the engine to take {copy.delivered}, got {delivered}"
+                    )
+                self.loaded = copy
 
+        def load_in_flight() -> None:
+            with suppress(Exception):  # the queued one meets it too
+                load(self.target)
+
+        if self.loads is not None:
+            self.loads.put(load_in_flight)
         self.submit(load)
         return copy.delivered
 
     def close(self) -> None:
         """End the thread and the engine, also in the middle of a call."""
-        self.jobs.put(None)
+        for jobs in (self.jobs, self.loads):
+            if jobs is not None:
+                jobs.put(None)
         self.failed = self.failed or EngineDead("engine: expected one that is alive, got one that was closed")
         self.target.close()
 
@@ -189,8 +219,8 @@ class EngineWorker:
                 self.failed = EngineDead(str(error))
                 raise self.failed from error
 
-    def _work(self) -> None:
-        while job := self.jobs.get():
+    def _work(self, jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+        while job := jobs.get():
             job()
 
     def _call(self, call: Callable[[Engine], T]) -> T:
@@ -215,10 +245,11 @@ class EngineWorker:
         print(printable(line), file=sys.stderr, flush=True)
         self.target.close()
         try:
-            self.target = self.build()
-            self.unchecked = True
-            if self.loaded is not None:
-                self.loaded.load(self.target)
+            with self.loading:
+                self.target = self.build()
+                self.unchecked = True
+                if self.loaded is not None:
+                    self.loaded.load(self.target)
         except Exception as again:
             self._rebuild(again)
         if self.failed is not None:  # closed in the meantime

@@ -49,9 +49,15 @@ def mismatch_metrics(trainer: Tensor, rollout: Rollout) -> dict[str, float]:
 
 
 def staleness(rollout: Rollout, version: int) -> dict[str, float]:
-    """How many versions older than `version` the weights of the rows are: mean, and the largest."""
-    behind = version - rollout.version.double()
-    return {"rollout/staleness": float(behind.mean()), "rollout/staleness_max": float(behind.max())}
+    """Return how many versions older than `version` the weights of the rows are: mean, and the largest.
+
+    A row that several versions sampled counts in the mean with that of its tokens.
+    """
+    oldest = behind = version - rollout.version.double()
+    if rollout.versions is not None:
+        mask = rollout.mask
+        behind = ((version - rollout.versions) * mask).sum(-1) / mask.sum(-1).clamp(min=1).double()
+    return {"rollout/staleness": float(behind.mean()), "rollout/staleness_max": float(oldest.max())}
 
 
 def _masked_mean(x: Tensor, mask: Tensor) -> float:

@@ -2,8 +2,7 @@
 
 So no step waits for its longest responses. A group is learned from when all of its responses are finished;
 until then it waits, and that is all the state there is. Each token keeps the log-prob of the weights that
-sampled it, which is what corrections need. `version` stays one number for a row, of its oldest tokens: it
-bounds how stale any of them is.
+sampled it, which is what corrections need, and its version in `versions`; `version` is that of the oldest.
 """
 
 from collections.abc import Callable, Sequence

@@ -80,6 +80,11 @@ def check_config(config: EngineConfig) -> None:
         raise ValueError(
             f"replay_kept: expected engine_type hf, which tells the words that were left, got {config.type}"
         )
+    if config.in_flight and config.type not in ("hf", "openai"):
+        raise ValueError(
+            "in_flight: expected engine_type hf or openai, whose requests go on with new weights, got "
+            f"{config.type}"
+        )
     if (config.actors, config.actor_type) != (1, "hf") and config.type != "ray":
         raise ValueError(
             f"engine_actors, engine_actor_type: expected 1 and hf for {config.type}, which has no actors, "

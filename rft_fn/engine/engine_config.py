@@ -17,7 +17,7 @@ _OF_A_RUN = {
     "routing": "replay_routing",
     "kept": "replay_kept",
 }
-_OF_NO_RUN = ("key_env", "bf16", "alone", "lora_rank")
+_OF_NO_RUN = ("key_env", "bf16", "alone", "lora_rank", "in_flight")
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,9 @@ class EngineConfig:
     """weights in bfloat16, as a trainer that computes in it has them; only for hf"""
     alone: bool = False
     """a process asks its servers without the others; their weights stay as they are, and they stay awake"""
+
+    in_flight: bool = False
+    """requests under way go on with new weights, and rollouts have the version of each token"""
 
     __post_init__ = limits.fields
 

@@ -12,8 +12,9 @@ its answers do not tell the version of the weights. Without the development mode
 options, it samples, and cannot be given weights.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
@@ -38,6 +39,7 @@ from rft_fn.engine.server_protocol import (
 )
 from rft_fn.engine.servers import serve
 from rft_fn.engine.weight_sender import Senders
+from rft_fn.types import Sampling
 
 __all__ = ["build", "protocol"]
 
@@ -45,13 +47,16 @@ GENERATE = "/inference/v1/generate"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 COMPLETIONS = "/v1/completions"
+FLOOR = -9999.0  # the log-prob of what has none
+FORCED = (3, 4, 3, 5)  # tokens that no server gives by itself
 QUICK = 60.0  # seconds for anything but samples and weights
 
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> EngineCore:
     """Build the engine on `config.servers`."""
     client = Client(config.key_env)
-    return serve(config, _VLLM(client, config.timeout), client, model, tokenizer)
+    loads = protocol(Client(config.key_env), config.timeout) if config.in_flight else None
+    return serve(config, protocol(client, config.timeout), client, model, tokenizer, loads=loads)
 
 
 def protocol(client: Client, seconds: float) -> "_VLLM":
@@ -100,6 +105,11 @@ class _VLLM:
             if "status 404" not in str(error):
                 raise
             route = COMPLETIONS
+        forces = False
+        if route == GENERATE:
+            plain = Described(route, name, window, "", frozenset())
+            with suppress(Fault, Refused):  # it has no such option, or was not started with it
+                forces = len(self.force(server, plain, [0], FORCED, Sampling())) > 0
         supported = {"score"}
         label, drafts = "", None
         told: Any = {}  # of adapters
@@ -122,7 +132,7 @@ class _VLLM:
             _check_drafts(drafts)
         room = _room(told) if self.loads_adapters(server) else None
         supported |= {"load"} if ways else set()
-        return Described(route, name, window, label, frozenset(supported), tuple(ways), room)
+        return Described(route, name, window, label, frozenset(supported), tuple(ways), room, forces=forces)
 
     def loads_adapters(self, server: str) -> bool:
         """Return whether there is the route that loads adapters, by a request that it must refuse."""
@@ -147,14 +157,27 @@ class _VLLM:
         }
         answer = self.post(server, GENERATE, body, ask.size)
         with expected("choices with token_ids and logprobs", answer):
-            (choice,) = answer["choices"]
-            content = choice["logprobs"]["content"]
-            tokens = border.integers("token_ids", choice["token_ids"])
-            if [x["token_id"] for x in content] != tokens:
-                raise ValueError("log-probs of other tokens")
+            choice, tokens, logp = _drawn(answer)
             spans = choice.get("weight_versions") if known.label else None
             label = None if spans is None else ", ".join(str(x["version"]) for x in spans)
-            return Reply(tokens, border.numbers("logprob", [x["logprob"] for x in content]), label)
+            places = [border.integers("span", [x["start"], x["end"]]) for x in spans or ()]
+            of = [(str(x["version"]), first, end) for x, (first, end) in zip(spans or (), places)]
+            return Reply(tokens, logp, label, of)
+
+    def force(
+        self, server: str, known: Described, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
+    ) -> list[float]:
+        """Return the log-probs of a response that the server is made to give, -inf where it could not."""
+        ask = Ask(prompt, 0, sampling, len(tokens), ())
+        forced = {"trace_decode_token_ids": list(tokens), "logprobs": 0, "detokenize": False}
+        body = {"token_ids": list(prompt), "model": known.adapter or known.model}
+        answer = self.post(server, GENERATE, body | {"sampling_params": _fields(ask) | forced}, ask.size)
+        with expected("the forced tokens with logprobs", answer):
+            _, given, logp = _drawn(answer)
+            if given != list(tokens):
+                raise ValueError("other tokens")
+            border.log_probs("logprob", logp)
+            return [x if x > FLOOR else -math.inf for x in logp]
 
     def by_completions(self, server: str, known: Described, ask: Ask) -> Reply:
         """Return one sample by the OpenAI protocol, with vLLM's fields for token ids."""
@@ -221,13 +244,26 @@ class _VLLM:
 
     def settle(self, server: str, label: str) -> None:
         """Empty the cache and set the version, in this order."""
-        # tokens that were read with the old weights must not serve the new ones
-        answer = self.post(server, "/reset_prefix_cache", {})
+        # what was read with the old weights must not serve the new ones: a request that is held is read again
+        answer = self.post(server, "/reset_prefix_cache?reset_running_requests=true", {})
         if answer != {"success": True}:
             raise Fault(f"expected an empty cache after the load, got {answer}")
         self.post(server, "/update_weight_version", {"new_version": label})
         if self.label(server) != label:
             raise Fault(f"expected weights {label!r} after the load, got {self.label(server)!r}")
+
+    @contextmanager
+    def hold(self, server: str) -> Iterator[None]:
+        """Keep the server's requests where they are within the block; break them off if it fails."""
+        self.post(server, "/pause?mode=keep", {})
+        try:
+            yield
+        except BaseException:
+            with suppress(Fault, Refused):
+                self.post(server, "/pause?mode=abort", {})
+            raise
+        finally:
+            self.post(server, "/resume", {})
 
     def load_adapter(self, server: str, folder: str, name: str) -> None:
         """Load adapters from a folder. Where there is the extension, each layer must have got its place."""
@@ -277,6 +313,16 @@ class _VLLM:
     def post(self, server: str, path: str, body: Mapping[str, Any], tokens: int = 0) -> Any:
         """Return the answer to a POST about so many tokens."""
         return self.client.call(server, path, body, seconds=self.seconds, tokens=tokens)
+
+
+def _drawn(answer: Any) -> tuple[Any, list[int], list[float]]:
+    """Return (the only choice of an answer, its tokens, their log-probs). ValueError for other tokens."""
+    (choice,) = answer["choices"]
+    content = choice["logprobs"]["content"]
+    tokens = border.integers("token_ids", choice["token_ids"])
+    if [x["token_id"] for x in content] != tokens:
+        raise ValueError("log-probs of other tokens")
+    return choice, tokens, border.numbers("logprob", [x["logprob"] for x in content])
 
 
 def _room(told: Any) -> Room | None:

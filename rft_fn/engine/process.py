@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
@@ -114,8 +114,9 @@ def _portable(error: BaseException) -> BaseException:
 class _Server:
     """Answers calls to the engine, one after the other."""
 
-    def __init__(self, pipe: Connection):
+    def __init__(self, pipe: Connection, aside: Connection | None = None):
         self.pipe = pipe
+        self.aside = aside  # for loads in the middle of other calls; None without any
         self.engine: Engine | None = None
         self.telling = threading.Lock()  # rows of servers end in several threads
 
@@ -127,6 +128,10 @@ class _Server:
                 torch.cuda.set_device(options["device"])
             build, config, model, tokenizer = args
             self.engine = supervised(partial(build, config, model, tokenizer))
+            if self.aside is not None:
+                loads = _Server(self.aside)
+                loads.engine = self.engine
+                threading.Thread(target=loads.serve, daemon=True).start()
             return None
         assert self.engine is not None
         if name == "load":
@@ -168,22 +173,26 @@ class _Server:
         except BaseException as raised:
             return pickle.dumps(Answer(None, _portable(raised), traceback.format_exc(), found.status))
 
+    def serve(self) -> None:
+        """Answer until the parent closes the socket."""
+        with suppress(EOFError, OSError):
+            while True:
+                request = self.pipe.recv_bytes()
+                self.pipe.send_bytes(self.packed(request))
+
 
 def main() -> None:
-    """Serve until the parent closes the socket `sys.argv[2]`; `sys.argv[3]` is the parent's process."""
-    descriptor, parent = (int(x) for x in sys.argv[2:4])
+    """Serve until the parent closes the socket `sys.argv[3]`; `sys.argv[2]` is the parent's process.
+
+    `sys.argv[4]` is another socket, for loads in the middle of other calls, if there are any.
+    """
+    parent, *descriptors = (int(x) for x in sys.argv[2:])
     # Ctrl-C is for the parent, which finishes its step with this engine
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
 
-    pipe = Connection(descriptor)
-    server = _Server(pipe)
-    while True:
-        try:
-            request = pipe.recv_bytes()
-            pipe.send_bytes(server.packed(request))
-        except (EOFError, OSError):
-            break
+    server = _Server(*map(Connection, descriptors))
+    server.serve()
     if server.engine is not None:
         server.engine.close()
 
@@ -240,10 +249,16 @@ class _Process:
         }
         self.ended = ""  # how the process ended; empty while it runs
         self.busy = threading.Lock()
+        self.loading = threading.Lock() if config.in_flight else self.busy
 
         # a separate group: Ctrl-C and torchrun's signals are for this process, which still needs the engine
-        self.pipe, theirs = Pipe()
-        arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+        self.pipe, *theirs = Pipe()
+        self.aside = self.pipe  # of loads
+        if config.in_flight:
+            self.aside, more = Pipe()
+            theirs.append(more)
+        descriptors = [x.fileno() for x in theirs]
+        arguments = [json.dumps(sys.path), str(os.getpid()), *map(str, descriptors)]
         environment = {
             name: x
             for name, x in os.environ.items()
@@ -251,12 +266,13 @@ class _Process:
         }
         self.process = subprocess.Popen(
             [sys.executable, "-c", _START, *arguments],
-            pass_fds=[theirs.fileno()],
+            pass_fds=descriptors,
             env=environment | {"OMP_NUM_THREADS": str(self.threads)},
             stdin=subprocess.DEVNULL,
             process_group=0,
         )
-        theirs.close()
+        for x in theirs:
+            x.close()
 
     # ---- the functions of the engine
 
@@ -277,10 +293,12 @@ class _Process:
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
         """Write weights into shared memory, which is freed when the engine has read it."""
         began = time.perf_counter()
-        with self.end_on_failure("load"), _shared_memory() as memory:
+        with self.end_on_failure("load", self.loading), _shared_memory() as memory:
             places = _write(memory, weights)
             frozen = frozenset(getattr(weights, "frozen", ()))
-            delivered = self.call("load", places, frozen, version=version, descriptor=memory.fileno())
+            delivered = self.call(
+                "load", places, frozen, version=version, descriptor=memory.fileno(), aside=True
+            )
         return delivered._replace(seconds=time.perf_counter() - began)
 
     def sleep(self) -> None:
@@ -298,22 +316,26 @@ class _Process:
 
     def close(self) -> None:
         """End the process: by itself if it is idle, at once if it is in the middle of a call."""
-        idle = self.busy.acquire(blocking=False)
-        if not idle:
+        locks = {self.busy, self.loading}
+        calling = [lock for lock in locks if not lock.acquire(blocking=False)]
+        if calling:
             self.end("was closed")
-            self.busy.acquire()  # the thread that waits for an answer ends too
+        for lock in calling:
+            lock.acquire()  # the thread that waits for an answer ends too
         self.pipe.close()
-        self.busy.release()
+        self.aside.close()
+        for lock in locks:
+            lock.release()
         self.wait()
         self.end("was closed")
 
     # ---- calls
 
     @contextmanager
-    def end_on_failure(self, name: str) -> Iterator[None]:
+    def end_on_failure(self, name: str, busy: AbstractContextManager[Any] | None = None) -> Iterator[None]:
         """End the process if the block raises and leaves an engine that cannot be called again."""
         try:
-            with self.busy:
+            with busy or self.busy:
                 yield
         except _Refused as refused:
             raise refused.error from _RemoteTraceback(refused.trace)
@@ -329,20 +351,22 @@ class _Process:
         *args: Any,
         descriptor: int | None = None,
         on_row: OnRow | None = None,
+        aside: bool = False,
         **options: Any,
     ) -> Any:
         """Return the value of one call of the engine. EngineDead if the process is gone, or too slow."""
+        pipe = self.aside if aside else self.pipe
         if self.ended:
             raise self.dead(self.ended)
         try:
-            self.pipe.send_bytes(pickle.dumps((name, args, options)))
+            pipe.send_bytes(pickle.dumps((name, args, options)))
             if descriptor is not None:
-                reduction.send_handle(self.pipe, descriptor, self.process.pid)
-            answer = self.receive(name)
+                reduction.send_handle(pipe, descriptor, self.process.pid)
+            answer = self.receive(name, pipe)
             while isinstance(answer, RowEnded):
                 if on_row is not None:
                     on_row(*answer)
-                answer = self.receive(name)
+                answer = self.receive(name, pipe)
         except (EOFError, OSError):
             self.end(f"{self.wait()} in {name}")
             raise self.dead(self.ended) from None
@@ -354,16 +378,16 @@ class _Process:
             raise _Refused(answer.error, answer.trace)
         raise answer.error from _RemoteTraceback(answer.trace)
 
-    def receive(self, name: str) -> Answer | RowEnded:
+    def receive(self, name: str, pipe: Any) -> Answer | RowEnded:
         """Return the next message of a call. EOFError where the process has ended without one."""
         deadline = time.monotonic() + self.timeout
-        while not self.pipe.poll(_LOOK):
+        while not pipe.poll(_LOOK):
             if self.process.poll() is not None:
                 raise EOFError
             if time.monotonic() > deadline:
                 self.end(f"gave no answer to {name} within {self.timeout:g} s")
                 raise self.dead(self.ended)
-        return pickle.loads(self.pipe.recv_bytes())
+        return pickle.loads(pipe.recv_bytes())
 
     def wait(self) -> str:
         """Return how the process ended, by itself and within a short time."""

@@ -53,6 +53,7 @@ class Response(NamedTuple):
     ended: bool  # by an end token or a stop text; False where max_new cut it off
     routing: Tensor | None = None  # [n - 1, M, k] of all n tokens of its row but the last, as of a rollout
     kept: Sequence[Tensor] | None = None  # [W] ids of the words that were left at each token
+    versions: Sequence[int] | None = None  # of the weights that sampled each token; None: those of the engine
 
 
 class Row(NamedTuple):
@@ -275,6 +276,12 @@ def assemble(
 
     if tokenizer is not None:
         _announce_nameless(tokens[mask], tokenizer)
+    oldest, versions = torch.full((len(responses),), version), None
+    told = [response.versions for response in responses if response.versions is not None]
+    if told:
+        oldest = torch.tensor([min(x, default=version) for x in told])
+        versions = torch.zeros_like(tokens)
+        versions[mask] = _joined(told, tokens.dtype)
     return Rollout(
         tokens=tokens,
         mask=mask,
@@ -282,10 +289,11 @@ def assemble(
         length=length,
         truncated=torch.tensor([not response.ended for response in responses], dtype=torch.bool),
         group=group,
-        version=torch.full((len(responses),), version),
+        version=oldest,
         media=Media.of_prompts(media, each) if count and media else None,
         routing=_routing(responses, mask.shape[1]),
         kept=_kept([response.kept for response in responses], mask),
+        versions=versions,
     )
 
 

@@ -6,7 +6,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -203,6 +203,7 @@ class Described(NamedTuple):
     ways: tuple[str, ...] = ()  # by which it takes weights, the better ones first: rft, difference, folder
     room: Room | None = None  # for adapters; None where it takes none
     adapter: str = ""  # that is to answer; empty for the base model
+    forces: bool = False  # whether it can be made to give a response
 
 
 class Ask(NamedTuple):
@@ -226,6 +227,7 @@ class Reply(NamedTuple):
     tokens: list[int]
     logp: list[float]
     label: str | None  # of the weights that drew them; None if the server does not say
+    spans: Sequence[tuple[str, int, int]] = ()  # (label, first token, end) of each of them, if it says
 
 
 class Sends(Protocol):
@@ -254,6 +256,24 @@ class ServerProtocol(Protocol):
         bool  # whether adapters alone were ever run on such a server, and not only held against types
     )
     senders: Sends | None  # where this kind of server has channels
+
+    @property
+    def hold(self) -> Callable[[str], AbstractContextManager[None]] | None:
+        """Keeps a server's requests where they are within a block; those of one that fails are broken off.
+
+        None where they do not go on with new weights, and with a version of each token.
+        """
+        ...
+
+    @property
+    def force(
+        self,
+    ) -> Callable[[str, Described, Sequence[int], Sequence[int], Sampling], list[float]] | None:
+        """Returns the log-probs of a response after a prompt, by the distribution of a Sampling.
+
+        The server must be one that `forces`; None where no server of this kind does.
+        """
+        ...
 
     def describe(self, server: str) -> Described:
         """Return what a server is and can do."""

@@ -5,8 +5,10 @@ the sample's key as its seed, so that the same tokens come from any server at an
 answer; weights by way of a folder; and servers that failed are taken back once they are well.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,15 +53,24 @@ ResultT = TypeVar("ResultT")
 
 
 def serve(
-    config: EngineConfig, protocol: ServerProtocol, client: Client, model: str | nn.Module, tokenizer: Any
+    config: EngineConfig,
+    protocol: ServerProtocol,
+    client: Client,
+    model: str | nn.Module,
+    tokenizer: Any,
+    *,
+    loads: ServerProtocol | None = None,
 ) -> EngineCore:
     """Build the engine on `config.servers`, after samples that show whether each honours every option.
 
+    The end of a rollout breaks off what `client` still asks; in flight `loads` asks by another client.
     ValueError for one that does not; a server that does not answer is tried again later.
     """
     if isinstance(model, str) and Path(model_lib.resolve(model), CONFIG).is_file():
         config = replace(config, lora_rank=0)  # its servers hold the base with those adapters merged
-    engine = _Servers(config, protocol, client, remote_model(model, tokenizer), tokenizer)
+    if config.in_flight:
+        config = replace(config, lora_rank=0)  # a request keeps the adapters that it began with
+    engine = _Servers(config, protocol, client, remote_model(model, tokenizer), tokenizer, loads or protocol)
     engine.begin()
     return engine
 
@@ -74,9 +85,11 @@ class _Servers:
         client: Client,
         model: RemoteModel,
         tokenizer: Any,
+        loads: ServerProtocol,
     ):
         self.config = config
         self.protocol = protocol
+        self.loads = loads
         self.client = client
         self.model = model
         self.tokenizer = tokenizer
@@ -84,11 +97,13 @@ class _Servers:
         self.known: dict[str, Described] = {}
         self.labels: dict[str, str] = {}  # of the weights that each server should have
         self.run = uuid4().hex[:8]  # a version of another run is another one
-        self.delivery = Delivery(config, protocol, client)
+        self.delivery = Delivery(config, loads, client)
         self.adapters = AdapterDelivery(config, protocol, self.delivery.home)
         self.takes_adapters = False  # alone
         self.loaded = False  # weights of this engine
         self.version = 0
+        self.versions: dict[str, int] = {}  # of weights, by the labels that tokens may have in flight
+        self.changing = threading.Lock()
         self.asleep = False
         self.mixed = False  # servers had weights of different labels, and are to be compared again
 
@@ -122,11 +137,14 @@ class _Servers:
             self.known, working, self.takes_adapters = _on_rank0(begun)
             self.run = _on_rank0(lambda: self.run)
         self.labels = {server: x.label for server, x in self.known.items()}
+        self.versions = dict.fromkeys(self.labels.values(), 0)
         self.mixed = len({*self.labels.values()}) > 1
         self.pool.leave(working, "did not answer the first rank")
 
     def meet(self, server: str) -> Described:
         """Describe a server. Refused for one that ignores an option."""
+        with self.held(server):  # also one that a trainer held, and left
+            pass
         known = self.protocol.describe(server)
         if not self.config.alone:
             self.adapters.check(known)
@@ -135,10 +153,18 @@ class _Servers:
         def sampled(ask: Ask) -> Reply:
             reply = self.protocol.sample(server, known, ask)
             check_reply(reply, ask, vocabulary=self.model.vocabulary, label=None)
+            if self.config.in_flight and not reply.spans:
+                raise Refused("in_flight: expected the versions of tokens (weight_versions), got none")
             return reply
 
         probe(sampled, partial(self.scored, server, known))
         return known
+
+    def held(self, server: str) -> AbstractContextManager[None]:
+        """Keep a server's requests where they are within the block, if they are to go on after it."""
+        if self.loads.hold is None or not self.config.in_flight:
+            return nullcontext()
+        return self.loads.hold(server)
 
     def compare(self, known: dict[str, Described]) -> None:
         """Raise ValueError for servers of different models."""
@@ -156,6 +182,12 @@ class _Servers:
 
     def revive(self, server: str) -> None:
         """Make a server answer with the weights of this engine. Fault or Refused if it does not."""
+        with self.changing:
+            self._revive(server)
+
+    def _revive(self, server: str) -> None:
+        with self.held(server):  # which a load that was cut off may have left so
+            pass
         known = self.protocol.describe(server)
         want = self.labels.get(server, known.label)
         if self.loaded and known.label != want:
@@ -220,14 +252,27 @@ class _Servers:
     def response(self, ask: Ask, stop: Stop, server: str) -> Response:
         """Return one sample. Fault for an answer that ends before it should."""
         reply = self.reply(ask, server)
+        versions = self.token_versions(reply) if self.config.in_flight else None
         size = stop.first_end(reply.tokens)
         if size is not None:
-            return Response(reply.tokens[:size], reply.logp[:size], True)
+            of_tokens = None if versions is None else versions[:size]
+            return Response(reply.tokens[:size], reply.logp[:size], True, versions=of_tokens)
         if len(reply.tokens) < ask.max_new:
             raise Fault(
                 f"expected {ask.max_new} tokens, or fewer that end with a stop; got {len(reply.tokens)}"
             )
-        return Response(reply.tokens, reply.logp, False)
+        return Response(reply.tokens, reply.logp, False, versions=versions)
+
+    def token_versions(self, reply: Reply) -> list[int]:
+        """Return the version of the weights that drew each token. Fault for weights of another engine."""
+        versions: list[int] = []
+        for label, start, end in reply.spans:
+            if label not in self.versions or not len(versions) == start <= end <= len(reply.tokens):
+                break
+            versions += [self.versions[label]] * (end - start)
+        if len(versions) != len(reply.tokens):
+            raise Fault(f"expected {len(reply.tokens)} tokens of {self.run}'s weights, got {reply.spans}")
+        return versions
 
     def reply(self, ask: Ask, server: str) -> Reply:
         """Return a server's answer. Fault for one that cannot be right."""
@@ -244,11 +289,21 @@ class _Servers:
             if known.adapter:
                 raise Fault(str(error)) from error
             raise
-        check_reply(reply, ask, vocabulary=self.model.vocabulary, label=self.labels[server])
+        label = None if self.config.in_flight else self.labels[server]
+        check_reply(reply, ask, vocabulary=self.model.vocabulary, label=label)
         return reply
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
-        """Score as `Score` says, at `Sampling()` only: servers score before any cut or temperature."""
+        """Score as `Score` says: at `Sampling()` as a prompt, at others where servers can be made to give it.
+
+        Servers score a prompt before any cut or temperature.
+        """
+        force = self.protocol.force if all(x.forces for x in self.known.values()) else None
+        plain = sampling is None or (
+            rollout.temperature is None and sampling.temperature == 1 and not sampling.truncates
+        )
+        if force is not None and sampling is not None and not plain and len(rollout.tokens):
+            return self.forced(rollout, sampling, force)
         if sampling is not None and rollout.temperature is not None:
             raise BadRequest(
                 "sampling: expected None to score rows with their own temperatures by "
@@ -271,6 +326,26 @@ class _Servers:
         logp = torch.zeros(rollout.tokens.shape)
         for b, row in enumerate(self.pool.run([partial(one, row) for row in rows])):
             logp[b, 1 : len(row) + 1] = torch.tensor(row)
+        return torch.where(rollout.mask, logp, 0)
+
+    def forced(self, rollout: Rollout, sampling: Sampling, force: Callable[..., list[float]]) -> Tensor:
+        """Return the log-probs [B, S] of tokens that the servers are made to give, under their weights."""
+        self.wake()
+
+        def one(prompt: list[int], tokens: list[int], warmth: float, server: str) -> list[float]:
+            own = tree.replace(sampling, temperature=warmth, stop=())
+            return force(server, self.known[server], prompt, tokens, own)
+
+        rows = [row[:size].tolist() for row, size in zip(rollout.tokens, rollout.length.tolist())]
+        begin = rollout.mask.int().argmax(-1).tolist()
+        some = rollout.mask.any(-1).nonzero().flatten().tolist()
+        warmth = [sampling.temperature] * len(rows)
+        if rollout.temperature is not None:
+            warmth = rollout.temperature.tolist()
+        jobs = [partial(one, rows[b][: begin[b]], rows[b][begin[b] :], warmth[b]) for b in some]
+        logp = torch.zeros(rollout.tokens.shape)
+        for b, row in zip(some, self.pool.run(jobs)):
+            logp[b, begin[b] : len(rows[b])] = torch.tensor(row)
         return torch.where(rollout.mask, logp, 0)
 
     def scored(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
@@ -307,7 +382,9 @@ class _Servers:
 
         tied = weight_folder.tied(self.model.manifest.required, check.names | frozen)
         self.delivery.names = len(check.names | frozen) + len(tied)
-        self.delivery.folder, working = _on_rank0(partial(self.publish, collected, tied, label))
+        self.versions = (self.versions if self.loaded else {}) | {label: version}
+        with self.changing:
+            self.delivery.folder, working = _on_rank0(partial(self.publish, collected, tied, label))
         self.loaded = True
         self.labels = dict.fromkeys(self.config.servers, label)
         self.pool.leave(working, "did not take the weights")
@@ -355,11 +432,13 @@ class _Servers:
 
         def take(server: str) -> Described:
             known = self.known.get(server) or self.meet(server)
-            self.delivery.give(server, known, label)
+            with self.held(server):
+                self.delivery.give(server, known, label)
             return known._replace(label=label)
 
         try:
             self.delivery.offer(collected, tied)
+            self.labels = dict.fromkeys(self.config.servers, label)
             self.known |= self.pool.each(take)
             if self.mixed:
                 self.compare({server: self.known[server] for server in self.pool.working()})

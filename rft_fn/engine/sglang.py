@@ -60,6 +60,8 @@ class _SGLang:
     adapters_ran = False
     adapters_hint = "--enable-lora, --max-lora-rank and --lora-target-modules"
     senders: Sends | None = None
+    hold = None  # an answer tells one version
+    force = None
 
     def __init__(self, client: Client, seconds: float):
         """`seconds` is the limit of one request."""

@@ -98,6 +98,15 @@ def packed(module: nn.Module) -> Iterator[None]:
             layer.pack = None
 
 
+def pack_again(module: nn.Module) -> None:
+    """Pack the weights that changed within a block of `packed`."""
+    from rft_kernels.linear import Packed
+
+    for layer in module.modules():
+        if type(layer) is FastLinear and layer.pack is not None:
+            layer.pack = Packed(layer.weight)
+
+
 def is_plain(layer: Any) -> TypeGuard[nn.Linear]:
     """Return whether a layer is one matrix, with or without bias, and nothing else."""
     return type(layer) in (nn.Linear, FastLinear)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import check, collect, loss, metric, precision, strategy, tree, weight
+from rft_fn.rollout import token_versions
 from rft_fn.run import options
 from rft_fn.run.setup import Setup
 from rft_fn.types import Apply, Engine, Packed, Rollout, Sampling, TokenOut, TrainState
@@ -92,6 +93,10 @@ def trainer_logp(
     if correction.changes:
         extra["correction"], found = correction.apply(own.logp, rollout)
         metrics |= found
+    if cfg.max_lag:
+        fresh = rollout.mask & (token_versions(rollout) >= step - cfg.max_lag)
+        extra["correction"] = fresh * extra.get("correction", rollout.mask.to(own.logp.dtype))
+        metrics["mismatch/too_old"] = 1 - float(fresh.sum()) / max(int(rollout.mask.sum()), 1)
     if how.entropy_share < 1:
         (each,) = check.given(entropy=own.entropy)
         chosen, found = high_entropy_tokens(each, rollout.mask, share=how.entropy_share)

@@ -55,8 +55,14 @@ def start(cfg: options.Run, *, unread: Iterable[str] = ()) -> Strategy:
         return _start_dry(cfg)
     st = strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
     fix_day(_first_day(cfg, st))
-    engine.check_config(engine.config_of(cfg.strategy))
+    _check_engine(cfg, cfg.strategy)
     return st
+
+
+def _check_engine(cfg: options.Run, config: strategy.StrategyConfig) -> None:
+    """Raise ValueError for options that the engine cannot honour."""
+    in_flight = options.of(options.Rollouts, cfg).in_flight
+    engine.check_config(replace(engine.config_of(config), in_flight=in_flight))
 
 
 # what takes several processes, a GPU, or a library of theirs
@@ -73,7 +79,7 @@ def _start_dry(cfg: options.Run) -> Strategy:
     """
     config, usual = replace(cfg.strategy, seed=cfg.seed), strategy.StrategyConfig()
     skipped = [name for name in _ELSEWHERE if getattr(config, name) != getattr(usual, name)]
-    engine.check_config(engine.config_of(replace(config, engine_tp_size=1)))
+    _check_engine(cfg, replace(config, engine_tp_size=1))
     st = strategy.get_strategy(replace(config, **{name: getattr(usual, name) for name in _ELSEWHERE}))
     if skipped:
         st.print(f"dry run: on one process, without trying {', '.join(skipped)}")

@@ -76,6 +76,7 @@ class Rollouts(Sampling, subject="Rollouts", first=("prompts", "group", "strateg
     prompts: Count = 32  # prompts per step
     group: Count = 16  # responses per prompt
     ahead: Whole = 0  # off-policy lag: steps that sampling runs ahead of training, in an engine process
+    in_flight: bool = False  # with ahead: responses under way go on with the weights of each step that ends
     partial: Whole = 0  # partial rollouts: new tokens per response and step; unfinished ones wait; 0: off
     max_gap: Free[Positive | None] = None  # most trainer-sampler mismatch, nats per token; None: by dtype
     gap_factor: Free[Above1] = 30.0  # or most mismatch as a multiple of the noise in the first step
@@ -85,6 +86,7 @@ class Rollouts(Sampling, subject="Rollouts", first=("prompts", "group", "strateg
     cap: Above1 = 2.0  # largest ratio trainer / sampler: tis truncates there, mis and icepop mask the token
     geo_low: Share = 0.0  # mask sequences whose geometric-mean ratio is lower, as 0.99; 0: off
     geo_high: Above1 | None = None  # mask sequences whose geometric-mean ratio is higher, as 1.01; None: off
+    max_lag: Whole = 0  # mask tokens of weights that are more versions older than the trainer's; 0: none
     floor: PositiveShare | None = None  # smallest ratio: icepop masks below (None: 1 / cap), tis raises to it
     canary: Free[bool] = True  # check with noisy weights at the start that the engine loads all of them
     rebuilds: Free[Whole] = 3  # how often a run restarts an engine that died
@@ -93,6 +95,8 @@ class Rollouts(Sampling, subject="Rollouts", first=("prompts", "group", "strateg
         super().__post_init__()
         if not self.temperature:
             raise ValueError("temperature: expected > 0 to learn from samples, got 0")
+        if self.in_flight and not self.ahead:
+            raise ValueError("ahead: expected above 0 with in_flight, which samples while it learns, got 0")
         if self.floor is not None and self.mismatch not in ("tis", "icepop"):
             raise ValueError(f"floor: expected None without --mismatch tis or icepop, got {self.floor}")
 

@@ -171,11 +171,17 @@ def start_sampler(
     if not cfg.ahead:
         inner, push = start_engine(cfg, st, task, name)
         return collect.AsyncSampler(inner, st), push
-    config, threads = asynchronous.split_threads(_engine_config(cfg, st), torch.get_num_threads())
+    own = replace(_engine_config(cfg, st), in_flight=cfg.in_flight)
+    if own.in_flight and own.servers and st.world > 1:
+        raise ValueError(
+            f"in_flight, engine_servers: expected one process of the trainer, got {st.world}: those that "
+            "sample ahead have an engine each, which would load weights into the servers of the others"
+        )
+    config, threads = asynchronous.split_threads(own, torch.get_num_threads())
     torch.set_num_threads(threads)
     build = partial(engine_lib.get_engine, config, name, task.tokenizer)
     check = partial(_check, st, task, name, cfg.max_gap) if cfg.canary else None
-    calls = collect.EngineWorker(build, rebuilds=cfg.rebuilds, check=check)
+    calls = collect.EngineWorker(build, rebuilds=cfg.rebuilds, check=check, in_flight=cfg.in_flight)
     inner, push = start_engine(replace(cfg, rebuilds=0), st, task, name, build=calls.engine)
     return collect.AsyncSampler(inner, st, calls=calls), push
 

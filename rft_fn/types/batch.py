@@ -20,12 +20,13 @@ class Rollout:
     length: Tensor  # [B] i64, tokens of prompt and response
     truncated: Tensor  # [B] bool, ended by max_new and not by a stop token
     group: Tensor  # [B] i64, which prompt
-    version: Tensor  # [B] i64, of the weights that sampled
+    version: Tensor  # [B] i64, of the weights that sampled, the oldest where they changed within a row
     media: Media | None = None
     temperature: Tensor | None = None  # [B] f32, of rows that were drawn with their own; 1 for greedy ones
     # of M routers 1 + each of the k experts that read a token; 0: no forward did, as of the last of a row
     routing: Tensor | None = None  # [B, S, M, k] u8 or i16
     kept: Tensor | None = None  # [B, S, W] i32, 1 + each word that top_p and top_k left; all 0: not known
+    versions: Tensor | None = None  # [B, S] i64, of the weights that sampled each token, 0 outside mask
     sampling: Sampling | None = tree.static(default=None)  # that it was drawn with; None: not known
 
 

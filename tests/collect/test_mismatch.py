@@ -191,6 +191,25 @@ def test_a_corrected_loss_starts_from_the_trainers_policy():
     assert found.metrics["policy/logp_gap"] == pytest.approx(collect.logp_mismatch(want, r.logp, r.mask))
 
 
+def test_tokens_of_weights_that_are_too_old_are_masked():
+    r = rollout(rft.Sampling(max_new=6), lm=tiny.llama(3))
+    strategy = rft.strategy.get_fake_strategy()
+    apply, params = strategy.bind(tiny.llama())
+    versions = (torch.arange(r.mask.shape[1]) * r.mask).clamp(max=6)
+    r = rft.tree.replace(r, versions=versions)
+    fresh = (r.mask & (versions >= 5)).float()
+    assert 0 < fresh.sum() < r.mask.sum()
+    plain = seen(Seen(max_lag=2), strategy, apply, params, r, 7)
+    assert torch.equal(plain.extra["correction"], fresh) and plain.old_logp is r.logp
+    assert plain.metrics["mismatch/too_old"] == pytest.approx(1 - float(fresh.sum() / r.mask.sum()))
+    both = seen(Seen(max_lag=2, mismatch="tis"), strategy, apply, params, r, 7)
+    tis = seen(Seen(mismatch="tis"), strategy, apply, params, r, 7)
+    assert torch.equal(both.extra["correction"], fresh * tis.extra["correction"])
+    whole = rft.tree.replace(r, versions=None, version=torch.tensor([4, 5] * (len(r.version) // 2)))
+    rows = seen(Seen(max_lag=2), strategy, apply, params, whole, 7).extra["correction"]
+    assert not rows[::2].any() and torch.equal(rows[1::2], r.mask[1::2].float())
+
+
 def test_tokens_are_chosen_by_the_entropy_of_the_policy():
     """Of the whole rollout, with the sampler's log-probs unless they are corrected, and on top of that."""
     r = rollout(rft.Sampling(max_new=6), lm=tiny.llama(3))

@@ -8,7 +8,7 @@ from hypothesis import strategies as some
 from test_ahead import Plain
 
 import rft_fn as rft
-from rft_fn import rng
+from rft_fn import collect, rng
 from rft_fn.collect import sample_partial
 
 N, PROMPTS = 3, 2
@@ -99,6 +99,13 @@ def test_a_response_over_several_versions_keeps_each_tokens_own_log_prob():
         logp.append([x[m].tolist() for x, m in zip(done.rollout.logp, done.rollout.mask)])
     first = [0.0, -1.0, -2.0, -3.0]
     assert versions == [[0], [0, 1], [1, 2]]
+    row = done.rollout.versions[0][done.rollout.mask[0]]
+    assert row.tolist() == [1] * 4 + [2] * 3  # and the second row, of one version, has that one
+    assert done.rollout.versions[1].tolist() == (2 * done.rollout.mask[1]).tolist()
+    assert collect.staleness(done.rollout, 2) == {
+        "rollout/staleness": (4 / 7 + 0) / 2,
+        "rollout/staleness_max": 1.0,
+    }
     assert logp[0] == [first] and logp[1] == [[*first, 10, 9, 8], [x + 10 for x in first]]
     assert logp[2][0] == [*(x + 10 for x in first), 20, 19, 18] and waiting.born.tolist() == [[2, 1]]
 

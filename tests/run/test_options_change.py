@@ -626,8 +626,9 @@ OTHER = {
     "model": "model lora_rank lora_alpha lora_targets lora_merge freeze quantize critic teacher "
     "teacher_column",
     "judge": "reward reward_timeout",
-    "sampling": "temperature top_p max_new prompts group ahead partial rounds curriculum curriculum_by "
-    "curriculum_floor teacher_top_p",
+    "sampling": "temperature top_p max_new prompts group ahead in_flight partial rounds curriculum "
+    "curriculum_by curriculum_floor teacher_top_p",
+    "age": "max_lag",  # of tokens: tests/collect/test_mismatch.py
     "vocabulary": "top_k",  # words that are compared: tests/scripts/test_distill_script.py
     "alarm": "max_gap gap_factor canary rebuilds",
     "memory": "budget gradient_checkpointing",

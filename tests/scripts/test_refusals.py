@@ -147,6 +147,8 @@ TOGETHER = [
     ("ppo", "--ptx 0.1", "ptx_data: expected one, as ptx is 0.1, got none"),
     ("ppo", "--algorithm vapo --gae-lambda 1", "gae_lambda: expected None for vapo"),
     ("ppo", "--gae-alpha 1", "gae_alpha: expected None for ppo, got 1.0"),
+    ("grpo", "--in-flight", "ahead: expected above 0 with in_flight, which samples while it learns, got 0"),
+    ("grpo", "--ahead 1 --in-flight --engine-type ray", "in_flight: expected engine_type hf or openai, "),
     ("ppo", "--kl-target 0.1", "kl: expected one, as kl_target is 0.1, got none"),
     ("multi_turn", "--gamma 0.9", "gamma: expected 1 without --credit turn"),
     ("multi_turn", "--algorithm remax", "algorithm: expected one without a greedy baseline"),

@@ -62,6 +62,15 @@ def test_staleness_and_correction_are_those_of_the_schedule(straight, ahead):
     assert metrics[0]["policy/logp_gap"] < 1e-5 < 1e-3 < metrics[2]["policy/logp_gap"]
 
 
+def test_in_flight_no_token_is_older_than_the_schedule_says(tmp_path):
+    """By how much is a matter of time; the log-probs of all are of the weights that sampled them."""
+    main(tmp_path / "run", 1, in_flight=True)
+    metrics = rows(tmp_path / "run")
+    assert all(0 <= r["rollout/staleness"] <= r["rollout/staleness_max"] <= 1 for r in metrics)
+    assert all("mismatch/weight" in r for r in metrics)
+    assert metrics[0]["policy/logp_gap"] < 1e-5
+
+
 ENDS = [(signal.SIGKILL, 3, 1, -9), (signal.SIGTERM, 2, 1, 143), (signal.SIGINT, 2, 2, 130)]
 
 

@@ -20,8 +20,8 @@ LAYERS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
 class Server:
     """A process of vLLM's server, in a group of its own."""
 
-    def __init__(self, log, served="tiny", *, threads=1, window=128, rank=0, transfer=True):
-        """`rank` is the largest of adapters that may come alone; 0: none may."""
+    def __init__(self, log, served="tiny", *, threads=1, window=128, rank=0, transfer=True, more=""):
+        """`rank` is the largest of adapters that may come alone; 0: none may. `more` are options of vLLM."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -39,6 +39,7 @@ class Server:
         options = f"--dtype float32 --enforce-eager --block-size 32 --max-model-len {window} "
         options += "--enable-scale-out --logprobs-mode processed_logprobs --host 127.0.0.1 "
         options += "--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder "
+        options += more + " "
         if transfer:
             options += '--weight-transfer-config {"backend":"rft"} '
         if rank:

@@ -18,7 +18,7 @@ from rft_fn import engine, model, rng
 from rft_fn.engine import openai as dialect
 from rft_fn.engine import weight_folder
 from rft_fn.engine.pool import ServersFailed
-from rft_fn.engine.server_protocol import Client, Fault
+from rft_fn.engine.server_protocol import Client, Described, Fault
 from rft_fn.engine.weight_channel import Channel, Parcel
 from rft_fn.engine.weight_sender import UPDATE, Senders
 
@@ -113,6 +113,55 @@ def test_only_the_embedding_changes_and_arrives(servers, way):
         assert gap(rollout, SAMPLING, lm) < 1e-4 < gap(rollout, SAMPLING)
         assert set(rollout.version.tolist()) == {1}
     eng.close()
+
+
+@pytest.mark.parametrize("way", ["folder", "rft"])
+def test_requests_under_way_go_on_with_new_weights(servers, way):
+    """They are held, read again, and say from which token on they are of the new weights."""
+    eng = made(servers[0], batch=8, transfer=way, in_flight=True)
+    old, new = model.load("tiny"), model.load("tiny")
+    with torch.no_grad():
+        for i, p in enumerate(new.parameters()):
+            p.add_(0.02 * torch.randn(p.shape, generator=rng.generator(i)))
+    eng.load(old.named_parameters(), version=1)
+    threads = [threading.Thread(target=lambda: eng.load(new.named_parameters(), version=2))]
+
+    def on_row(b, tokens, ended):
+        if b == 0:
+            threads[0].start()
+
+    long = rft.Sampling(max_new=110, temperature=1.5)
+    limits = [2, *[110] * 47]
+    found = eng.generate(PROMPTS, KEYS, n=12, sampling=long, max_new=limits, on_row=on_row)
+    threads[0].join()
+    assert {*found.versions[found.mask].tolist()} == {1, 2}
+    changed = (found.versions == 1).any(-1) & (found.versions == 2).any(-1)
+    assert changed.any()
+    older, newer = (hf(lm).score(found, sampling=long) for lm in (old, new))
+    assert (torch.where(found.versions == 2, newer, older) - found.logp).abs().max() < 1e-4
+    assert (older - newer).abs().max() > 1e-2
+    eng.close()
+
+
+def test_a_forced_response_is_a_request_of_vllms_own_types(monkeypatch):
+    """Only its model runner V2 can be made to give tokens, which no CPU runs."""
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+    asked = []
+
+    def post(server, path, body, tokens):
+        asked.append(GenerateRequest.model_validate(body).sampling_params)
+        raise Fault("asked")
+
+    protocol = dialect.protocol(Client(), 1.0)
+    monkeypatch.setattr(protocol, "post", post)
+    known = Described("/inference/v1/generate", "tiny", 128, "", frozenset())
+    with pytest.raises(Fault, match="asked"):
+        protocol.force("", known, [1, 2], [3, 4, 5], rft.Sampling(temperature=0.7, top_p=0.9, top_k=4))
+    (params,) = asked
+    assert params.trace_decode_token_ids == [3, 4, 5] and params.max_tokens == 3 and params.logprobs == 0
+    assert (params.temperature, params.top_p, params.top_k, params.n) == (0.7, 0.9, 4, 1)
+    assert not params.stop_token_ids and params.prompt_logprobs is None
 
 
 def test_a_dropped_tensor_is_counted(eng, servers, tmp_path):

@@ -1,5 +1,6 @@
 """Samples by transformers only, on a model in this process."""
 
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -28,7 +29,7 @@ from rft_fn.model.forward import forget_lengths, rope_switch
 from rft_fn.model.packed_attention import leave_out_plans
 from rft_fn.model.packing_probe import usual_tokens
 from rft_fn.model.placeholders import placeholder_ids
-from rft_fn.model.quantize import packed, set_fast
+from rft_fn.model.quantize import pack_again, packed, set_fast
 from rft_fn.model.router import without_groups
 from rft_fn.model.routing import Recorder, require_replay
 from rft_fn.model.weight_files import Stored
@@ -43,6 +44,7 @@ __all__ = ["build", "check_config", "hf"]
 
 _LONG = 512  # tokens of a prompt from which on a GPU gains by reading it once, not for each of its samples
 _TRIED = 8  # tokens that show whether the experts of a model can be replayed
+_PAUSE = 1e-3  # s between two looks at whether a load has ended
 _CHECK_EVERY = 16  # tokens after which the host looks at them, where it would wait for the device each time
 
 
@@ -81,6 +83,7 @@ def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engin
         kept=config.kept,
     )
     engine.base = base
+    engine.in_flight = config.in_flight
     return engine
 
 
@@ -155,6 +158,10 @@ class _InProcess:
         self.borrowed: dict[int, tuple[Tensor, int]] = {}  # by parameter: what is lent, and its edition
         self.base: Stored | None = None  # what adapters that come alone are merged into
         self.asleep = False
+        self.in_flight = False  # whether a load comes between the tokens of a call of `sample`
+        self.turn = threading.RLock()  # of who uses the weights
+        self.arriving = threading.Event()
+        self.whole = True  # the weights are of one load
         self.recorder: Recorder | None = None
         self.unrouted: Tensor | None = None  # [0, M, k], of no tokens
         if routing and rope_switch(lm.config) is not None:
@@ -166,9 +173,24 @@ class _InProcess:
             self.unrouted = require_replay(lm, usual_tokens(lm.config)[:_TRIED].to(lm.device))
             self.recorder = Recorder(lm)
 
-    @torch.no_grad()
     def sample(self, request: Request) -> Rollout:
         """Sample as `Generate` says, awake from then on."""
+        with self.turn:
+            return self._sample(request)
+
+    def _look(self) -> int:
+        """Let a load that waits go first, and return the version of the weights."""
+        if self.arriving.is_set():
+            self.turn.release()
+            while self.arriving.is_set():
+                time.sleep(_PAUSE)
+            self.turn.acquire()
+        if not self.whole:
+            raise RuntimeError("weights: expected a whole load in flight, got one that failed")
+        return self.version
+
+    @torch.no_grad()
+    def _sample(self, request: Request) -> Rollout:
         ids = requests.token_ids(request.prompts, self.tokenizer)
         request.check(ids, self.window)
         media = prompt_media.read(request.prompts, ids, request.start)
@@ -177,7 +199,9 @@ class _InProcess:
         if not ids:
             routing = None if self.unrouted is None else self.unrouted.cpu()[None][:0]
             left = torch.zeros(0, 0, 0, dtype=torch.int32) if kept else None
-            return tree.replace(requests.empty(self.version), routing=routing, kept=left)
+            versions = torch.zeros(0, 0, dtype=torch.long) if self.in_flight else None
+            empty = requests.empty(self.version)
+            return tree.replace(empty, routing=routing, kept=left, versions=versions)
 
         self._check_borrowed()
         self.wake()
@@ -204,6 +228,7 @@ class _InProcess:
             on_row=request.on_row,
             recorder=self.recorder,
             kept=kept,
+            look=self._look if self.in_flight else None,
         )
         with packed(self.lm), nullcontext() if self.recorder is None else self.recorder.listen():
             responses = sampler.responses(ids, media, request.rows())
@@ -216,12 +241,16 @@ class _InProcess:
             tokenizer=self.tokenizer,
         )
 
-    @torch.no_grad()
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
         """Score as `Score` says, by padded forwards of `batch` rows.
 
         Tokens before a switch of rotary factors are scored as they were drawn, by the factors of short rows.
         """
+        with self.turn:
+            return self._score(rollout, sampling)
+
+    @torch.no_grad()
+    def _score(self, rollout: Rollout, sampling: Sampling | None) -> Tensor:
         if not len(rollout.tokens):
             return torch.zeros(rollout.tokens.shape)
         self._check_borrowed()
@@ -232,9 +261,25 @@ class _InProcess:
         pad = self.tokenizer.pad_token_id
         return torch.cat([score_rows(self.lm, take(rollout, part), sampling, pad=pad) for part in parts])
 
-    @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
-        """Load as `Load` says: copy each tensor into its place, or put it there where it is lent."""
+        """Load as `Load` says, in flight between two tokens of the rows that are sampled.
+
+        Their keys and values stay as the older weights made them.
+        """
+        self.arriving.set()
+        try:
+            with self.turn:
+                self.whole = False
+                delivered = self._load(weights, version)
+                pack_again(self.lm)
+                self.whole = True
+                return delivered
+        finally:
+            self.arriving.clear()
+
+    @torch.no_grad()
+    def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Delivered:
+        """Copy each tensor into its place, or put it there where it is lent."""
         if getattr(weights, "adapters", False):
             return self._load_adapters(weights, version)
         self.base = None  # what comes now may be more than adapted layers

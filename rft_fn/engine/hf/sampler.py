@@ -6,7 +6,7 @@ one piece or in several, up to the rounding of products, which may decide betwee
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -47,6 +47,8 @@ class _Sequence:
     ended: bool = False
     routing: list[Tensor] = field(default_factory=list)  # [n, M, k] of each forward that read some of the row
     kept: list[Tensor] = field(default_factory=list)  # the words that were left at each token
+    versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
+    version: int = 0  # of the weights that the next token is drawn by
 
     def tokens(self) -> list[int]:
         """Return the response so far."""
@@ -87,6 +89,8 @@ class Sampler(NamedTuple):
     on_row: OnRow | None = None
     recorder: Recorder | None = None  # of the experts that tokens go to; it listens
     kept: bool = False  # whether responses have the words that were left; without steps of fixed shapes
+    # lets new weights in, and returns their version; where it is given, responses have the versions of tokens
+    look: Callable[[], int] | None = None
 
     def responses(
         self, prompts: Sequence[Sequence[int]], media: Sequence[PromptMedia], rows: Sequence[Row]
@@ -123,6 +127,7 @@ class Sampler(NamedTuple):
                 x.ended,
                 self._routing(x, len(prompts[x.number // n])),
                 x.kept if self.kept else None,
+                x.versions if self.look is not None else None,
             )
             for x in sequences
         ]
@@ -160,6 +165,7 @@ class Sampler(NamedTuple):
         if not jobs and rows is not None:
             return rows
 
+        version = 0 if self.look is None else self.look()
         batch = prefill(
             self.lm,
             self.batching,
@@ -171,6 +177,8 @@ class Sampler(NamedTuple):
         )
         self._record([job.responses for job in jobs], [len(job.prompt) for job in jobs])
         live = [x for job in jobs for x in job.responses]
+        for x in live:
+            x.version = version
         vocab = batch.logits.shape[-1]
         u = uniform_numbers([x.row for x in live], max_tokens, vocab).to(self.lm.device)
         if rows is None:
@@ -197,6 +205,7 @@ class Sampler(NamedTuple):
 
     def _step(self, rows: _Rows) -> _Rows | None:
         """Sample the next tokens of every row, and decode those that have not ended one step further."""
+        version = 0 if self.look is None else self.look()
         # no row passes its limit, so that all positions are the model's
         count = min(self.check_every, min(x.most - len(x.text) for x in rows.live))
         u, temperature = self._numbers(rows, count)
@@ -215,6 +224,8 @@ class Sampler(NamedTuple):
                     break
                 response.text.append(int(t))
                 response.logp.append(p)
+                response.versions.append(response.version)  # that has read all before it
+                response.version = version
                 if kept:
                     response.kept.append(kept[i][k].nonzero().flatten())
                 response.ended = self.stop.ends(response.text)
