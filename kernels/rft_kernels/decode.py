@@ -1,4 +1,4 @@
-"""Triton kernels that read one new token of every row: norms, rotary embedding, attention, SwiGLU.
+"""Triton kernels of one new token of every row: norms, rotary embedding, attention, SwiGLU, draw.
 
 Importing this needs triton. They round to 16 bits where the modules of transformers do, so that a sampler
 stays as near to its trainer as it was. Nothing here is atomic, and a row never depends on another one.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from subprocess import SubprocessError
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,11 +19,12 @@ from rft_kernels import row_kernels
 from rft_kernels.row_kernels import bound
 from rft_kernels.slices import ceil_div
 
-__all__ = ["attend", "norm", "rotate", "swiglu"]
+__all__ = ["attend", "draw", "norm", "rotate", "swiglu"]
 
 _COLUMNS = 64  # of the cache that attention reads at once
 _SWIGLU = 1024  # columns of a program
 _LEAST = 16  # rows of a product
+_DRAWN = 4096  # nodes of a level that are summed at once
 _LOG2E = 1.4426950408889634
 
 
@@ -175,6 +177,42 @@ def swiglu_kernel(gate_ptr, up_ptr, out_ptr, width, BLOCK: tl.constexpr):
     silu = (wide / (1 + tl.exp(-wide))).to(gate.dtype)
     up = tl.load(up_ptr + row + at, mask=at < width, other=0.0)
     tl.store(out_ptr + row + at, _product(silu, up), mask=at < width)
+@triton.jit
+def draw_kernel(levels_ptr, stride, u_ptr, depth, token_ptr, width, BLOCK: tl.constexpr):
+    """Draw one of `width` tokens by the weights at the start of a row of levels [R, W]; make the rest here.
+
+    A level is the one below it, folded in the middle: y[j] = x[j] + x[j + half]. So is `draw` of the engine.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    levels_ptr += row * stride
+    first = tl.full([], 0, tl.int32)  # where the last level begins
+    size = first + width
+    while size > 1:
+        half = (size + 1) // 2
+        for start in range(0, bound(half), BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            one = tl.load(levels_ptr + first + at, mask=at < half, other=0.0)
+            two = tl.load(levels_ptr + first + half + at, mask=at + half < size, other=0.0)
+            tl.store(levels_ptr + first + size + at, one + two, mask=at < half)
+        tl.debug_barrier()  # the next level reads what other threads wrote
+        first += size
+        size = half
+
+    # from the root, which is one node, to a token
+    node = tl.full([], 0, tl.int32)
+    for level in range(bound(depth)):
+        below = tl.full([], 0, tl.int32)
+        size = below + width
+        for _ in range(bound(depth) - 1 - level):
+            below += size
+            size = (size + 1) // 2
+        half = (size + 1) // 2
+        here = levels_ptr + below + node
+        one = tl.load(here, mask=node < size, other=0.0).to(tl.float64)
+        two = tl.load(here + half, mask=node + half < size, other=0.0).to(tl.float64)
+        u = tl.load(u_ptr + row * depth + level)
+        node = tl.where(u * (one + two) < one, node, node + half)
+    tl.store(token_ptr + row, node.to(tl.int64))
 # fmt: on
 
 
@@ -284,6 +322,21 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     programs = (len(gate), ceil_div(gate.shape[1], _SWIGLU))
     _launch(swiglu_kernel, programs, gate, up, out, gate.shape[1], BLOCK=_SWIGLU, num_warps=4)
     return out
+
+
+def draw(p: Tensor, u: Tensor) -> Tensor:
+    """Draw one of V tokens by weights p [R, V] and numbers u [R, D] in [0, 1), one for each of D levels: [R].
+
+    In float32 the tokens are those of `rft_fn.engine.hf.draws.draw`, to the bit.
+    """
+    rows, width = p.shape
+    depth = (width - 1).bit_length()
+    levels = p.new_empty(rows, 2 * width + depth)
+    levels[:, :width] = p
+    token = u.new_empty(rows, dtype=torch.long)
+    u = u[:, :depth].contiguous()
+    _launch(draw_kernel, (rows,), levels, levels.stride(0), u, depth, token, width, BLOCK=_DRAWN, num_warps=8)
+    return token
 
 
 def _launch(kernel: Any, programs: tuple[int, ...], x: Tensor, *args: object, **options: object) -> None:

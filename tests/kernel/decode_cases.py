@@ -12,7 +12,7 @@ from triton_cases import DEVICE, quick_calls
 
 from rft_fn import rng
 from rft_fn.engine import prompt_media, requests
-from rft_fn.engine.hf import fused_steps, probe
+from rft_fn.engine.hf import draws, fused_steps, probe
 from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.requests import Stop
 from rft_fn.model import packed_attention
@@ -117,6 +117,15 @@ def test_16_bits_are_rounded_where_the_model_rounds_them():
     got = decode.rotate(q, k, v, (cos, sin), keys, values, at, ((norm.weight, 1e-6),) * 2)
     assert torch.equal(got, want[0][:, :, 0]) and torch.equal(keys, want[1])
     assert torch.equal(decode.swiglu(k, v), torch.nn.functional.silu(k) * v)
+
+
+@drawn
+@given(rows=st.integers(1, 3), words=st.integers(1, 40) | st.sampled_from([4097, 9001]), seed=SHAPES["seed"])
+def test_a_draw_is_that_of_the_engine_to_the_bit(rows, words, seed):
+    g = torch.Generator().manual_seed(seed)
+    p = (2 * torch.randn(rows, words, generator=g)).softmax(-1).to(DEVICE)
+    u = torch.rand(rows, draws.numbers_per_draw(words), generator=g, dtype=torch.float64).to(DEVICE)
+    assert torch.equal(decode.draw(p, u), draws.draw(p, u))
 
 
 # ---------- models

@@ -25,9 +25,15 @@ from rft_kernels import decode, row_kernels, tile_kernels
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TYPES = {"x_ptr": "x", "bias_ptr": "b", "y_ptr": "l", "kept_ptr": "b", "dx_ptr": "b"}  # other pointers: "f"
-TYPES |= {"at_ptr": "l", "first_ptr": "l"}
+TYPES |= {"at_ptr": "l", "first_ptr": "l", "token_ptr": "l", "u_ptr": "u"}
 TILES = (tile_kernels.forward_kernel, tile_kernels.backward_kernel)  # `triton._fits`
-DECODE = (decode.norm_kernel, decode.rotate_kernel, decode.attend_kernel, decode.swiglu_kernel)
+DECODE = (
+    decode.norm_kernel,
+    decode.rotate_kernel,
+    decode.attend_kernel,
+    decode.swiglu_kernel,
+    decode.draw_kernel,
+)
 ALIGNED = (*TILES, *DECODE)
 FLOATS = ("eps", "q_eps", "k_eps", "scale")
 ABSENT = {
@@ -125,6 +131,7 @@ def decode_configurations():
             yield decode.rotate_kernel, types, constants, {"num_warps": 1}
             constants = {"EACH": 7, "SIZE": size, "GROUP": 16, "WIDTH": size, "BLOCK": 64, "UPCAST": False}
             yield decode.attend_kernel, types, constants, {"num_warps": 4}
+    yield decode.draw_kernel, types | {"u": "fp64"}, {"BLOCK": 4096}, {"num_warps": 8}
 
 
 def main():

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rft_fn import logprob
 from rft_fn.engine.hf import cache_rows
-from rft_fn.engine.hf.draws import draw_token
-from rft_fn.engine.hf.fused_steps import Step, next_logits
+from rft_fn.engine.hf.draws import draw, draw_token
+from rft_fn.engine.hf.fused_steps import Step, fused_draw, next_logits
 from rft_fn.engine.hf.row_batch import Batch
 from rft_fn.engine.hf.shared_prefix import OPTION, SharedPrefixes, shared_attention
 from rft_fn.engine.hf.step_memory import StepMemory
@@ -193,7 +193,9 @@ class FixedSteps:
     def _step(self, process: Callable[..., Tensor]) -> None:
         """Draw a token of every row, and read it."""
         u = self.u.index_select(1, self.step).squeeze(1)
-        token, logp = draw_token(self.logits, u, self.sampling, self.temperature, process)
+        token, logp = draw_token(
+            self.logits, u, self.sampling, self.temperature, process, fused_draw if self.fused else draw
+        )
         self.tokens.index_copy_(1, self.step, torch.where(self.waits, -1, token).unsqueeze(-1))
         self.logp.index_copy_(1, self.step, logp.unsqueeze(-1))
         self.ended |= self.ends[token]

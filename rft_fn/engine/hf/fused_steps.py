@@ -1,22 +1,24 @@
 """Reads one token of every row by fused kernels, in models whose decoder is built as Llama's is.
 
 About twelve kernels a layer in place of fifty, seven of which are the model's own linear layers. What is
-fused are norms with the sums before them, rotary embedding with the write into the cache, attention, and
-SwiGLU: the functions of `rft_kernels.decode`. The modules of the model stay as they are; whether its
+fused are norms with the sums before them, rotary embedding with the write into the cache, attention, SwiGLU
+and the draw: the functions of `rft_kernels.decode`. The modules of the model stay as they are; whether the
 numbers are right is seen by trying it.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from rft_fn.engine.hf import cache_rows
+from rft_fn.engine.hf.draws import draw, numbers_per_draw
 from rft_fn.engine.hf.shared_prefix import SharedPrefixes, attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Step", "can_fuse", "next_logits"]
+__all__ = ["Step", "can_fuse", "draws_alike", "fused_draw", "next_logits"]
 
 
 class Step(NamedTuple):
@@ -30,13 +32,14 @@ class Step(NamedTuple):
     prompts: SharedPrefixes | None
 
 
-def can_fuse(lm: nn.Module) -> bool:
+def can_fuse(lm: "PreTrainedModel") -> bool:
     """Return whether kernels run where a model is, and its parts are those of Llama or Qwen 3."""
     from rft_kernels import engines
 
     decoder: Any = getattr(lm, "model", None)
     return (
         engines.runs_kernels(next(lm.parameters()))
+        and lm.dtype.itemsize <= 4
         and _parts(lm) == {"model", "lm_head"}
         and _parts(decoder) == {"embed_tokens", "layers", "norm", "rotary_emb"}
         and all(map(_is_alike, decoder.layers))
@@ -90,6 +93,22 @@ def next_logits(lm: "PreTrainedModel", cache: Any, step: Step) -> Tensor:
         h = decode.norm(x, *_norm(layer.post_attention_layernorm), more=more)
         more = mlp.down_proj(decode.swiglu(mlp.gate_proj(h), mlp.up_proj(h)))
     return lm.lm_head(decode.norm(x, *_norm(decoder.norm), more=more))
+
+
+def fused_draw(p: Tensor, u: Tensor) -> Tensor:
+    """Draw tokens [R] as `draw` does, to the bit, by one kernel."""
+    from rft_kernels import decode  # with triton
+
+    return decode.draw(p, u)
+
+
+def draws_alike(lm: "PreTrainedModel") -> bool:
+    """Return whether `fused_draw` gives the tokens of `draw`, for as many words as a model has."""
+    words = lm.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(4, words, generator=generator).to(lm.device)
+    u = torch.rand(4, numbers_per_draw(words), generator=generator, dtype=torch.float64).to(lm.device)
+    return torch.equal(fused_draw(p, u), draw(p, u))
 
 
 def _norm(module: Any) -> tuple[Tensor, float]:

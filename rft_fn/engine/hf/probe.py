@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rft_fn.engine.hf import cache_rows
 from rft_fn.engine.hf.fixed_steps import FixedSteps
-from rft_fn.engine.hf.fused_steps import can_fuse
+from rft_fn.engine.hf.fused_steps import can_fuse, draws_alike
 from rft_fn.engine.hf.row_batch import CacheSupport, prefill
 from rft_fn.engine.hf.row_media import media_arguments
 from rft_fn.engine.hf.shared_prefix import can_replace
@@ -66,6 +66,8 @@ def find_cache_support(
         if fits and batching.fused and batching.shares:  # rows of short prompts share none
             got = _attempt(_together, lm, batching._replace(shares=False), rows, pad)
             fits = got is not None and _same(got, want, lm.dtype)
+        if fits and batching.fused:
+            fits = bool(_attempt(draws_alike, lm))
         if fits and far is not None:
             with lowered(lm, NEAR):
                 switch = rope_switch(lm.config)
