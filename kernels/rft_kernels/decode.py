@@ -177,11 +177,14 @@ def swiglu_kernel(gate_ptr, up_ptr, out_ptr, width, BLOCK: tl.constexpr):
     silu = (wide / (1 + tl.exp(-wide))).to(gate.dtype)
     up = tl.load(up_ptr + row + at, mask=at < width, other=0.0)
     tl.store(out_ptr + row + at, _product(silu, up), mask=at < width)
+
+
 @triton.jit
 def draw_kernel(levels_ptr, stride, u_ptr, depth, token_ptr, width, BLOCK: tl.constexpr):
-    """Draw one of `width` tokens by the weights at the start of a row of levels [R, W]; make the rest here.
+    """Draw one of `width` tokens by the weights at the start of a row of levels [R, W].
 
-    A level is the one below it, folded in the middle: y[j] = x[j] + x[j + half]. So is `draw` of the engine.
+    The rest of the row is made here. A level is the one below it, folded in the middle:
+    y[j] = x[j] + x[j + half]. So is `draw` of the engine.
     """
     row = tl.program_id(0).to(tl.int64)
     levels_ptr += row * stride
@@ -325,7 +328,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:
-    """Draw one of V tokens by weights p [R, V] and numbers u [R, D] in [0, 1), one for each of D levels: [R].
+    """Draw one of V tokens [R] by weights p [R, V] and uniform numbers u [R, D] of its D levels.
 
     In float32 the tokens are those of `rft_fn.engine.hf.draws.draw`, to the bit.
     """
