@@ -53,6 +53,7 @@ NUMBERS = {stage: [({"what": what}, key) for what, key in pairs.items()] for sta
         ({"ragged": False, "graphs": False}, "launches_a_token"),
         ({"ragged": True, "graphs": False}, "tokens_s"),
     ],
+    "decode": [({"graphs": False, "fused": x}, "ms_a_token") for x in (True, False)],
     "gap": [({"std": 3.0}, "fused_mean"), ({"std": 6.0}, "logits_max")],
     "vision": [({"model": "tiny-vl"}, "gap")],
     "lora": [

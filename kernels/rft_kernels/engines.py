@@ -58,6 +58,11 @@ def check(name: str, h: Tensor, *, also: tuple[str, ...]) -> None:
     raise ValueError(f"engine: expected {expected}, got {name!r}")
 
 
+def runs_kernels(x: Tensor) -> bool:
+    """Return whether kernels of triton run where x is."""
+    return _HAS_TRITON and (x.is_cuda or _interpreted(x))
+
+
 def pick(name: str, h: Tensor, w: Tensor) -> str:
     """Pick the engine that `name` means with h [T, D] and w [V, D].
 

@@ -70,6 +70,8 @@ class EngineConfig:
     """speculative decoding: the engine's own config, as JSON or a file of it; empty: none; only for vllm"""
     kept: bool = StrategyConfig.replay_kept
     """rollouts have the words that top_p and top_k left at each token; only for hf"""
+    fused: bool = StrategyConfig.engine_fused
+    """on CUDA new tokens are read by fused kernels, in models that they fit; only for hf"""
     bf16: bool = False
     """weights in bfloat16, as a trainer that computes in it has them; only for hf"""
     alone: bool = False

@@ -476,6 +476,7 @@ ENGINE = (
     "engine_type", "engine_batch", "engine_tp_size", "engine_mem_util", "enable_engine_sleep",
     "engine_process", "engine_threads", "engine_servers", "engine_actors", "engine_actor_type",
     "engine_timeout", "engine_weights", "engine_transfer", "engine_adapters", "engine_max_model_len",
-    "engine_block_size", "engine_dtype", "engine_speculative", "replay_routing", "replay_kept", "plot_every",
+    "engine_block_size", "engine_dtype", "engine_speculative", "replay_routing", "replay_kept",
+    "engine_fused", "plot_every",
 )  # fmt: skip
 """Options of `strategy` that only a script with rollouts reads."""

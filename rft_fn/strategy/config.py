@@ -103,6 +103,8 @@ class StrategyConfig:
     """a mixture of experts learns by the experts that the sampler chose for each token (R3); only with hf"""
     replay_kept: bool = False
     """under top_p and top_k learn on the words that the sampler left at each token; with engine_type hf"""
+    engine_fused: Free[bool] = True
+    """on a GPU hf reads new tokens by fused kernels, in models that these fit; if not, as in training"""
     engine_speculative: str = ""
     """speculative decoding by vllm: its own config, as JSON or a file of it; if empty, none"""
     log_dir: Free[str] = ""

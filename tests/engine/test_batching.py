@@ -379,7 +379,7 @@ def test_graphs_are_forgotten_where_weights_leave_their_place(sleep, graphs, mon
     """An engine that sleeps captures again; one that does not takes new weights in the old place."""
     lm = small("Llama", torch.float32)
     fixed = probe.find_cache_support(lm, 0, fixed=True)
-    monkeypatch.setattr(hf_engine, "find_cache_support", lambda lm, pad: fixed)
+    monkeypatch.setattr(hf_engine, "find_cache_support", lambda lm, pad, **options: fixed)
     monkeypatch.setattr(
         hf_engine, "Sampler", lambda *args, **more: Sampler(*args, **more)._replace(check_every=4)
     )
@@ -395,7 +395,7 @@ def test_graphs_are_forgotten_where_weights_leave_their_place(sleep, graphs, mon
         got = eng.generate(PROMPTS, KEYS, **how)
         made.append(len(graphs))
         with monkeypatch.context() as patch:
-            patch.setattr(hf_engine, "find_cache_support", lambda lm, pad: batching_of(lm))
+            patch.setattr(hf_engine, "find_cache_support", lambda lm, pad, **options: batching_of(lm))
             want = engine.hf(other, tiny.tokenizer(), batch=4).generate(PROMPTS, KEYS, **how)
         assert torch.equal(got.tokens, want.tokens)
     assert made[0] and [bool(x) for x in made[-2:]] == [sleep, sleep]

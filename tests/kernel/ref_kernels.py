@@ -44,3 +44,35 @@ def gradients(h, w, y, g, g_entropy, g_lse, *, temperature=1.0, bias=None, softc
     dz -= g_entropy[:, None] * p * (log_p + entropy[:, None])
     dx = dz * slope
     return dx @ w, dx.T @ h, dx.sum(0)
+
+
+def rms_norm(x, weight, eps):
+    """x [R, D]: each row over its root mean square, times weight [D]."""
+    return weight * x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+
+
+def rotated(x, cos, sin):
+    """x [R, H, D]: number i of the first half and that of the second are turned by an angle of theirs."""
+    out = np.empty_like(x)
+    half = x.shape[-1] // 2
+    for i in range(half):
+        a, b = x[..., i], x[..., i + half]
+        out[..., i] = a * cos[:, None, i] - b * sin[:, None, i]
+        out[..., i + half] = b * cos[:, None, i + half] + a * sin[:, None, i + half]
+    return out
+
+
+def swiglu(gate, up):
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def attend(q, keys, values, bias, scale):
+    """q [R, H, D], keys and values [R, H', W, D], bias [R, W]: softmax over the columns that a row sees."""
+    out = np.zeros_like(q)
+    for r, head in np.ndindex(*q.shape[:2]):
+        seen = np.flatnonzero(bias[r] > -np.inf)
+        of = head // (q.shape[1] // keys.shape[1])
+        z = keys[r, of, seen] @ q[r, head] * scale + bias[r, seen]
+        p = np.exp(z - z.max()) if len(seen) else z
+        out[r, head] = p @ values[r, of, seen] / p.sum() if len(seen) else 0
+    return out

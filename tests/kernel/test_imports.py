@@ -1,4 +1,4 @@
-"""No module of rft_kernels imports itself by way of others; only two of them import triton."""
+"""No module of rft_kernels imports itself by way of others; only three of them import triton."""
 
 import ast
 from pathlib import Path
@@ -58,4 +58,4 @@ def test_what_needs_triton_is_imported_inside_functions_alone():
         if name not in loaded:
             loaded.add(name)
             waiting += at_import(name)
-    assert loaded == set(MODULES) - {"gemm", "triton", "row_kernels", "tile_kernels"}
+    assert loaded == set(MODULES) - {"gemm", "triton", "row_kernels", "tile_kernels", "decode"}

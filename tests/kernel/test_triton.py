@@ -1,4 +1,4 @@
-"""The cases of the GPU engines (triton_cases.py, triton_tile_cases.py), and how an engine is chosen.
+"""The cases of GPU kernels (the files *_cases.py), and how an engine is chosen.
 
 The cases run in triton's interpreter or on CUDA, in a separate process: triton decides when it is imported
 whether kernels are interpreted.
@@ -29,7 +29,11 @@ def python(*args, interpret):
 
 def run_cases(*, interpret):
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::RuntimeWarning"]
-    files = ["tests/kernel/triton_cases.py", "tests/kernel/triton_tile_cases.py"]
+    files = [
+        "tests/kernel/triton_cases.py",
+        "tests/kernel/triton_tile_cases.py",
+        "tests/kernel/decode_cases.py",
+    ]
     done = python("-m", "pytest", *files, *options, interpret=interpret)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout

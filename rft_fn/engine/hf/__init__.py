@@ -6,6 +6,7 @@
 | sampler | continuous batching: prompts are prefilled as rows end, and rows decode by their own streams |
 | row_batch | the rows that decode together: prefill, decode steps, their part of the KV cache |
 | fixed_steps | decode steps of fixed shapes, which a CUDA graph replays |
+| fused_steps | one step by fused kernels, of models that are built as Llama is |
 | step_memory | their tensors and graphs, from one call to the next |
 | shared_prefix | attention that reads the KV cache of a prompt once for all of its samples |
 | buffers | the KV cache of each row's own tokens, with room for more tokens and rows |

@@ -53,11 +53,12 @@ def draw_token(
     sampling: Sampling,
     temperature: Tensor | None = None,
     process: Callable[..., Tensor] = logprob.process_logits,
+    by: Callable[[Tensor, Tensor], Tensor] = draw,
 ) -> tuple[Tensor, Tensor]:
     """Return (token [B], logp [B]) drawn by uniform numbers u [B, D]; the likeliest at temperature 0.
 
     `temperature` [B] is one for each row, in place of that of `sampling`. `process` is called as
-    `logprob.process_logits` is.
+    `logprob.process_logits` is, `by` as `draw`.
     """
     if temperature is not None:
         likeliest, likeliest_logp = draw_token(
@@ -65,13 +66,13 @@ def draw_token(
         )
         warm = temperature > 0
         own = torch.where(warm, temperature, 1)
-        token, logp = _drawn(process(logits, sampling, temperature=own), u)
+        token, logp = _drawn(process(logits, sampling, temperature=own), u, by)
         return torch.where(warm, token, likeliest), torch.where(warm, logp, likeliest_logp)
     z = process(logits, sampling)
     if sampling.temperature == 0:
         largest, token = z.max(-1)
         return token, largest - z.logsumexp(-1)
-    return _drawn(z, u)
+    return _drawn(z, u, by)
 
 
 def kept_words(logits: Tensor, sampling: Sampling, temperature: Tensor | None = None) -> Tensor:
@@ -80,10 +81,10 @@ def kept_words(logits: Tensor, sampling: Sampling, temperature: Tensor | None = 
     return logprob.process_logits(logits, sampling, temperature=own) > -torch.inf
 
 
-def _drawn(z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def _drawn(z: Tensor, u: Tensor, by: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Return (token [B], logp [B]) drawn from logits [B, V]."""
     p = z.softmax(-1)
-    token = draw(p, u)
+    token = by(p, u)
     return token, p.gather(-1, token.unsqueeze(-1)).squeeze(-1).log()
 
 

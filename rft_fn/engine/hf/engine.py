@@ -73,17 +73,8 @@ def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engin
         lm = model_lib.load(model, quantize="none", dtype=torch.bfloat16)
     else:
         lm = model_lib.load(model, quantize="none")
-    engine = _in_process(
-        lm,
-        tokenizer,
-        batch=config.batch,
-        sleep=config.sleep,
-        fast_linear=config.fast_linear,
-        routing=config.routing,
-        kept=config.kept,
-    )
+    engine = _in_process(lm, tokenizer, config)
     engine.base = base
-    engine.in_flight = config.in_flight
     return engine
 
 
@@ -96,6 +87,7 @@ def hf(
     fast_linear: bool = True,
     routing: bool = False,
     kept: bool = False,
+    fused: bool = True,
 ) -> Engine:
     """Return an Engine over a transformers model that it owns: `load` copies weights into it.
 
@@ -109,18 +101,18 @@ def hf(
     not allow it (a few random tokens before the first sample show it). Rows that ended leave the batch at
     once. With `routing` rollouts have the experts of a mixture that each token went to, with `kept` the words
     that top_p and top_k left at each, which a trainer then takes; steps of fixed shapes are left out.
+    On CUDA `fused` reads new tokens by kernels of Triton, in models whose decoder is built as Llama's is.
     ValueError for a quantised model, for one that is not of transformers, and for `routing` of one whose
     routers cannot be given their choice.
     """
-    core = _in_process(
-        lm, tokenizer, batch=batch, sleep=sleep, fast_linear=fast_linear, routing=routing, kept=kept
+    config = EngineConfig(
+        batch=batch, sleep=sleep, fast_linear=fast_linear, routing=routing, kept=kept, fused=fused
     )
+    core = _in_process(lm, tokenizer, config)
     return supervised(lambda: core)
 
 
-def _in_process(
-    lm: nn.Module, tokenizer: Any, *, batch: int, sleep: bool, fast_linear: bool, routing: bool, kept: bool
-) -> "_InProcess":
+def _in_process(lm: nn.Module, tokenizer: Any, config: EngineConfig) -> "_InProcess":
     """Prepare a model for sampling."""
     from transformers import PreTrainedModel
 
@@ -131,23 +123,22 @@ def _in_process(
         raise ValueError(f"model: expected one of transformers, got {type(plain).__name__}")
     plain.eval()
     leave_out_plans()
-    set_fast(plain, fast_linear, narrow=plain.dtype == torch.bfloat16)
+    set_fast(plain, config.fast_linear, narrow=plain.dtype == torch.bfloat16)
     without_groups(plain)
-    return _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep, routing=routing, kept=kept)
+    return _InProcess(plain, tokenizer, config)
 
 
 class _InProcess:
     """A transformers model that samples, and its mutable state."""
 
-    def __init__(
-        self, lm: "PreTrainedModel", tokenizer: Any, *, batch: int, can_sleep: bool, routing: bool, kept: bool
-    ):
+    def __init__(self, lm: "PreTrainedModel", tokenizer: Any, config: EngineConfig):
         forget_lengths(lm)
         self.lm = lm
         self.tokenizer = tokenizer
-        self.batch = batch
-        self.can_sleep = can_sleep
-        self.kept = kept
+        self.batch = config.batch
+        self.can_sleep = config.sleep
+        self.kept = config.kept
+        self.fused = config.fused
         self.home: torch.device = lm.device
         self.manifest = manifest(lm)
         self.ends = requests.end_tokens(lm, tokenizer)
@@ -158,18 +149,18 @@ class _InProcess:
         self.borrowed: dict[int, tuple[Tensor, int]] = {}  # by parameter: what is lent, and its edition
         self.base: Stored | None = None  # what adapters that come alone are merged into
         self.asleep = False
-        self.in_flight = False  # whether a load comes between the tokens of a call of `sample`
+        self.in_flight = config.in_flight  # whether a load comes between the tokens of a call of `sample`
         self.turn = threading.RLock()  # of who uses the weights
         self.arriving = threading.Event()
         self.whole = True  # the weights are of one load
         self.recorder: Recorder | None = None
         self.unrouted: Tensor | None = None  # [0, M, k], of no tokens
-        if routing and rope_switch(lm.config) is not None:
+        if config.routing and rope_switch(lm.config) is not None:
             raise ValueError(
                 f"replay_routing: expected False for {type(lm).__name__}, which reads a sequence anew once "
                 "it has grown (LongRoPE)"
             )
-        if routing:
+        if config.routing:
             self.unrouted = require_replay(lm, usual_tokens(lm.config)[:_TRIED].to(lm.device))
             self.recorder = Recorder(lm)
 
@@ -207,7 +198,7 @@ class _InProcess:
         self.wake()
         pad = self.tokenizer.pad_token_id
         if self.batching is None:
-            self.batching = find_cache_support(self.lm, pad)
+            self.batching = find_cache_support(self.lm, pad, fused=self.fused)
         alone = request.n == 1 or (self.lm.device.type != "cpu" and max(map(len, ids)) < _LONG)
         batching = self.batching._replace(shares=False) if alone else self.batching
         if self.recorder is not None:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from rft_fn import logprob
 from rft_fn.engine.hf import cache_rows
-from rft_fn.engine.hf.draws import draw_token
+from rft_fn.engine.hf.draws import draw, draw_token
+from rft_fn.engine.hf.fused_steps import Step, fused_draw, next_logits
 from rft_fn.engine.hf.row_batch import Batch
 from rft_fn.engine.hf.shared_prefix import OPTION, SharedPrefixes, shared_attention
 from rft_fn.engine.hf.step_memory import StepMemory
@@ -52,6 +53,7 @@ class FixedSteps:
         check_every: int,
         rows: int,
         memory: StepMemory | None = None,
+        fused: bool = False,
     ):
         self.lm = lm
         self.sampling = sampling
@@ -59,6 +61,7 @@ class FixedSteps:
         self.memory = memory or StepMemory()
         self.check_every = check_every  # steps at a time, at most
         self.rows = rows  # at a time, at most
+        self.fused = fused
         self.captures = lm.device.type == "cuda" and lm not in _UNCAPTURED
         self.shape: tuple[Any, ...] = ()
         self.prompts: SharedPrefixes | None = None  # where rows share them
@@ -136,6 +139,7 @@ class FixedSteps:
         self.bias.fill_(-torch.inf)
         seen.masked_fill_(batch.seen, 0)
         self.position[:live, 0] = batch.before + batch.seen.sum(-1)
+        self.first.copy_((self.bias[:, 0, 0] == 0).int().argmax(-1))
         self.ended.zero_()
         self.waits.zero_()
         self.at.fill_(parts[0].end)
@@ -151,6 +155,7 @@ class FixedSteps:
         zeros = self.memory.zeros
         self.logits = zeros("logits", (rows, z.shape[-1]), z)
         self.bias = zeros("bias", (rows, 1, 1, columns), z, self.lm.dtype)  # 0 where a row sees, else -inf
+        self.first = zeros("first", (rows,), batch.before)  # column that a row sees
         self.position = zeros("position", (rows, 1), batch.before)
         self.ended = zeros("ended", (rows,), self.ends)
         self.waits = zeros("waits", (rows,), self.ends)
@@ -171,6 +176,7 @@ class FixedSteps:
             self.ranks,
             distribution,
             self.prompts is None,
+            self.fused,
         )
 
     def _process(self, logits: Tensor, sampling: Sampling, *, temperature: Tensor | None = None) -> Tensor:
@@ -187,7 +193,9 @@ class FixedSteps:
     def _step(self, process: Callable[..., Tensor]) -> None:
         """Draw a token of every row, and read it."""
         u = self.u.index_select(1, self.step).squeeze(1)
-        token, logp = draw_token(self.logits, u, self.sampling, self.temperature, process)
+        token, logp = draw_token(
+            self.logits, u, self.sampling, self.temperature, process, fused_draw if self.fused else draw
+        )
         self.tokens.index_copy_(1, self.step, torch.where(self.waits, -1, token).unsqueeze(-1))
         self.logp.index_copy_(1, self.step, logp.unsqueeze(-1))
         self.ended |= self.ends[token]
@@ -202,15 +210,19 @@ class FixedSteps:
         if self.prompts is not None:
             self.prompts.forget_places()
             options[OPTION] = self.prompts
-        with shared_attention(self.lm):
-            out = self.lm(
-                input_ids=tokens,
-                attention_mask=self.bias,
-                position_ids=self.position,
-                use_cache=True,
-                **options,
-            )
-        logits = out.logits[:, -1]
+        if self.fused:
+            step = Step(tokens, self.position, self.bias, self.first, self.at, self.prompts)
+            logits = next_logits(self.lm, self.cache, step)
+        else:
+            with shared_attention(self.lm):
+                out = self.lm(
+                    input_ids=tokens,
+                    attention_mask=self.bias,
+                    position_ids=self.position,
+                    use_cache=True,
+                    **options,
+                )
+            logits = out.logits[:, -1]
         if self.sampling.truncates:
             logits = torch.where(self.waits.unsqueeze(-1), self.logits, logits)
         self.logits.copy_(logits)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rft_fn.engine.hf import cache_rows
 from rft_fn.engine.hf.fixed_steps import FixedSteps
+from rft_fn.engine.hf.fused_steps import can_fuse, draws_alike
 from rft_fn.engine.hf.row_batch import CacheSupport, prefill
 from rft_fn.engine.hf.row_media import media_arguments
 from rft_fn.engine.hf.shared_prefix import can_replace
@@ -35,7 +36,9 @@ NO_CACHE = CacheSupport(rows=None)
 
 
 @torch.no_grad()
-def find_cache_support(lm: "PreTrainedModel", pad: int, *, fixed: bool | None = None) -> CacheSupport:
+def find_cache_support(
+    lm: "PreTrainedModel", pad: int, *, fixed: bool | None = None, fused: bool = True
+) -> CacheSupport:
     """Return the fastest CacheSupport under which every row is the same as by itself.
 
     In this order: padded, rows of one length, one row at a time, and without a cache, which always is
@@ -47,7 +50,9 @@ def find_cache_support(lm: "PreTrainedModel", pad: int, *, fixed: bool | None = 
     Each is tried with buffers before it is tried without: layers of a cache that hold only keys and values of
     all tokens are put into them, windows and states are left alone. Prompts may join only where the whole
     cache is in buffers, and samples share their prompt where attention can be ours. Steps of fixed shapes are
-    tried if `fixed`, by default on every device but a CPU, which has no use for them.
+    tried if `fixed`, by default on every device but a CPU, which has no use for them; by fused kernels first
+    where these run, unless `fused` is False. Where they are wrong for a model that they seem to be for, it is
+    said once.
     """
     rows = _prompts(lm)
     want = torch.stack([_alone(lm, x) for x in rows])
@@ -55,9 +60,14 @@ def find_cache_support(lm: "PreTrainedModel", pad: int, *, fixed: bool | None = 
     with lowered(lm, NEAR) as has_thresholds:
         if has_thresholds:
             far = torch.stack([_alone(lm, x) for x in rows])
-    for batching, note in _attempt(_with_cache, lm, pad, fixed) or []:
+    for batching, note in _attempt(_with_cache, lm, pad, fixed, fused) or []:
         got = _attempt(_together, lm, batching, rows, pad)
         fits = got is not None and _same(got, want, lm.dtype)
+        if fits and batching.fused and batching.shares:  # rows of short prompts share none
+            got = _attempt(_together, lm, batching._replace(shares=False), rows, pad)
+            fits = got is not None and _same(got, want, lm.dtype)
+        if fits and batching.fused:
+            fits = bool(_attempt(draws_alike, lm))
         if fits and far is not None:
             with lowered(lm, NEAR):
                 switch = rope_switch(lm.config)
@@ -81,7 +91,9 @@ def _attempt(f: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-def _with_cache(lm: "PreTrainedModel", pad: int, fixed: bool | None) -> list[tuple[CacheSupport, str]]:
+def _with_cache(
+    lm: "PreTrainedModel", pad: int, fixed: bool | None, fused: bool
+) -> list[tuple[CacheSupport, str]]:
     """Return `_plain`, before each the same with buffers, and with joins if they hold all of its cache."""
     plain = _plain(lm, pad)
     roomy = _attempt(prefill, lm, CacheSupport(rows={}, room=True), [[pad] * 3], [1], pad)
@@ -91,12 +103,16 @@ def _with_cache(lm: "PreTrainedModel", pad: int, fixed: bool | None) -> list[tup
     on_cpu = lm.device.type == "cpu"
     replays = can_replace(lm) and (not on_cpu if fixed is None else fixed)
     sums_wide = not on_cpu or lm.dtype.itemsize > 2  # a CPU has no products of 16 bits with wide sums
+    fuses = fused and replays and can_fuse(lm)
+    unfused = "decodes without fused kernels, which are not right for it" if fuses else ""
 
     ways: list[tuple[CacheSupport, str]] = []
     for batching, note in plain:
         joins = buffered and batching.padded and not outside & (batching.rows or {}).keys()
         joining = batching._replace(room=True, joins=True)
         candidates = [  # (a way, whether the model is one for it), the fastest first
+            (joining._replace(fixed=True, shares=True, fused=True), joins and fuses and sums_wide),
+            (joining._replace(fixed=True, fused=True), joins and fuses),
             (joining._replace(fixed=True, shares=True), joins and replays and sums_wide),
             (joining._replace(fixed=True), joins and replays),
             (joining._replace(shares=True), joins and can_replace(lm) and on_cpu),
@@ -104,7 +120,7 @@ def _with_cache(lm: "PreTrainedModel", pad: int, fixed: bool | None) -> list[tup
             (batching._replace(room=True), buffered),
             (batching, True),
         ]
-        ways += [(way, note) for way, possible in candidates if possible]
+        ways += [(way, note or ("" if way.fused else unfused)) for way, possible in candidates if possible]
     return ways
 
 
@@ -210,7 +226,9 @@ def _joined(lm: "PreTrainedModel", batching: CacheSupport, rows: list[list[int]]
     first = [(i, j) for i in early for j in range(n)]
     batch = prefill(lm, batching, [rows[i][:-MORE] for i in early], [n] * len(early), pad)
     ends = torch.zeros(batch.logits.shape[-1], dtype=torch.bool, device=lm.device)
-    steps = FixedSteps(lm, Sampling(), pad=pad, ends=ends, check_every=1, rows=n * len(rows))
+    steps = FixedSteps(
+        lm, Sampling(), pad=pad, ends=ends, check_every=1, rows=n * len(rows), fused=batching.fused
+    )
     live = first
     logits: dict[tuple[int, int], list[Tensor]] = {(i, j): [] for i in order for j in range(n)}
     while True:

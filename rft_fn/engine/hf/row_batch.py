@@ -37,6 +37,7 @@ class CacheSupport(NamedTuple):
     joins: bool = False  # whether all of the cache is (needs `room`), so that rows may join longer ones
     shares: bool = False  # whether the samples of a prompt read it in one place (needs `joins`)
     fixed: bool = False  # whether steps of fixed shapes are right, by attention of ours (needs `joins`)
+    fused: bool = False  # whether these are right by fused kernels (needs `fixed`)
     switch: int | None = None  # tokens after which all are read anew, by other rotary factors (not `padded`)
 
 

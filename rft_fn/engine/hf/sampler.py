@@ -195,6 +195,7 @@ class Sampler(NamedTuple):
                     check_every=self.check_every,
                     rows=max_rows,
                     memory=self.memory,
+                    fused=self.batching.fused,
                 )
             return _Rows(batch, live, u, torch.arange(len(u), device=u.device), ends, steps)
         rows.batch.join(batch)

@@ -66,6 +66,7 @@ ABOUT = {
     "bars": "the head's engines beside the rate of their products in the same run; makes `auto.json`",
     "gradient": "1.5B: layers checkpointed, not, profiled, blocks compiled",
     "sampling": "the engine `hf` at 1.5B: 64 and 256 rows, prompts of one length and of many, CUDA graphs",
+    "decode": "the engine `hf` at 1.5B: new tokens by fused kernels and by the model's modules",
     "gap": "sampler against trainer with flat and peaked logits",
     "state": "1.5B with AdamW: update, peak of memory, push, offload; 0.5B: save, restore, canary",
     "fsdp2": "FSDP2 over NCCL on one device beside none",
@@ -181,6 +182,7 @@ LABELS = {
     "rows",
     "ragged",
     "graphs",
+    "fused",
     "std",
     "model",
     "rank",
@@ -225,6 +227,7 @@ COLUMNS = {
         "launches_a_token",
         "graph_launches",
     ),
+    "decode": ("rows", "graphs", "fused", "ms_a_token", "decode_tokens_s", "launches_a_token"),
     "gap": ("std", "mean_logp", "fused_mean", "fused_max", "logits_mean", "logits_max"),
     "state": (
         "size",

@@ -260,9 +260,18 @@ def no_graph(*args: Any, **options: Any) -> Any:
     raise RuntimeError("CUDA graphs are left out here")
 
 
-def sample(setting: Setting, lm: nn.Module, batch: int, *, ragged: bool, graphs: bool, deep: bool) -> Row:
+def sample(
+    setting: Setting,
+    lm: nn.Module,
+    batch: int,
+    *,
+    ragged: bool,
+    graphs: bool,
+    deep: bool,
+    fused: bool = True,
+) -> Row:
     """Measure tokens/s of an engine: all of a rollout, and without its prompts."""
-    engine = get_engine(EngineConfig(batch=batch), lm, tiny_models.new_tokenizer())
+    engine = get_engine(EngineConfig(batch=batch, fused=fused), lm, tiny_models.new_tokenizer())
     samples, prompt, new = (2, 4, 6) if setting.dry else (8, 128, 128)
     words = models.shape_of(setting, "1.5B")["vocab_size"]
     g = torch.Generator().manual_seed(0)
@@ -330,6 +339,21 @@ def sampling(setting: Setting) -> Cases:
             for ragged in (False, True):
                 about = {"size": "1.5B", "rows": batch, "graphs": graphs, "ragged": ragged}
                 yield about, partial(measured, batch, ragged, graphs)
+
+
+def decode(setting: Setting) -> Cases:
+    """1.5B with CUDA graphs: new tokens by fused kernels and by the model's modules; then without graphs."""
+    lm = models.module_of(setting, "1.5B")
+    graph = torch.cuda.CUDAGraph
+
+    def measured(batch: int, graphs: bool, fused: bool) -> Row:
+        with mock.patch.object(torch.cuda, "CUDAGraph", graph if graphs else no_graph):
+            return sample(setting, lm, batch, ragged=False, graphs=graphs, deep=not graphs, fused=fused)
+
+    for batch, graphs in ((4, True), (4, False)) if setting.dry else ((256, True), (64, True), (64, False)):
+        for fused in (True, False):
+            about = {"size": "1.5B", "rows": batch, "graphs": graphs, "fused": fused}
+            yield about, partial(measured, batch, graphs, fused)
 
 
 # ---------- a whole step, and TRL's
