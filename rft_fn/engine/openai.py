@@ -12,15 +12,18 @@ its answers do not tell the version of the weights. Without the development mode
 options, it samples, and cannot be given weights.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 from rft_fn import border
 from rft_fn.engine import adapters_alone, speculative
 from rft_fn.engine.engine_config import EngineConfig
+from rft_fn.engine.engine_groups import NcclGroups
 from rft_fn.engine.lifetime import EngineCore
 from rft_fn.engine.server_protocol import (
     Ask,
@@ -37,7 +40,7 @@ from rft_fn.engine.server_protocol import (
     ranked,
 )
 from rft_fn.engine.servers import serve
-from rft_fn.engine.weight_sender import Senders
+from rft_fn.engine.weight_sender import HOLD, Senders, hold_back
 
 __all__ = ["build", "protocol"]
 
@@ -50,6 +53,10 @@ QUICK = 60.0  # seconds for anything but samples and weights
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> EngineCore:
     """Build the engine on `config.servers`."""
+    if config.transfer == "nccl" and not torch.cuda.is_available():
+        raise ValueError(
+            "engine_transfer nccl: expected a GPU in the trainer, which is rank 0 of vLLM's group, got none"
+        )
     client = Client(config.key_env)
     return serve(config, _VLLM(client, config.timeout), client, model, tokenizer)
 
@@ -79,7 +86,9 @@ class _VLLM:
         """`seconds` is the limit of one request."""
         self.client = client
         self.seconds = seconds
-        self.senders: Sends | None = Senders(client, seconds)
+        self.rft = Senders(client, seconds)
+        self.nccl = NcclGroups(client, seconds)
+        self.senders: Mapping[str, Sends] = {"rft": self.rft, "nccl": self.nccl}
 
     def get(self, server: str, path: str) -> Any:
         """Return the answer to a GET."""
@@ -87,6 +96,9 @@ class _VLLM:
 
     def describe(self, server: str) -> Described:
         """Return the served model, the better of two routes, and what the server supports."""
+        with suppress(Fault, Refused):  # a trainer that is gone may have left it so
+            if self.get(server, "/is_paused") == {"is_paused": True}:
+                self.post(server, HOLD[1], {})
         answer = self.get(server, "/v1/models")
         with expected("a list of models", answer):
             name = border.text("id", answer["data"][0]["id"])
@@ -116,8 +128,10 @@ class _VLLM:
                     told = worker.get("adapters", told)
                     told = told and told | {"device": worker["device"]}
                 ways += ["difference", "folder"] if worker.get("differences") is True else ["folder"]
-            if backend == "rft" or (backend is None and self.senders and self.senders.has(server)):
+            if backend == "rft" or (backend is None and self.rft.has(server)):
                 ways.insert(0, "rft")
+            elif backend in (None, "nccl") and self.nccl.has(server):
+                ways.append("nccl")  # a server that loses it in the middle is lost
         if drafts is not None:
             _check_drafts(drafts)
         room = _room(told) if self.loads_adapters(server) else None
@@ -207,7 +221,9 @@ class _VLLM:
 
     def load(self, server: str, folder: str, label: str, names: int) -> None:
         """Load by the worker extension, in every worker; then empty the cache and set the version."""
-        for worker in self.worker(server, "rft_load", [folder]):
+        with hold_back(self.client, server, HOLD, {}, time.monotonic() + self.seconds):
+            workers = self.worker(server, "rft_load", [folder])
+        for worker in workers:
             with expected("the count of tensors", worker):
                 problem = worker.get("error")
                 if not problem and worker["names"] != names:
