@@ -164,19 +164,13 @@ class NcclGroups(_Groups):
         return False
 
     def meet(self, server: str, end: float) -> Any:
-        """Return a communicator; the workers' own first act is a sum of one element."""
+        """Return a communicator with the workers of a server."""
         world = 1 + workers(self.client, server, end)
         unique = nccl.unique_id()
         told = base64.b64encode(unique).decode()
         body = {"init_info": {"rank_offset": 1, "world_size": world, "nccl_unique_id_b64": told}}
 
-        def met() -> Any:
-            group = nccl.init_rank(world, unique, 0)
-            nccl.all_reduce([torch.zeros(1, device=DEVICE)], comms=[group])
-            torch.cuda.synchronize()
-            return group
-
-        return self.beside(server, INIT, body, met, end)
+        return self.beside(server, INIT, body, partial(_communicator, world, unique), end)
 
     def begin(self, server: str, end: float) -> None:
         """Begin the reload; one that a trainer has left is ended as vLLM ends one, by an error."""
@@ -208,6 +202,14 @@ class NcclGroups(_Groups):
     def leave(self, server: str, group: Any, end: float) -> None:
         """Let the server forget a group."""
         self.post(server, "/shutdown_weight_transfer_engine", {}, end)
+
+
+def _communicator(world: int, unique: bytes) -> Any:
+    """Return rank 0 of a communicator of NCCL; vLLM's workers begin with a sum of one element."""
+    group = nccl.init_rank(world, unique, 0)
+    nccl.all_reduce([torch.zeros(1, device=DEVICE)], comms=[group])
+    torch.cuda.synchronize()
+    return group
 
 
 class _Torch(NamedTuple):

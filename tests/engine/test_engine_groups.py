@@ -266,3 +266,11 @@ def test_the_backend_needs_a_gpu_in_the_trainer(monkeypatch):
         with pytest.raises(ValueError, match=r"^engine_transfer nccl: expected a GPU in the trainer"):
             made(server.url, kind="openai")
         assert not NcclGroups(Client(), 5.0).has(server.url)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_torch_makes_a_communicator_by_a_unique_id_on_cuda():
+    """With one rank: each further one needs a GPU of its own."""
+    group = engine_groups._communicator(1, engine_groups.nccl.unique_id())
+    tensors = [torch.arange(5, dtype=torch.bfloat16), torch.randn(3, 4)]
+    NcclGroups(Client(), 5.0).move(group, tensors, time.monotonic() + 5)
