@@ -7,6 +7,7 @@ After a failure the group is given up, and only whole weights make the server on
 
 import base64
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -46,7 +47,7 @@ ARRIVING = " arriving"  # ends the version of a server that has got a part of it
 DEVICE = "cuda"  # of vLLM's backend
 
 
-class _Groups:
+class _Groups(ABC):
     """The order of the phases, with one deadline for all of them."""
 
     hold: tuple[str, str]  # the routes that hold requests back, and let them go on
@@ -59,29 +60,35 @@ class _Groups:
         self.seconds = seconds
         self.open: dict[str, Any] = {}
 
+    @abstractmethod
     def meet(self, server: str, end: float) -> Any:
         """Return a group with the workers of a server."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def begin(self, server: str, end: float) -> None:
         """Make the server ready for weights."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def update(self, group: Any, names: list[list[Any]], last: bool) -> tuple[str, dict[str, Any]]:
         """Return the request that makes the workers receive tensors of [name, type, shape]."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def move(self, group: Any, tensors: Sequence[Tensor], end: float) -> None:
         """Give tensors to the workers, which receive them."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def finish(self, server: str, end: float) -> None:
         """Make the server use its weights."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def leave(self, server: str, group: Any, end: float) -> None:
         """Let the server forget a group."""
-        raise NotImplementedError
+        ...
 
     def send(self, server: str, parcel: Parcel, label: str) -> None:
         """Send all of `parcel`. Fault or Refused where it has not arrived; `settle` sets `label`."""

@@ -90,7 +90,7 @@ class StrategyConfig:
     engine_weights: Free[str] = ""
     """the folder that servers read weights from; if empty, a temporary one of this machine"""
     engine_transfer: Free[Transfer] = "auto"
-    """how servers get weights: rft is our channel, nccl the engine's own, folder by disk, auto the best of each"""
+    """how servers get weights: rft is our channel, nccl the engine's own, folder a disk, auto the best"""
     engine_adapters: Free[Adapters] = "auto"
     """how trained adapters get to the engine: merged into whole weights, alone, or auto: alone if faster"""
     engine_max_model_len: Free[Whole] = 0
