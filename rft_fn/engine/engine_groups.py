@@ -8,10 +8,10 @@ After a failure the group is given up, and only whole weights make the server on
 import base64
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -27,21 +27,18 @@ from rft_fn.engine.weight_sender import (
     HOLD,
     INIT,
     MEET,
-    POLL,
     START,
     UPDATE,
     WORDS,
-    Request,
     answered,
     hold_back,
     line,
     seconds_left,
+    together,
     workers,
 )
 
 __all__ = ["ARRIVING", "NcclGroups", "TorchGroups"]
-
-T = TypeVar("T")
 
 ARRIVING = " arriving"  # ends the version of a server that has got a part of its weights
 DEVICE = "cuda"  # of vLLM's backend
@@ -103,7 +100,8 @@ class _Groups(ABC):
                 for bucket in parcel.buckets:
                     described, tensors = bucket.described(), [x for _, x in bucket.tensors()]
                     path, body = self.update(group, described, bucket is parcel.buckets[-1])
-                    self.beside(server, path, body, partial(self.move, group, tensors, end), end)
+                    post = partial(self.post, server, path, body, end)
+                    together(path, post, partial(self.move, group, tensors, end), end)
                 self.finish(server, end)
         except BaseException:
             self.give_up(server)
@@ -112,28 +110,6 @@ class _Groups(ABC):
     def set_version(self, server: str, version: str, end: float) -> None:
         """Set the version of a server's weights."""
         self.post(server, "/update_weight_version", {"new_version": version} | self.version, end)
-
-    def beside(self, server: str, path: str, body: dict[str, Any], move: Callable[[], T], end: float) -> T:
-        """Return what `move` returns, which meets the workers that a request sets going.
-
-        Neither is waited for after `end`, or once the other has failed: a group of NCCL has no deadline.
-        """
-        request = Request(partial(self.post, server, path, body, end))
-        moving = Request(move)
-        while not (request.over.is_set() and moving.over.is_set()):
-            if request.problem is not None:
-                break
-            if moving.problem is not None:
-                request.over.wait(WORDS)  # the server may say more of it
-                break
-            if time.monotonic() > end + WORDS:
-                raise Fault(f"{path}: the group has not come to an end in time")
-            time.sleep(POLL)
-        if request.problem is not None:
-            raise request.problem
-        if moving.problem is not None:
-            raise Fault(f"{path}: {line(moving.problem)}") from moving.problem
-        return moving.answer
 
     def give_up(self, server: str) -> None:
         """Leave the group with a server, which may be gone."""
@@ -177,7 +153,8 @@ class NcclGroups(_Groups):
         told = base64.b64encode(unique).decode()
         body = {"init_info": {"rank_offset": 1, "world_size": world, "nccl_unique_id_b64": told}}
 
-        return self.beside(server, INIT, body, partial(_communicator, world, unique), end)
+        post = partial(self.post, server, INIT, body, end)
+        return together(INIT, post, partial(_communicator, world, unique), end)
 
     def begin(self, server: str, end: float) -> None:
         """Begin the reload; one that a trainer has left is ended as vLLM ends one, by an error."""
@@ -269,7 +246,9 @@ class TorchGroups(_Groups):
         }
         prefixes = (name, f"{name}/", "cuda/" if kind == "nccl" else "cpu/")  # as torch meets in a group
         met = partial(Channel, store, kind, address, rank=0, world=world, seconds=seconds, prefixes=prefixes)
-        return _Torch(name, self.beside(server, path, body, met, end))
+        post = partial(self.post, server, path, body, end)
+        # a worker leaves a key as it comes: gloo is not entered for one that was refused
+        return _Torch(name, together(path, post, met, end, lambda: store.num_keys() > 0))
 
     def begin(self, server: str, end: float) -> None:
         """Open a session, where the server knows such; one that a trainer has left is closed."""

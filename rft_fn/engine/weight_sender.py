@@ -30,7 +30,10 @@ from rft_fn.engine.weight_channel import (
     own_address,
 )
 
-__all__ = ["HOLD", "Request", "Senders", "answered", "hold_back", "line", "seconds_left", "workers"]
+__all__ = [
+    "HOLD", "Request", "Senders", "answered", "hold_back", "line", "seconds_left", "together",
+    "workers",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -89,7 +92,7 @@ class Senders:
                 update = self._update(parcel, bucket, end)
                 move = partial(channel.broadcast, bucket.data, update.seconds)
                 body = {"update_info": asdict(update)}
-                self._together(server, UPDATE, body, channel.ready, move, end)
+                together(UPDATE, partial(self._post, server, UPDATE, body, end), move, end, channel.ready)
         except BaseException:
             self.open.pop(server, None)
             raise
@@ -126,7 +129,8 @@ class Senders:
         info = Connect(kind=kind, store=f"{address}:{store.port}", run=self.run, world=world, seconds=seconds)
         met = partial(all_ready, store, world, 0)
         meet = partial(Channel, store, kind, address, rank=0, world=world, seconds=seconds)
-        return self._together(server, INIT, {"init_info": asdict(info)}, met, meet, end)
+        post = partial(self._post, server, INIT, {"init_info": asdict(info)}, end)
+        return together(INIT, post, meet, end, met)
 
     def _takes(self, server: str, kind: str) -> bool:
         try:
@@ -157,37 +161,39 @@ class Senders:
             self._post(server, START, {}, end)
         return channel
 
-    def _together(
-        self,
-        server: str,
-        path: str,
-        body: dict[str, Any],
-        ready: Callable[[], bool],
-        move: Callable[[], T],
-        end: float,
-    ) -> T:
-        """Post, and `move` once the workers are `ready` for it; return what it returns.
-
-        So nothing waits for workers that never came, or that refused the request.
-        """
-        request = Request(partial(self._post, server, path, body, end))
-        while not ready():
-            if request.over.wait(POLL):
-                raise request.problem or Fault(f"{path}: expected workers that receive, got an answer")
-        problem = None
-        result: list[T] = []
-        try:
-            result.append(move())
-        except RuntimeError as error:
-            problem = Fault(f"{path}: {line(error)}")
-        request.over.wait(WORDS if problem else None)  # a request has a limit, and says more of a problem
-        wrong = request.problem or problem
-        if wrong is not None:
-            raise wrong
-        return result[0]
-
     def _post(self, server: str, path: str, body: dict[str, Any], end: float) -> Any:
         return self.client.call(server, path, body, seconds=seconds_left(end))
+
+
+def together(
+    path: str,
+    post: Callable[[], Any],
+    move: Callable[[], T],
+    end: float,
+    ready: Callable[[], bool] | None = None,
+) -> T:
+    """Post, and `move` beside it, once the workers are `ready` where that can be told; return its result.
+
+    So nothing waits for workers that never came or that refused, nor after `end`: NCCL knows no deadline.
+    """
+    request = Request(post)
+    while ready is not None and not ready():
+        if request.over.wait(POLL):
+            raise request.problem or Fault(f"{path}: expected workers that receive, got an answer")
+    moving = Request(move)
+    while not (moving.over.wait(POLL) and request.over.is_set()):
+        if request.problem is not None:
+            break
+        if moving.problem is not None:
+            request.over.wait(WORDS)  # the server may say more of it
+            break
+        if time.monotonic() > end + WORDS:
+            raise Fault(f"{path}: expected a group that ends in time, got one that waits")
+    if request.problem is not None:
+        raise request.problem
+    if moving.problem is not None:
+        raise Fault(f"{path}: {line(moving.problem)}") from moving.problem
+    return moving.answer
 
 
 @contextmanager

@@ -203,7 +203,8 @@ def table(found, shown):
         merged, alone = (statistics.median(found["speed"][way]) for way in ("merged", "alone"))
         lines += [
             "",
-            f"vLLM in process sampled {merged:.0f} tokens/s by merged weights, {alone:.0f} by adapters alone.",
+            f"vLLM in process sampled {merged:.0f} tokens/s by merged weights, {alone:.0f} by adapters "
+            "alone.",
         ]
     return "\n".join(lines)
 

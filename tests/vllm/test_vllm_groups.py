@@ -3,12 +3,12 @@
 import base64
 
 import torch
-import transfer_ends
 from inprocess import needs_vllm
 
 from rft_fn.engine import engine_groups
 from rft_fn.engine.engine_groups import NcclGroups
 from rft_fn.engine.server_protocol import Client
+from rft_fn.engine.weight_channel import Parcel
 
 pytestmark = needs_vllm
 
@@ -30,7 +30,10 @@ def test_the_records_of_vllm_take_what_is_sent(monkeypatch):
     monkeypatch.setattr(engine_groups.nccl, "init_rank", lambda *args: broadcasts.append(args) or "comm")
     monkeypatch.setattr(engine_groups.nccl, "all_reduce", lambda x, comms: broadcasts.append(x[0].shape))
     monkeypatch.setattr(engine_groups.nccl, "broadcast", lambda x, comms: broadcasts.append(x[0].shape))
-    parcel = transfer_ends.parcel(5)
+    parcel = Parcel()
+    parcel.add("model.norm.weight", torch.ones(8, dtype=torch.bfloat16))
+    parcel.add("lm_head.weight", torch.ones(5, 8))
+    parcel.finish({})
     NcclGroups(Client(), 5.0).send("http://server", parcel, "run:1")
     bodies = dict(sent)
     info = Backend.init_info_cls(**bodies["/init_weight_transfer_engine"]["init_info"])
