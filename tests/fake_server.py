@@ -445,7 +445,7 @@ class FakeServer:
         name = body.get("group_name")
         if path == "/init_weights_update_group":
             where, world = f"tcp://{body['master_address']}:{body['master_port']}", body["world_size"]
-            limit = timedelta(seconds=10)
+            limit = timedelta(seconds=30)
             store = next(dist.rendezvous(where, body["rank_offset"], world, timeout=limit))[0]
             store.set_timeout(limit)
             made, _ = dist._new_process_group_helper(
