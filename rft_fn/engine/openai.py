@@ -12,7 +12,6 @@ its answers do not tell the version of the weights. Without the development mode
 options, it samples, and cannot be given weights.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -40,7 +39,7 @@ from rft_fn.engine.server_protocol import (
     ranked,
 )
 from rft_fn.engine.servers import serve
-from rft_fn.engine.weight_sender import HOLD, Senders, hold_back
+from rft_fn.engine.weight_sender import HOLD, Senders
 
 __all__ = ["build", "protocol"]
 
@@ -221,9 +220,7 @@ class _VLLM:
 
     def load(self, server: str, folder: str, label: str, names: int) -> None:
         """Load by the worker extension, in every worker; then empty the cache and set the version."""
-        with hold_back(self.client, server, HOLD, {}, time.monotonic() + self.seconds):
-            workers = self.worker(server, "rft_load", [folder])
-        for worker in workers:
+        for worker in self.worker(server, "rft_load", [folder]):
             with expected("the count of tensors", worker):
                 problem = worker.get("error")
                 if not problem and worker["names"] != names:

@@ -410,9 +410,7 @@ class _Servers:
         """Break off requests under way, and delete the weights."""
         self.client.abort()
         self.adapters.close()
-        self.client.allow()  # servers are told that their groups are left
         self.delivery.close()
-        self.client.abort()
 
 
 def _on_rank0(f: Callable[[], ResultT]) -> ResultT:

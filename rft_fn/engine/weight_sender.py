@@ -203,6 +203,7 @@ def hold_back(
     """Let a server run no requests in the block, where it can; `routes` begin and end that."""
     begin, resume = routes
     can = True
+    last = Client(client.key_env)  # it goes on also where the requests of `client` are broken off
     try:
         try:
             client.call(server, begin, body, seconds=seconds_left(end))
@@ -212,10 +213,10 @@ def hold_back(
     except BaseException:
         with suppress(Fault, Refused):
             if can:
-                client.call(server, resume, {}, seconds=WORDS)
+                last.call(server, resume, {}, seconds=WORDS)
         raise
     if can:
-        client.call(server, resume, {}, seconds=seconds_left(end))
+        last.call(server, resume, {}, seconds=seconds_left(end))
 
 
 def workers(client: Client, server: str, end: float) -> int:
