@@ -3,17 +3,21 @@
 Tokens are a function of the seed, by the same numbers as the hf engine draws from the same key.
 """
 
+import base64
 import copy
 import json
 import threading
 import time
 import zlib
 from contextlib import contextmanager
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import torch
+import torch.distributed.distributed_c10d as dist
 from safetensors.torch import load_file
+from torch import distributed as c10d
 
 from rft_fn.engine import weight_folder
 from rft_fn.engine.hf.draws import draw_token, uniform_numbers
@@ -48,7 +52,8 @@ class FakeServer:
         self.window = 128
         self.host = "127.0.0.1"
         self.device = "cpu"
-        self.transfer = ""  # vLLM's backend of weight transfer; "rft" is ours
+        self.transfer = ""  # vLLM's backend of weight transfer; "rft" is ours. SGLang's is "torch"
+        self.sessions = True  # whether SGLang wants one for weights
         self.extension = True  # of the worker
         self.receiver = None  # of that backend
         self.updating = False  # as vLLM's worker notes it
@@ -75,6 +80,11 @@ class FakeServer:
             assert hasattr(self, name), name
             setattr(self, name, value)
         self.label = "default"
+        self.groups = {}  # of SGLang's, by name
+        self.group = None  # of vLLM's backend nccl
+        self.session = False
+        self.running = threading.Event()  # clear while it is paused
+        self.running.set()
         self.asleep = False
         self.samples = 0
         self.calls = []  # (path, body)
@@ -212,9 +222,16 @@ class FakeServer:
 
     def vllm(self, path, body):
         """(status, answer), None for a path that is not there."""
+        if path == "/is_paused":
+            return 200, {"is_paused": not self.running.is_set()}
+        if path in ("/pause?mode=wait", "/resume") and "dev" in self.routes:
+            (self.running.set if path == "/resume" else self.running.clear)()
+            return 200, {"status": "well"}
         if path == "/v1/models":
             return 200, {"data": [{"id": "tiny", "max_model_len": self.window}]}
         lm = self.lm
+        if path in ("/inference/v1/generate", "/v1/completions"):
+            self.running.wait(20)
         if path in ("/inference/v1/generate", "/v1/completions") and body["model"] != "tiny":
             lm = self.adapters.get(body["model"])
             if lm is None:
@@ -306,12 +323,16 @@ class FakeServer:
         return self.tokenizer.decode([token])
 
     def vllm_dev(self, path, body):
-        if path.endswith(("_weight_transfer_engine", "_weight_update", "/update_weights")):
+        phase = path.endswith(("_weight_transfer_engine", "_weight_update", "/update_weights"))
+        if phase and self.transfer != "torch":
             self.answering += 1
             try:
                 return self.vllm_phase(path, body)
             finally:
                 self.answering -= 1
+        if path.startswith("/server_info?"):
+            found = {"backend": self.transfer} if self.transfer else None
+            return 200, {"vllm_config": {"weight_transfer_config": found}}
         if path == "/get_world_size":
             return 200, {"world_size": 1}
         if path == "/collective_rpc" and not self.extension:
@@ -351,6 +372,8 @@ class FakeServer:
         if self.phase and self.phase[0] == path:
             self.phase[1]()
         try:
+            if self.transfer == "nccl":
+                return self.vllm_nccl(path, body)
             if self.transfer != "rft":
                 raise RuntimeError("Weight transfer not configured.")
             self.receiver = self.receiver or Receiver(0, "cpu")
@@ -377,6 +400,37 @@ class FakeServer:
             return 500, {"error": {"message": f"Call to {path[1:]} method failed: {error}"}}
         return 200, {"message": "well"}
 
+    def vllm_nccl(self, path, body):
+        """A phase as vLLM's own backend goes through it, by gloo: its tests make an id of an address."""
+        if path == "/init_weight_transfer_engine":
+            info = body["init_info"]
+            where = base64.b64decode(info["nccl_unique_id_b64"], validate=True).rstrip(b"\0").decode()
+            host, port = where.split(":")
+            store = c10d.TCPStore(host, int(port), is_master=False)
+            limit = timedelta(seconds=10)
+            self.group = c10d.ProcessGroupGloo(store, info["rank_offset"], info["world_size"], limit)
+            self.group.allreduce([torch.zeros(1)]).wait()
+        elif path == "/start_weight_update":
+            if self.updating:
+                raise RuntimeError("start_weight_update called while a weight update is already active.")
+            self.updating = True
+        elif path == "/update_weights":
+            if not self.updating:
+                raise RuntimeError("start_weight_update must be called before update_weights.")
+            info = body["update_info"]
+            self.updating = False
+            found = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
+            for name, kind, shape in found:
+                x = torch.empty(shape, dtype=getattr(torch, kind))
+                self.group.broadcast([x], c10d.BroadcastOptions()).wait()
+                self.take([(name, x)])
+            self.updating = True
+        elif path == "/finish_weight_update":
+            self.updating = False
+        elif path == "/shutdown_weight_transfer_engine":
+            self.group = None
+        return 200, {"message": "well"}
+
     # ------------------------------------------------------------------------------ SGLang
 
     def sglang(self, path, body):
@@ -385,13 +439,29 @@ class FakeServer:
             return 200, {"served_model_name": "tiny", "weight_version": self.label}
         if path == "/server_info":
             about = {"max_context_length": self.window, "enable_memory_saver": self.device != "cpu"}
+            about |= {"tp_size": 1, "device": self.device}
             if self.room is not None:
                 about |= {"enable_lora": True, "max_lora_rank": self.room["rank"]}
             return 200, about | self.drafts
         if path in ("/load_lora_adapter", "/unload_lora_adapter"):
             return self.sglang_adapter(path, body)
         if path == "/generate":
+            self.running.wait(20)
             return self.sglang_generate(body)
+        if path in ("/pause_generation", "/continue_generation"):
+            (self.running.set if path == "/continue_generation" else self.running.clear)()
+            return 200, {"status": "ok"}
+        if path.endswith("_weight_update") and not self.sessions:
+            return None
+        phase = path.endswith(("_update_group", "_weight_update", "_from_distributed"))
+        if phase and self.transfer == "torch":
+            try:
+                if self.phase and self.phase[0] == path:
+                    self.phase[1]()
+                done, message = self.sglang_group(path, body)
+            except Exception as error:
+                done, message = False, str(error)
+            return 200 if done else 400, {"success": done, "message": message}
         if path == "/update_weights_from_disk":
             if self.load_problem:
                 return 400, {"success": False, "message": str(self.load_problem)}
@@ -402,6 +472,47 @@ class FakeServer:
             self.asleep = path.startswith("/release")
             return 200, None
         return None
+
+    def sglang_group(self, path, body):
+        """(success, message) of a phase, by the functions of torch that SGLang calls."""
+        name = body.get("group_name")
+        if path == "/init_weights_update_group":
+            where, world = f"tcp://{body['master_address']}:{body['master_port']}", body["world_size"]
+            limit = timedelta(seconds=30)
+            store = next(dist.rendezvous(where, body["rank_offset"], world, timeout=limit))[0]
+            store.set_timeout(limit)
+            made, _ = dist._new_process_group_helper(
+                world,
+                body["rank_offset"],
+                [],
+                dist.Backend(body["backend"]),
+                dist.PrefixStore(name, store),
+                group_name=name,
+                timeout=limit,
+            )
+            dist._world.pg_group_ranks[made] = {rank: rank for rank in range(world)}
+            self.groups[name] = made
+        elif path == "/destroy_weights_update_group":
+            if name not in self.groups:
+                return False, "The group to be destroyed does not exist."
+            dist.destroy_process_group(self.groups.pop(name))
+        elif path == "/begin_weight_update":
+            if self.session:
+                return False, "a weight-update session is already open"
+            self.session = True
+        elif path == "/update_weights_from_distributed":
+            if self.sessions and not self.session:
+                return False, "must run between begin_weight_update() and end_weight_update()"
+            found = [torch.empty(s, dtype=getattr(torch, d)) for d, s in zip(body["dtypes"], body["shapes"])]
+            work = [dist.broadcast(x, src=0, group=self.groups[name], async_op=True) for x in found]
+            for each in work:
+                each.wait()
+            self.take(zip(body["names"], found, strict=True))
+        elif path == "/end_weight_update":
+            if not self.session:
+                return False, "no weight-update session is open"
+            self.session = False
+        return True, "well"
 
     def sglang_adapter(self, path, body):
         if self.load_problem:

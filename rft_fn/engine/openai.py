@@ -17,11 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 from rft_fn import border
 from rft_fn.engine import adapters_alone, speculative
 from rft_fn.engine.engine_config import EngineConfig
+from rft_fn.engine.engine_groups import NcclGroups
 from rft_fn.engine.lifetime import EngineCore
 from rft_fn.engine.server_protocol import (
     Ask,
@@ -38,7 +40,7 @@ from rft_fn.engine.server_protocol import (
     ranked,
 )
 from rft_fn.engine.servers import serve
-from rft_fn.engine.weight_sender import Senders
+from rft_fn.engine.weight_sender import HOLD, Senders
 from rft_fn.types import Sampling
 
 __all__ = ["build", "protocol"]
@@ -54,8 +56,12 @@ QUICK = 60.0  # seconds for anything but samples and weights
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> EngineCore:
     """Build the engine on `config.servers`."""
+    if config.transfer == "nccl" and not torch.cuda.is_available():
+        raise ValueError(
+            "engine_transfer nccl: expected a GPU in the trainer, which is rank 0 of vLLM's group, got none"
+        )
     client = Client(config.key_env)
-    loads = protocol(Client(config.key_env), config.timeout) if config.in_flight else None
+    loads = _VLLM(Client(config.key_env), config.timeout, holds=False) if config.in_flight else None
     return serve(config, protocol(client, config.timeout), client, model, tokenizer, loads=loads)
 
 
@@ -80,11 +86,13 @@ class _VLLM:
         "--lora-target-modules"
     )
 
-    def __init__(self, client: Client, seconds: float):
-        """`seconds` is the limit of one request."""
+    def __init__(self, client: Client, seconds: float, *, holds: bool = True):
+        """`seconds` is the limit of one request; without `holds` the caller holds back others in a load."""
         self.client = client
         self.seconds = seconds
-        self.senders: Sends | None = Senders(client, seconds)
+        self.rft = Senders(client, seconds, holds=holds)
+        self.nccl = NcclGroups(client, seconds, holds=holds)
+        self.senders: Mapping[str, Sends] = {"rft": self.rft, "nccl": self.nccl}
 
     def get(self, server: str, path: str) -> Any:
         """Return the answer to a GET."""
@@ -92,6 +100,9 @@ class _VLLM:
 
     def describe(self, server: str) -> Described:
         """Return the served model, the better of two routes, and what the server supports."""
+        with suppress(Fault, Refused):  # a trainer that is gone may have left it so
+            if self.get(server, "/is_paused") == {"is_paused": True}:
+                self.post(server, HOLD[1], {})
         answer = self.get(server, "/v1/models")
         with expected("a list of models", answer):
             name = border.text("id", answer["data"][0]["id"])
@@ -126,8 +137,10 @@ class _VLLM:
                     told = worker.get("adapters", told)
                     told = told and told | {"device": worker["device"]}
                 ways += ["difference", "folder"] if worker.get("differences") is True else ["folder"]
-            if backend == "rft" or (backend is None and self.senders and self.senders.has(server)):
+            if backend == "rft" or (backend is None and self.rft.has(server)):
                 ways.insert(0, "rft")
+            elif backend in (None, "nccl") and self.nccl.has(server):
+                ways.append("nccl")  # a server that loses it in the middle is lost
         if drafts is not None:
             _check_drafts(drafts)
         room = _room(told) if self.loads_adapters(server) else None

@@ -4,7 +4,7 @@ import asyncio
 import json
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
@@ -200,7 +200,7 @@ class Described(NamedTuple):
     window: int | None  # tokens
     label: str  # of its weights; empty if it does not say
     supported: frozenset[str]  # which of "load", "score" and "sleep" do something
-    ways: tuple[str, ...] = ()  # by which it takes weights, the better ones first: rft, difference, folder
+    ways: tuple[str, ...] = ()  # of taking weights, the best first: rft, difference, folder, nccl
     room: Room | None = None  # for adapters; None where it takes none
     adapter: str = ""  # that is to answer; empty for the base model
     forces: bool = False  # whether it can be made to give a response
@@ -255,7 +255,7 @@ class ServerProtocol(Protocol):
     adapters_ran: (
         bool  # whether adapters alone were ever run on such a server, and not only held against types
     )
-    senders: Sends | None  # where this kind of server has channels
+    senders: Mapping[str, Sends]  # over channels, by the names of such ways
 
     @property
     def hold(self) -> Callable[[str], AbstractContextManager[None]] | None:

@@ -143,8 +143,6 @@ class _Servers:
 
     def meet(self, server: str) -> Described:
         """Describe a server. Refused for one that ignores an option."""
-        with self.held(server):  # also one that a trainer held, and left
-            pass
         known = self.protocol.describe(server)
         if not self.config.alone:
             self.adapters.check(known)
@@ -186,8 +184,6 @@ class _Servers:
             self._revive(server)
 
     def _revive(self, server: str) -> None:
-        with self.held(server):  # which a load that was cut off may have left so
-            pass
         known = self.protocol.describe(server)
         want = self.labels.get(server, known.label)
         if self.loaded and known.label != want:

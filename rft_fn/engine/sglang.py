@@ -8,13 +8,15 @@ where the folder of weights can be read, and with `--enable-memory-saver` to giv
 log-probs are of the model before top_p and top_k, so a cut distribution is reported by its sampling mask.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from rft_fn import border
 from rft_fn.engine.engine_config import EngineConfig
+from rft_fn.engine.engine_groups import ARRIVING, TorchGroups
 from rft_fn.engine.lifetime import EngineCore
 from rft_fn.engine.requests import BadRequest
 from rft_fn.engine.server_protocol import (
@@ -59,7 +61,6 @@ class _SGLang:
     hint = "--enable-deterministic-inference"
     adapters_ran = False
     adapters_hint = "--enable-lora, --max-lora-rank and --lora-target-modules"
-    senders: Sends | None = None
     hold = None  # an answer tells one version
     force = None
 
@@ -67,6 +68,8 @@ class _SGLang:
         """`seconds` is the limit of one request."""
         self.client = client
         self.seconds = seconds
+        self.groups = TorchGroups(client, seconds)
+        self.senders: Mapping[str, Sends] = {"nccl": self.groups}
 
     def describe(self, server: str) -> Described:
         """Return the model that is served, and what the server's own options allow."""
@@ -94,7 +97,10 @@ class _SGLang:
             if options.get("enable_lora") is True:
                 told = (options.get("max_lora_rank"), options.get("max_loaded_loras"))
                 room = Room(*(border.integer("room for adapters", x or 0, low=0) for x in told))
-            return Described("/generate", name, window, label, frozenset(supported), ("folder",), room)
+        if label.endswith(ARRIVING):  # a trainer that is gone has left it in the middle
+            self.client.tell(server, self.groups.hold[1], {}, seconds=quick)
+        ways = ("folder", "nccl") if self.groups.has(server) else ("folder",)
+        return Described("/generate", name, window, label, frozenset(supported), ways, room)
 
     def check(self, sampling: Sampling) -> None:
         """Raise BadRequest for both cuts together: the server takes the mass of top_p before top_k."""
@@ -167,9 +173,14 @@ class _SGLang:
         with expected("success", answer):
             if answer["success"] is not True:
                 raise Fault(f"weights: {answer['message']}")
-        self.settle(server, label)
+        self.confirm(server, label)
 
     def settle(self, server: str, label: str) -> None:
+        """Set the version, and let the server confirm it; its cache is empty since the last bucket."""
+        self.groups.set_version(server, label, time.monotonic() + self.seconds)
+        self.confirm(server, label)
+
+    def confirm(self, server: str, label: str) -> None:
         """Raise Fault unless the server says that it has these weights."""
         got = self.describe(server).label
         if got != label:

@@ -149,16 +149,29 @@ class Channel:
     """A process group of the trainer and the workers of one server, and the store that it met by."""
 
     def __init__(
-        self, store: c10d.TCPStore, kind: str, address: str, *, rank: int, world: int, seconds: float
+        self,
+        store: c10d.TCPStore,
+        kind: str,
+        address: str,
+        *,
+        rank: int,
+        world: int,
+        seconds: float,
+        prefixes: Sequence[str] = ("weights",),
     ):
-        """Meet the others within `seconds`, or RuntimeError; `address` is this machine's as they see it."""
+        """Meet the others within `seconds`, or RuntimeError; `address` is this machine's as they see it.
+
+        They meet below `prefixes` of the store, the outermost first.
+        """
         self.store = store
         self.kind = kind
         self.rank = rank
         self.world = world
         self.moved = 0  # broadcasts so far
         say_ready(store, rank, 0)
-        met = c10d.PrefixStore("weights", store)
+        met: Any = store
+        for prefix in prefixes:
+            met = c10d.PrefixStore(prefix, met)
         limit = timedelta(seconds=max(seconds, 1e-3))
         self.group: Any
         if kind == "nccl":

@@ -34,7 +34,7 @@ class Collected:
     def __init__(self, ways: Collection[str], writer: Callable[[], weight_folder.Writer]):
         self.otherwise = writer if "difference" in ways else None  # until the type of the weights is known
         self.writer = writer() if "folder" in ways and self.otherwise is None else None
-        self.parcel = Parcel() if "rft" in ways else None
+        self.parcel = Parcel() if {"rft", "nccl"} & {*ways} else None
         self.problem: OSError | None = None  # a full disk is raised at the end: gathering takes all ranks
 
     def add(self, name: str, x: Tensor) -> None:
@@ -110,10 +110,12 @@ class Delivery:
             )
 
     def way(self, server: str, known: Described) -> str:
-        """Return how a server gets weights: rft, difference or folder."""
+        """Return how a server gets weights: rft, nccl, difference or folder."""
         ways = known.ways
+        if self.config.transfer in self.protocol.senders:
+            return self.config.transfer
         if self.config.transfer == "folder" or server in self.distrusted:
-            ways = tuple(way for way in ways if way != "rft")
+            ways = tuple(way for way in ways if way not in self.protocol.senders)
         return (ways or ("folder",))[0]
 
     def before(self) -> Path | None:
@@ -125,7 +127,8 @@ class Delivery:
         self.label = label
         ways = {self.way(server, x) for server, x in known.items()}
         if len(known) < len(self.config.servers):  # others may join later, and get what there is
-            ways.add("folder" if self.config.transfer == "folder" or self.protocol.senders is None else "rft")
+            way = "rft" if self.config.transfer == "auto" else self.config.transfer
+            ways.add(way if way in self.protocol.senders else "folder")
         self.last = self.newest.parcel if "difference" in ways and self.since + 1 < WHOLE else None
         self.newest.parcel = None  # else there were two copies on the host
         return Collected(ways, self._writer)
@@ -150,10 +153,10 @@ class Delivery:
     def give(self, server: str, known: Described, label: str) -> None:
         """Make a server take the newest weights by the way that it has. Fault or Refused if it does not."""
         began = time.monotonic()
-        parcel, senders = self.newest.parcel, self.protocol.senders
-        if self.way(server, known) == "rft" and senders is not None and parcel is not None:
+        parcel, sender = self.newest.parcel, self.protocol.senders.get(self.way(server, known))
+        if sender is not None and parcel is not None:
             try:
-                senders.send(server, parcel, label)
+                sender.send(server, parcel, label)
                 self.protocol.settle(server, label)
                 return
             except (Fault, Refused) as error:
@@ -179,8 +182,8 @@ class Delivery:
 
     def close(self) -> None:
         """Delete the weights, and leave the servers."""
-        if self.protocol.senders is not None:
-            self.protocol.senders.close()
+        for sender in self.protocol.senders.values():
+            sender.close()
         self.newest = Collected((), self._writer)
         self.tidy()
         if self.temporary is not None:

@@ -1,13 +1,14 @@
 """Sends weights to servers of vLLM that have this package's backend, by vLLM's own four phases.
 
 The phases are requests; the weights go over a channel beside them. All of it has one deadline for each
-server, and after any failure the channel to that server is given up: the next load makes another one.
+server, and after any failure the channel to that server is given up: the next load makes another one. While
+the server reloads its model it holds back what others ask, where it can.
 """
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
@@ -29,7 +30,10 @@ from rft_fn.engine.weight_channel import (
     own_address,
 )
 
-__all__ = ["Senders", "answered"]
+__all__ = [
+    "HOLD", "Request", "Senders", "answered", "hold_back", "line", "seconds_left", "together",
+    "workers",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -37,6 +41,7 @@ INIT = "/init_weight_transfer_engine"
 START = "/start_weight_update"
 UPDATE = "/update_weights"
 FINISH = "/finish_weight_update"
+HOLD = "/pause?mode=wait", "/resume"  # what is under way ends first, and the rest waits
 MEET = 60.0  # seconds for a group to come together
 POLL = 2e-3  # seconds between looks at whether the workers are ready
 WORDS = 2.0  # seconds that a server has to say why its end of a channel has closed
@@ -47,13 +52,14 @@ class Request:
     """A request under way, in a thread of its own."""
 
     def __init__(self, post: Callable[[], Any]):
+        self.answer: Any = None
         self.problem: Exception | None = None
         self.over = threading.Event()
         threading.Thread(target=self._run, args=(post,), name="phase", daemon=True).start()
 
     def _run(self, post: Callable[[], Any]) -> None:
         try:
-            post()
+            self.answer = post()
         except Exception as error:
             self.problem = error
         finally:
@@ -63,10 +69,11 @@ class Request:
 class Senders:
     """The trainer's ends of the channels to its servers; threads may send to several at a time."""
 
-    def __init__(self, client: Client, seconds: float):
-        """`seconds` is the limit of all phases of one load together."""
+    def __init__(self, client: Client, seconds: float, *, holds: bool = True):
+        """`seconds` is the limit of all phases of one load; with `holds` it holds back what others ask."""
         self.client = client
         self.seconds = seconds
+        self.holds = holds
         self.run = uuid4().hex[:8]  # another one's weights are refused
         self.open: dict[str, Channel] = {}
 
@@ -86,12 +93,13 @@ class Senders:
                 update = self._update(parcel, bucket, end)
                 move = partial(channel.broadcast, bucket.data, update.seconds)
                 body = {"update_info": asdict(update)}
-                self._together(server, UPDATE, body, channel.ready, move, end)
+                together(UPDATE, partial(self._post, server, UPDATE, body, end), move, end, channel.ready)
         except BaseException:
             self.open.pop(server, None)
             raise
         try:
-            self._post(server, FINISH, {"weight_version": f"{label} arrived"}, end)
+            with hold_back(self.client, server, HOLD, {}, end) if self.holds else nullcontext():
+                self._post(server, FINISH, {"weight_version": f"{label} arrived"}, end)
         except (Fault, Refused):
             self.open.pop(server, None)
             # it may have begun to load: its old version is true no more
@@ -104,27 +112,26 @@ class Senders:
         self.open.clear()
 
     def _update(self, parcel: Parcel, bucket: Bucket, end: float) -> Update:
-        update = Update(self.run, bucket.described(), parcel.total, SHARE * _left(end))
+        update = Update(self.run, bucket.described(), parcel.total, SHARE * seconds_left(end))
         if bucket is parcel.buckets[-1]:
             update.manifest, update.tied = parcel.manifest(), parcel.tied
         return update
 
     def _connect(self, server: str, end: float) -> Channel:
         """Meet the workers of a server."""
-        answer = self.client.call(server, "/get_world_size", seconds=_left(end))
-        with expected("world_size", answer):
-            world = 1 + border.integer("world_size", answer["world_size"], low=1)
+        world = 1 + workers(self.client, server, end)
         kind = "nccl" if torch.cuda.is_available() and self._takes(server, "nccl") else "gloo"
-        seconds = min(MEET, SHARE * _left(end))
+        seconds = min(MEET, SHARE * seconds_left(end))
         try:
             address = own_address(urlsplit(server).hostname or "")
             store = listen(address, seconds)
         except (OSError, RuntimeError) as error:
-            raise Fault(f"{INIT}: {_line(error)}") from error
+            raise Fault(f"{INIT}: {line(error)}") from error
         info = Connect(kind=kind, store=f"{address}:{store.port}", run=self.run, world=world, seconds=seconds)
         met = partial(all_ready, store, world, 0)
         meet = partial(Channel, store, kind, address, rank=0, world=world, seconds=seconds)
-        return self._together(server, INIT, {"init_info": asdict(info)}, met, meet, end)
+        post = partial(self._post, server, INIT, {"init_info": asdict(info)}, end)
+        return together(INIT, post, meet, end, met)
 
     def _takes(self, server: str, kind: str) -> bool:
         try:
@@ -155,37 +162,69 @@ class Senders:
             self._post(server, START, {}, end)
         return channel
 
-    def _together(
-        self,
-        server: str,
-        path: str,
-        body: dict[str, Any],
-        ready: Callable[[], bool],
-        move: Callable[[], T],
-        end: float,
-    ) -> T:
-        """Post, and `move` once the workers are `ready` for it; return what it returns.
-
-        So nothing waits for workers that never came, or that refused the request.
-        """
-        request = Request(partial(self._post, server, path, body, end))
-        while not ready():
-            if request.over.wait(POLL):
-                raise request.problem or Fault(f"{path}: expected workers that receive, got an answer")
-        problem = None
-        result: list[T] = []
-        try:
-            result.append(move())
-        except RuntimeError as error:
-            problem = Fault(f"{path}: {_line(error)}")
-        request.over.wait(WORDS if problem else None)  # a request has a limit, and says more of a problem
-        wrong = request.problem or problem
-        if wrong is not None:
-            raise wrong
-        return result[0]
-
     def _post(self, server: str, path: str, body: dict[str, Any], end: float) -> Any:
-        return self.client.call(server, path, body, seconds=_left(end))
+        return self.client.call(server, path, body, seconds=seconds_left(end))
+
+
+def together(
+    path: str,
+    post: Callable[[], Any],
+    move: Callable[[], T],
+    end: float,
+    ready: Callable[[], bool] | None = None,
+) -> T:
+    """Post, and `move` beside it, once the workers are `ready` where that can be told; return its result.
+
+    So nothing waits for workers that never came or that refused, nor after `end`: NCCL knows no deadline.
+    """
+    request = Request(post)
+    while ready is not None and not ready():
+        if request.over.wait(POLL):
+            raise request.problem or Fault(f"{path}: expected workers that receive, got an answer")
+    moving = Request(move)
+    while not (moving.over.wait(POLL) and request.over.is_set()):
+        if request.problem is not None:
+            break
+        if moving.problem is not None:
+            request.over.wait(WORDS)  # the server may say more of it
+            break
+        if time.monotonic() > end + WORDS:
+            raise Fault(f"{path}: expected a group that ends in time, got one that waits")
+    if request.problem is not None:
+        raise request.problem
+    if moving.problem is not None:
+        raise Fault(f"{path}: {line(moving.problem)}") from moving.problem
+    return moving.answer
+
+
+@contextmanager
+def hold_back(
+    client: Client, server: str, routes: tuple[str, str], body: dict[str, Any], end: float
+) -> Iterator[None]:
+    """Let a server run no requests in the block, where it can; `routes` begin and end that."""
+    begin, resume = routes
+    can = True
+    last = Client(client.key_env)  # it goes on also where the requests of `client` are broken off
+    try:
+        try:
+            client.call(server, begin, body, seconds=seconds_left(end))
+        except Refused:  # an older one has no such route
+            can = False
+        yield
+    except BaseException:
+        with suppress(Fault, Refused):
+            if can:
+                last.call(server, resume, {}, seconds=WORDS)
+        raise
+    if can:
+        last.call(server, resume, {}, seconds=seconds_left(end))
+
+
+def workers(client: Client, server: str, end: float) -> int:
+    """Return the number of workers of a vLLM server."""
+    answer = client.call(server, "/get_world_size", seconds=seconds_left(end))
+    with expected("world_size", answer):
+        return border.integer("world_size", answer["world_size"], low=1)
 
 
 def answered(error: Exception) -> bool:
@@ -193,7 +232,7 @@ def answered(error: Exception) -> bool:
     return ": status " in str(error)
 
 
-def _left(end: float) -> float:
+def seconds_left(end: float) -> float:
     """Return the seconds until `end`. Fault where there are none."""
     left = end - time.monotonic()
     if left <= 0:
@@ -201,5 +240,6 @@ def _left(end: float) -> float:
     return left
 
 
-def _line(error: Exception) -> str:
+def line(error: Exception) -> str:
+    """Return the beginning of what an exception says, in one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__

@@ -111,9 +111,8 @@ def _named(
     if not meta:
         return _with_memory(name, device, quantize, options)
 
-    # The sharded strategies hold no weights in low precision.
     if quantize not in ("", "none"):
-        raise ValueError(f"quantize: expected none on several processes, got {quantize}; start one")
+        raise ValueError(f"quantize: expected none without memory, got {quantize}, which every process holds")
     return on_meta(name, device=device, **options)
 
 

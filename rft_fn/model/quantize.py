@@ -128,13 +128,10 @@ def check(kind: str, name: str, *, rank: int, world: int, config: Any) -> None:
     if not rank and not Path(name, "adapter_config.json").is_file():
         raise ValueError(f"lora_rank: expected > 0 with quantize {kind}, which freezes the base, got 0")
 
-    # Its weights cannot be sharded or cast.
-    odd = [x for x in ("fsdp", "zero_stage", "bf16", "use_mp_opt") if getattr(config, x)]
-    if world > 1 or odd:
-        what = ", ".join(odd) or f"{world} processes"
-        raise ValueError(
-            f"quantize: expected none with {what}, got {kind}; it trains on one process as it is"
-        )
+    # Its weights cannot be sharded or cast: with FSDP2 every process has them whole.
+    odd = [x for x in ("zero_stage", "bf16", "use_mp_opt", "fsdp_cpu_offload") if getattr(config, x)]
+    if odd:
+        raise ValueError(f"quantize: expected none with {', '.join(odd)}, got {kind}, which stays as it is")
 
 
 def _require_library(kind: str) -> None:
@@ -195,8 +192,7 @@ def require_whole(module: nn.Module, what: str) -> None:
     """Raise ValueError for a module in low precision, which `what` cannot hold."""
     if _any_low(module):
         raise ValueError(
-            f"quantize: expected full precision with {what}, got a quantised model, which trains on one "
-            "process, without bf16 and use_mp_opt"
+            f"quantize: expected full precision with {what}, got a quantised model, which trains as it is"
         )
 
 

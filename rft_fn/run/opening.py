@@ -257,7 +257,7 @@ def load_policy(cfg: options.Policy, st: Strategy) -> nn.Module:
     run = options.of(options.Run, cfg)
     module = model.load(
         cfg.model,
-        meta=st.world > 1 or (run.dry_run and not cfg.quantize),
+        meta=(st.world > 1 or run.dry_run) and not cfg.quantize,
         gradient_checkpointing=cfg.gradient_checkpointing,
         quantize=cfg.quantize,
         freeze=cfg.freeze,

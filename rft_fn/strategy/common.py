@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rft_fn import ckpt, dist, memory, metric, optim, packing, tree
 from rft_fn import model as model_lib
+from rft_fn.model import quantize
 from rft_fn.model.bind import Scorer, read_field, require_fields, to_params_device
 from rft_fn.model.lora_merged import Export
 from rft_fn.model.residence import Where
@@ -199,6 +200,7 @@ class Backend(ABC):
 
     def _init(self, module: nn.Module, tx: Transform, **options: Any) -> tuple[Apply, TrainState]:
         """Lay out a module that is trained: (apply, state); the options are those of `init`."""
+        quantize.require_adapters(module)
         apply, params = self._bind(module, **options)
         return apply, prepare.start(params, tx, self.config, module, residence_of(apply))
 

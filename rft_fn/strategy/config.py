@@ -12,7 +12,7 @@ from rft_fn.limits import AtLeast0, AutoCount, Count, Free, Range, Seed, Share, 
 
 __all__ = ["Adapters", "StrategyConfig", "Transfer", "add_arguments"]
 
-Transfer = Literal["auto", "rft", "folder"]
+Transfer = Literal["auto", "rft", "nccl", "folder"]
 Adapters = Literal["auto", "alone", "merged"]
 
 
@@ -90,7 +90,7 @@ class StrategyConfig:
     engine_weights: Free[str] = ""
     """the folder that servers read weights from; if empty, a temporary one of this machine"""
     engine_transfer: Free[Transfer] = "auto"
-    """how servers get weights: rft is a channel to each, folder is by disk, auto the better that each has"""
+    """how servers get weights: rft is our channel, nccl the engine's own, folder a disk, auto the best"""
     engine_adapters: Free[Adapters] = "auto"
     """how trained adapters get to the engine: merged into whole weights, alone, or auto: alone if faster"""
     engine_max_model_len: Free[Whole] = 0

@@ -36,9 +36,14 @@ def _odd(module: nn.Module) -> list[nn.Module]:
     """Return the parts with parameters of another type than most: FSDP2 moves one type at a time."""
     count: dict[torch.dtype, int] = {}
     for p in module.parameters():
-        count[p.dtype] = count.get(p.dtype, 0) + p.numel()
+        if not quantize.is_low(p):
+            count[p.dtype] = count.get(p.dtype, 0) + p.numel()
     main = max(count, key=lambda d: count[d])
-    return [m for m in module.modules() if any(p.dtype != main for p in m.parameters(recurse=False))]
+    return [
+        m
+        for m in module.modules()
+        if any(p.dtype != main and not quantize.is_low(p) for p in m.parameters(recurse=False))
+    ]
 
 
 def _parts(root: nn.Module) -> list[nn.Module]:
@@ -69,10 +74,11 @@ def shard_module(root: nn.Module, mesh: DeviceMesh, config: StrategyConfig) -> n
     on_host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     offload = on_host if config.fsdp_cpu_offload else OffloadPolicy()
 
+    low = {p for p in root.parameters() if quantize.is_low(p)}  # every rank has it whole
     # towers too: packs without media borrow some, so all ranks join in; a part may be there twice
     for part in _parts(root):
         if part is root or not isinstance(part, FSDPModule):
-            fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
+            fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=low)
 
     # gradients are summed over ranks, by an operation that every backend has
     for part in root.modules():
@@ -153,7 +159,8 @@ class FSDP2Backend(Backend):
     ) -> tuple[FSDPApply, tree.Named]:
         """Return (apply, params) of a module, which is sharded in place."""
         config = self.config
-        quantize.require_whole(module, "FSDP2")
+        if config.bf16 or config.use_mp_opt or config.fsdp_cpu_offload:
+            quantize.require_whole(module, "bf16, use_mp_opt and fsdp_cpu_offload")
         mesh, sequence = shared_meshes(config, shard_size)
         module = prepare.cast(module, config)
         root = prepare.wrap_for_training(config, module, sampling=sampling, entropy=entropy, aux=aux)

@@ -108,10 +108,6 @@ class LocalBackend(Backend):
             state = tree.replace(state, params=narrow)  # gradients are summed in float32
         return super()._grad(state, apply, loss_fn, packs)
 
-    def _init(self, module: nn.Module, tx: Transform, **options: Any) -> tuple[Apply, TrainState]:
-        quantize.require_adapters(module)
-        return super()._init(module, tx, **options)
-
     def _whole(self, state: TrainState, p: Tensor) -> Tensor:
         return p.detach()
 

@@ -18,6 +18,7 @@ from test_http import answering, raw
 import rft_fn as rft
 from rft_fn import model
 from rft_fn.engine import adapters_alone, openai, sglang
+from rft_fn.engine.engine_groups import TorchGroups
 from rft_fn.engine.server_protocol import Ask, Client, Described, Fault, check_reply
 from rft_fn.model import lora_alone
 from rft_fn.types import Sampling
@@ -129,9 +130,10 @@ def fields_of(name):
 def test_paths_and_fields_of_the_other_requests(types, tmp_path):
     """Those that a fake server records."""
     import tiny
+    import transfer_ends
     from fake_server import FakeServer, serving
 
-    with serving(FakeServer(tiny.llama(), tiny.tokenizer())) as (fake,):
+    with serving(FakeServer(tiny.llama(), tiny.tokenizer(), transfer="torch")) as (fake,):
         DIALECT.describe(fake.url)
         DIALECT.score(fake.url, KNOWN, [3, 4])
         DIALECT.sleep(fake.url)
@@ -145,6 +147,10 @@ def test_paths_and_fields_of_the_other_requests(types, tmp_path):
         DIALECT.unload_adapter(fake.url, "rft-a")
         fake.load = lambda folder: 1
         DIALECT.load(fake.url, "/folder", "run:3", 1)
+        groups = TorchGroups(Client(), 5.0)
+        groups.send(fake.url, transfer_ends.parcel(5), "run:4")
+        DIALECT.settle(fake.url, "run:4")
+        groups.close()
     text = (FOLDER / "http_server.py").read_text()
     routes = set(re.findall(r'@app\.(?:get|post|api_route)\(\s*"([^"]+)"', text))
     assert {path for path, _ in fake.calls} <= routes
@@ -154,6 +160,14 @@ def test_paths_and_fields_of_the_other_requests(types, tmp_path):
         "/unload_lora_adapter": "UnloadLoRAAdapterReqInput",
         "/release_memory_occupation": "ReleaseMemoryOccupationReqInput",
         "/resume_memory_occupation": "ResumeMemoryOccupationReqInput",
+        "/init_weights_update_group": "InitWeightsUpdateGroupReqInput",
+        "/destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
+        "/begin_weight_update": "BeginWeightUpdateReqInput",
+        "/end_weight_update": "EndWeightUpdateReqInput",
+        "/update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
+        "/update_weight_version": "UpdateWeightVersionReqInput",
+        "/pause_generation": "PauseGenerationReqInput",
+        "/continue_generation": "ContinueGenerationReqInput",
     }
     asked = {path: set(body) for path, body in fake.calls if path in kinds}
     assert asked.keys() == kinds.keys()

@@ -2,11 +2,8 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import tiny
@@ -157,6 +154,31 @@ def test_a_server_that_comes_back_empty_is_sent_the_weights():
         server.lm, server.label, server.receiver, server.updating = tiny.llama(), "default", None, False
         server.begin()
         assert samples(eng, 5) and holds(server, 5)
+        eng.close()
+
+
+def test_requests_of_others_wait_while_the_model_is_reloaded():
+    """They are held back around the last phase alone; a trainer that is gone leaves no server paused."""
+    with serving(fake()) as (server,):
+        eng = made(server.url, transfer="rft")
+        found, other = [], Client()
+
+        def ask():
+            body = {"token_ids": [3], "model": "tiny", "sampling_params": {"max_tokens": 1}}
+            answer = other.call(server.url, "/inference/v1/generate", body, seconds=30)
+            found.append(answer["choices"][0]["weight_versions"][0]["version"])
+
+        asking = threading.Thread(target=ask)
+        server.phase = FINISH, lambda: asking.start() or time.sleep(0.1) or found.append("waits")
+        load(eng, 5)
+        asking.join()
+        assert found[0] == "waits" and len(found) == 2 and found[1] != "default"
+        calls = paths(server)
+        assert [calls[calls.index(FINISH) + i] for i in (-1, 0)] == ["/pause?mode=wait", FINISH]
+        assert calls.count("/pause?mode=wait") == calls.count("/resume") == 1
+        server.running.clear()
+        made(server.url, transfer="rft").close()
+        assert server.running.is_set()
         eng.close()
 
 
@@ -387,32 +409,8 @@ def test_a_difference_that_gives_other_weights_is_refused_before_the_model_is_to
 
 @pytest.fixture(scope="module")
 def processes():
-    """Start a process by a line of words; return what it says first."""
-    here = Path(transfer_ends.__file__).parent
-    path = os.pathsep.join(str(x) for x in (here, here.parent, *sys.path) if x)
-    with subprocess.Popen(
-        [sys.executable, transfer_ends.__file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    ) as process:
-
-        def begin(*words):
-            print(*words, file=process.stdin, flush=True)
-            return process.stdout.readline().split()
-
+    with transfer_ends.processes() as begin:
         yield begin
-        process.kill()
-
-
-def gone(pid):
-    """Wait for the end of a process."""
-    end = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.slow
@@ -424,7 +422,7 @@ def test_a_server_that_is_killed_in_a_phase_is_left_out(path, processes):
         began = time.monotonic()
         load(eng, 5)
         assert time.monotonic() - began < 10
-        gone(pid)
+        transfer_ends.gone(pid)
         assert holds(well, 5) and samples(eng, 5)
         eng.close()
 
@@ -438,7 +436,7 @@ def test_a_trainer_that_is_killed_in_a_phase_leaves_a_server_that_serves(path, p
         def kill():
             server.phase = None
             os.kill(pid, signal.SIGKILL)
-            gone(pid)
+            transfer_ends.gone(pid)
             over.set()
 
         begun = threading.Event()

@@ -1,21 +1,26 @@
 """The two ends of a transfer of weights in processes of their own, which a test kills.
 
-Run as a program it reads a line for each process that it forks off: `serve PHASE` or `send SERVER SECONDS`.
+Run as a program it reads a line for each process that it forks off: `serve PHASE KIND` or
+`send SERVER SECONDS KIND`, where the kind is that of the fake server.
 """
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import tiny
 from fake_server import FakeServer, serving
 
+from rft_fn.engine.engine_groups import TorchGroups
 from rft_fn.engine.server_protocol import Client
 from rft_fn.engine.weight_channel import Parcel
 from rft_fn.engine.weight_sender import Senders
 
-__all__ = ["parcel"]
+__all__ = ["gone", "parcel", "processes"]
 
 
 def parcel(seed):
@@ -27,19 +32,50 @@ def parcel(seed):
     return found
 
 
-def serve(path):
+def serve(path, kind="rft"):
     """A server that is killed as a phase begins."""
-    fake = FakeServer(tiny.llama(), tiny.tokenizer(), transfer="rft")
+    fake = FakeServer(tiny.llama(), tiny.tokenizer(), transfer=kind)
     fake.phase = path, lambda: os.kill(os.getpid(), signal.SIGKILL)
     with serving(fake):
         print(os.getpid(), fake.url, flush=True)
         time.sleep(60)
 
 
-def send(url, seconds):
+def send(url, seconds, kind="rft"):
     """A trainer that sends one load."""
     print(os.getpid(), flush=True)
-    Senders(Client(), float(seconds)).send(url, parcel(6), "other:1")
+    sender = Senders if kind == "rft" else TorchGroups
+    sender(Client(), float(seconds)).send(url, parcel(6), "other:1")
+
+
+@contextmanager
+def processes():
+    """Yield a function that starts a process by a line of words, and returns what it says first."""
+    here = Path(__file__).parent
+    path = os.pathsep.join(str(x) for x in (here, here.parent, *sys.path) if x)
+    with subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    ) as process:
+
+        def begin(*words):
+            print(*words, file=process.stdin, flush=True)
+            return process.stdout.readline().split()
+
+        yield begin
+        process.kill()
+
+
+def gone(pid):
+    """Wait for the end of a process."""
+    end = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from each_case import each
+from ranks import run
 from sees_and_hears import FAMILIES, batch
 from test_probe import quiet
 
@@ -74,6 +75,40 @@ def test_adapters_learn_over_a_frozen_base_and_the_engine_samples_from_it(folder
     assert gap < 1e-4
 
 
+def on_ranks(rank, kind, folder, saved):
+    """Three steps over FSDP2; what it exports, and the loss of one more by a state that was restored."""
+    exp = rft.tree.replace(EXP, adv=torch.where(EXP.mask, EXP.tokens % 5 - 2.0, 0))
+    st = get_strategy(StrategyConfig(fsdp=True))
+    apply, state = st.init(lora(folder, kind), rft.optim.adamw(0.03))
+
+    def stepped(apply, state):
+        grads, metrics = st.grad(state, apply, loss_fn, st.shard(exp, 1000))
+        return float(rft.metric.results(metrics)["loss"]), st.update(state, grads)[0]
+
+    losses = []
+    for _ in range(3):
+        loss, state = stepped(apply, state)
+        losses.append(loss)
+    whole = {name: x.clone() for name, x in st.export(state)}
+    st.save(saved, state)
+    last, _ = stepped(apply, state)
+    apply, fresh = st.init(lora(folder, kind), rft.optim.adamw(0.03))
+    again, _ = stepped(apply, st.restore(saved, fresh)[0])
+    return losses, whole, (last, again)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_shard_the_adapters_over_a_whole_base(folder, tmp_path, kind):
+    """FSDP2 on two: the losses, and the merged weights, are those of one process."""
+    st, state, losses = trained(lora(folder, kind))
+    want = dict(st.export(state))
+    for got, whole, (last, again) in run(2, "test_quantize:on_ranks", kind, folder, tmp_path / "saved"):
+        assert got == pytest.approx(losses, rel=1e-5) and last == again
+        assert whole.keys() == want.keys()
+        assert all((whole[name] - x).abs().max() < 1e-3 for name, x in want.items())
+
+
 def rollout():
     return rft.Rollout(
         tokens=EXP.tokens, mask=EXP.mask, logp=torch.zeros(EXP.tokens.shape), length=EXP.length,
@@ -129,7 +164,7 @@ def test_a_folder_that_was_saved_in_low_precision(folder, tmp_path, kind):
         ({}, "expected adapters on a quantised model.*lora_rank"),
         ({"bf16": True}, "full precision with bf16 and use_mp_opt"),
         ({"use_mp_opt": True}, "full precision with bf16 and use_mp_opt"),
-        ({"fsdp": True}, "full precision with FSDP2"),
+        ({"fsdp": True, "bf16": True}, "full precision with bf16, use_mp_opt and fsdp_cpu_offload"),
         ({"zero_stage": 1}, "full precision with DeepSpeed ZeRO"),
     ],
 )
@@ -194,7 +229,7 @@ def test_a_model_that_sees_is_quantised_but_for_its_tower(tmp_path, kind):
 def test_bad_input(folder, monkeypatch):
     with pytest.raises(ValueError, match="quantize: expected one of int8, nf4, got 'int3'"):
         model.load(folder, quantize="int3")
-    with pytest.raises(ValueError, match="quantize: expected none on several processes, got int8"):
+    with pytest.raises(ValueError, match="quantize: expected none without memory, got int8"):
         model.load(folder, quantize="int8", meta=True)
     monkeypatch.setattr(quantize, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="quantize: int8 needs torchao, which is not installed"):

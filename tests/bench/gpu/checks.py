@@ -286,7 +286,8 @@ def tested(setting: Setting, seconds: float) -> Row:
     kernels = (
         "triton_cases.py" if setting.cuda else "test_triton.py"
     )  # the cases would run in the interpreter
-    names = ["tests/test_rng.py", f"tests/kernel/{kernels}", "tests/vllm/test_forced_on_gpu.py"]
+    names = ["tests/test_rng.py", "tests/engine/test_engine_groups.py", f"tests/kernel/{kernels}"]
+    names += ["tests/vllm/test_forced_on_gpu.py"]
     options = ["-v", "-m", "", "-k", "cuda or triton_cases", "-p", "no:cacheprovider", "-p", "no:xdist"]
     options += ["--maxfail", "3"]  # what breaks one breaks most, and its reason is printed at the end alone
     with tempfile.TemporaryFile("w+") as file:
