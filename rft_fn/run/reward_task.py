@@ -275,12 +275,15 @@ def rewards_of(cfg: options.Reward, sources: Sequence[str]) -> tuple[str, ...]:
     """Return the rewards of the options.
 
     By default the reward of the only task among the sources, that of reasoning-gym, or of sort_digits.
+    ValueError where the sources are several tasks.
     """
     if cfg.reward:
         return cfg.reward
     names = {source.partition(":")[0].partition("=")[0] for source in sources}
     known = names & set(data.TASKS)
-    if len(known) == 1:
+    if len(known) > 1:
+        raise ValueError(f"reward: expected one for the tasks {', '.join(sorted(known))}, got none")
+    if known:
         return (f"task:{known.pop()}",)
     if not known and reasoning_gym.SOURCE in names:
         return (reasoning_gym.SOURCE,)
