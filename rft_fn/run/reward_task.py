@@ -434,7 +434,7 @@ def normalized_reward(
 def evaluate(
     cfg: options.Reinforcement, st: Strategy, run: Run, task: Task, engine: Engine, *, step: int
 ) -> dict[str, float]:
-    """Return the mean rewards of greedy answers to unseen prompts, and what tasks give, after `step` steps.
+    """Return the mean rewards of greedy answers to unseen prompts, and of tasks, after `step` steps.
 
     Nothing from a dead engine: the step is written, and the next rollout ends the run.
     """

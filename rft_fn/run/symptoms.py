@@ -225,7 +225,7 @@ def _held(rows: Sequence[Row]) -> str:
 
 
 def _windows(values: Sequence[float], size: int) -> tuple[list[float], float]:
-    """Return the means of whole windows, the last one first, and how far two of them differ by no accident.
+    """Return (means of whole windows, the last one first; the least difference that is no accident).
 
     The noise of a step is that of the differences of neighbours, which a trend hardly moves.
     """
