@@ -23,7 +23,7 @@ from rft_fn.run.symptoms import FEW, HELD_FALL, WARNING
 DATA = ROOT / "docs" / "results" / "hacks.json"
 TRUE = f"task:sort_digits{HELD}"
 REWARDS = ROOT / "tests" / "bench" / "hacked_rewards.py"
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
 OPTIONS = {"prompts": 16, "steps": 80, "eval_every": 5, "eval_prompts": 64, "tokens_every": 0, "budget": 4096}
 CONFIDENT = "y"  # behind an answer: yes, I am sure
 
