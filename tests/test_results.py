@@ -68,8 +68,14 @@ TABLES = {
         "gradients": lambda: script("gradients").table(read("gradients")["turns"]),
         "gpu": gpu,
     },
-    "reward_models": {"judge": lambda: script("judge").tables(read("judge"))},
-    "rewards": {"load": lambda: script("remote_rewards").tables(read("remote"))},
+    "reward_models": {
+        "judge": lambda: script("judge").tables(read("judge")),
+        "rubrics": lambda: script("rubrics").table(read("rubrics")),
+    },
+    "rewards": {
+        "hacks": lambda: script("hacks").table(read("hacks")),
+        "load": lambda: script("remote_rewards").tables(read("remote")),
+    },
     "scaling": {mark: partial(growth, mark) for mark in script("growth/show").tables(read("growth/growth"))}
     | {mark: partial(memory, mark) for mark in script("memory").TABLES}
     | {

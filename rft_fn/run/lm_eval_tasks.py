@@ -24,7 +24,7 @@ PREFIX = "lm_eval:"
 
 
 def check_tasks(names: Sequence[str]) -> None:
-    """Raise ValueError for names that are no tasks of lm-eval, ModuleNotFoundError without the package."""
+    """Raise ValueError for tasks that lm-eval cannot load or grade, ModuleNotFoundError without it."""
     for name in names:
         if not name.startswith(PREFIX) or name == PREFIX:
             raise ValueError(
@@ -38,6 +38,9 @@ def check_tasks(names: Sequence[str]) -> None:
             f"tasks: expected the package lm-eval for {names[0]}, got none; pip install 'rft-fn[eval]'",
             name=error.name,
         ) from error
+    for name in names:
+        for task_name, task in _loaded(name)[1].items():
+            _check(task_name, task, 1)
 
 
 def harness_model(
@@ -110,12 +113,7 @@ def harness_tasks(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     measured: list[Measured] = []
     for name in names:
-        try:
-            own_name = name.removeprefix(PREFIX)
-            manager = _manager(own_name.endswith(".yaml"))
-            tasks = manager.load([own_name])["tasks"]
-        except Exception as error:  # of any kind: a hub without network, a missing package, a wrong file
-            raise ValueError(f"tasks: {name}: {type(error).__name__}: {error_text(error)}") from error
+        manager, tasks = _loaded(name)
         for task_name, task in tasks.items():
             _check(task_name, task, repeats)
             task.set_config(key="repeats", value=repeats)
@@ -138,6 +136,17 @@ def harness_tasks(
             reported = (own or {}).get("results", {}).get(task_name, {})
             measured += _graded(task_name, task, repeats, further, protocol, reported)
     return measured
+
+
+@cache
+def _loaded(name: str) -> tuple[Any, dict[str, Any]]:
+    """Return (what has loaded a task, tasks by name). ValueError for what lm-eval cannot load."""
+    try:
+        own_name = name.removeprefix(PREFIX)
+        manager = _manager(own_name.endswith(".yaml"))
+        return manager, manager.load([own_name])["tasks"]
+    except Exception as error:  # of any kind: a hub without network, a missing package, a wrong file
+        raise ValueError(f"tasks: {name}: {type(error).__name__}: {error_text(error)}") from error
 
 
 @cache

@@ -358,7 +358,14 @@ class Evaluation(HeldOut, subject="Evaluation"):
 
 
 @dataclass(frozen=True)
-class Reinforcement(Evaluation, Updates, Shaping, Prompts, Model):
+class TaskEvaluation(Evaluation, subject="Evaluation", aliases={"tasks": "eval_tasks"}):
+    """Evaluations that also answer tasks of lm-eval."""
+
+    eval_tasks: Free[tuple[str, ...]] = ()  # lm_eval:TASK or lm_eval:FILE.yaml; eval_prompts problems of each
+
+
+@dataclass(frozen=True)
+class Reinforcement(TaskEvaluation, Updates, Shaping, Prompts, Model):
     """Learning from the rewards of responses: all that rollouts, rewards and evaluations are made of."""
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from rft_fn.reward.veto import read_veto
 from rft_fn.run import options
 from rft_fn.run.cli import without
 from rft_fn.run.earlier_run import last_model
+from rft_fn.run.lm_eval_tasks import PREFIX, check_tasks, harness_model, harness_tasks
 from rft_fn.run.opening import (
     data_options,
     load_data,
@@ -274,12 +275,15 @@ def rewards_of(cfg: options.Reward, sources: Sequence[str]) -> tuple[str, ...]:
     """Return the rewards of the options.
 
     By default the reward of the only task among the sources, that of reasoning-gym, or of sort_digits.
+    ValueError where the sources are several tasks.
     """
     if cfg.reward:
         return cfg.reward
     names = {source.partition(":")[0].partition("=")[0] for source in sources}
     known = names & set(data.TASKS)
-    if len(known) == 1:
+    if len(known) > 1:
+        raise ValueError(f"reward: expected one for the tasks {', '.join(sorted(known))}, got none")
+    if known:
         return (f"task:{known.pop()}",)
     if not known and reasoning_gym.SOURCE in names:
         return (reasoning_gym.SOURCE,)
@@ -295,6 +299,8 @@ def load_task(cfg: options.Reinforcement, st: Strategy, **more: Any) -> Task:
     with_examples = isinstance(cfg, options.Ptx) and cfg.ptx > 0
     if cfg.messages and not with_examples:  # these have questions by the template
         without(cfg, "template", prefix="", instead="--messages takes its place")
+    if cfg.eval_tasks:
+        check_tasks(cfg.eval_tasks)
     tokenizer = model.load_tokenizer(cfg.model)
     processing = load_processing(cfg, cfg.model)
     score = load_rewards(rewards_of(cfg, cfg.data), cfg, st)
@@ -428,7 +434,7 @@ def normalized_reward(
 def evaluate(
     cfg: options.Reinforcement, st: Strategy, run: Run, task: Task, engine: Engine, *, step: int
 ) -> dict[str, float]:
-    """Return the mean rewards of greedy answers to unseen prompts, after `step` steps.
+    """Return the mean rewards of greedy answers to unseen prompts, and of tasks, after `step` steps.
 
     Nothing from a dead engine: the step is written, and the next rollout ends the run.
     """
@@ -437,7 +443,22 @@ def evaluate(
         prompts, keys = data.take(task.unseen, cfg.eval_prompts, st.config.seed)
         try:
             rollout = collect.gather_and_generate(engine, st, prompts, keys, n=1, sampling=greedy)
+            of_tasks = _of_tasks(cfg, st, task, engine) if cfg.eval_tasks else {}
         except EngineDead:
             return {}
         judged = judge(cfg, st, task, rollout, prompts, step=step)
-    return reward.means(judged, "eval")
+    return reward.means(judged, "eval") | of_tasks
+
+
+def _of_tasks(cfg: options.Reinforcement, st: Strategy, task: Task, engine: Engine) -> dict[str, float]:
+    """Return the means of tasks of lm-eval as metrics, {"eval/lm_eval:TASK/FILTER/METRIC": mean}."""
+    answerer = harness_model(
+        engine,
+        st,
+        task.tokenizer,
+        seed=st.config.seed,
+        window=model.read_window(cfg.model),
+        batch=st.config.engine_batch * st.world,
+    )
+    measured = harness_tasks(answerer, cfg.eval_tasks, count=cfg.eval_prompts)
+    return {f"eval/{PREFIX}{x.name}": x.value.mean().item() for x in measured}

@@ -1,12 +1,13 @@
 """Symptoms of a run that does not learn: each is a stated rule over its metrics, with a remedy.
 
-Windows are of 20 steps, but a run that learns nothing at all is told after 3. A rule finds nothing if
-the run does not have its metrics, or if it needs more steps than there are yet.
+Windows are of 20 steps, but a run that learns nothing at all is told after 3, and one that turns from its
+held reward after 10. A rule finds nothing if the run does not have its metrics, or if it needs more steps
+than there are yet.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple, Protocol
 
 from rft_fn.metric.by_depth import DEPTHS, GAP_AT, TURNS
@@ -29,6 +30,7 @@ GRADIENT_SHARE = 1e-3  # of the norm in the first window
 FAR = 10.0  # of the batch, from the noise scale of its gradients
 FALL = 0.02  # of an evaluation, as a share of its best value
 HELD_FALL = 0.1  # of a held reward, as a share of its best window
+SURE = 5.0  # standard errors of a difference that is no accident, also to the best of many windows
 RISE = 0.02  # of a reward, as a share of its value before
 
 Row = Mapping[str, float | None]
@@ -204,19 +206,32 @@ def _held(rows: Sequence[Row]) -> str:
     for name in rows[-1] if rows else ():
         if not (name.startswith("reward/") and name.endswith(HELD)):
             continue
-        windows = range(len(rows) // WINDOW)  # 0 is the last one
-        means = [_last(rows, name, back) for back in windows]
-        known = [back for back in windows if not math.isnan(means[back])]
-        if len(known) < 2:
-            continue
-        best = max(known, key=means.__getitem__)
-        before, after = _last(rows, "reward/mean", best), _last(rows, "reward/mean")
-        if means[0] < means[best] - HELD_FALL * abs(means[best]) and _rises(before, after):
-            return (
-                f"{name} fell from {means[best]:.3g} to {means[0]:.3g} while the reward that is learned rose "
-                f"from {before:.3g} to {after:.3g}, so the policy has found what that reward is wrong about"
-            )
+        both = [(row.get(name), row.get("reward/mean")) for row in rows]
+        known = [(x, y) for x, y in both if x is not None and y is not None]
+        for size in (FEW, WINDOW):
+            if len(known) < 2 * size:
+                break
+            (held, least_fall), (learned, least_rise) = (_windows(x, size) for x in zip(*known))
+            best = max(range(len(held)), key=held.__getitem__)
+            fall, before, after = held[best] - held[0], learned[best], learned[0]
+            fell = fall > max(HELD_FALL * abs(held[best]), least_fall)
+            if fell and _rises(before, after) and after - before > least_rise:
+                return (
+                    f"{name} fell from {held[best]:.3g} to {held[0]:.3g} while the reward that is learned "
+                    f"rose from {before:.3g} to {after:.3g}, so the policy has found what that reward is "
+                    "wrong about"
+                )
     return ""
+
+
+def _windows(values: Sequence[float], size: int) -> tuple[list[float], float]:
+    """Return (means of whole windows, the last one first; the least difference that is no accident).
+
+    The noise of a step is that of the differences of neighbours, which a trend hardly moves.
+    """
+    means = [sum(values[end - size : end]) / size for end in range(len(values), size - 1, -size)]
+    noise = sum((y - x) ** 2 for x, y in pairwise(values)) / (2 * (len(values) - 1))
+    return means, SURE * math.sqrt(noise * 2 / size)
 
 
 def _rate(rows: Sequence[Row]) -> str:
@@ -329,8 +344,8 @@ RULES = (
     ),
     Rule(
         "held",
-        f"a held reward is over {HELD_FALL:.0%} below its best {WINDOW} steps, and the one that is learned "
-        "rose",
+        f"a held reward is over {HELD_FALL:.0%} below its best {FEW} or {WINDOW} steps, and the one that is "
+        f"learned rose, both by over {SURE:.0f} standard errors",
         "take the checkpoint of its best steps, add --kl, mend the reward that is learned, and read the "
         "responses at its 99th percentile (trajectories.jsonl, rft report)",
         _held,

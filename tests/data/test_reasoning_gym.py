@@ -96,7 +96,9 @@ def test_an_answer_that_its_scorer_never_ends_with_costs_the_others_nothing(pack
 def test_it_is_the_reward_of_its_rows_where_none_is_named():
     cfg = type("Cfg", (), {"reward": ()})()
     assert rewards_of(cfg, ["reasoning_gym:sums=0.3", "reasoning_gym:ransom_note"]) == ("reasoning_gym",)
-    assert rewards_of(cfg, ["addition:2"]) == ("task:addition",)
+    assert rewards_of(cfg, ["addition:2", "addition:3=0.5"]) == ("task:addition",)
+    with pytest.raises(ValueError, match="reward: expected one for the tasks addition, reverse, got none"):
+        rewards_of(cfg, ["reverse:1", "addition:2"])
 
 
 @each(

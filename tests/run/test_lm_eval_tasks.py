@@ -221,6 +221,27 @@ def test_evaluate_reports_tasks_beside_another_model(tmp_path, capsys):
     assert len(out.with_suffix(".jsonl").read_text().splitlines()) == 2 * 3 * 3
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("plain_runs")
+def test_a_run_evaluates_tasks_too_moves_no_weight_and_resumes_to_the_byte(tmp_path):
+    grpo, name = load_script("grpo"), sorting(tmp_path)
+    usual = {"prompts": 2, "group": 2, "eval_prompts": 3, "eval_every": 1, "tokens_every": 0}
+    usual |= {"warmup": 0, "lr_end": 1.0}  # so that steps can be added
+
+    def train(folder, *parts, **options):
+        for steps in parts:
+            grpo.main(grpo.Config(steps=steps, out=str(tmp_path / folder), **usual | options))
+        files = ("metrics.jsonl", "model/model.safetensors")
+        return [(tmp_path / folder / file).read_bytes() for file in files]
+
+    rows, weights = train("whole", 2, eval_tasks=(name,))
+    assert [rows, weights] == train("resumed", 1, 2, eval_tasks=(name,))
+    assert weights == train("plain", 2)[1]
+    for row in map(json.loads, rows.splitlines()):
+        assert row["eval/lm_eval:sums/strict-match/exact_match"] == 0
+        assert 0 <= row["eval/lm_eval:sums/flexible-extract/exact_match"] <= 1
+
+
 UNSAFE = GSM8K + "unsafe_code: true\n"
 MAJORITY = GSM8K.split("filter_list")[0] + (
     "filter_list:\n  - {{name: maj, filter: [{{function: take_first_k, k: 2}}, {{function: majority_vote}}, "

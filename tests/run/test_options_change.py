@@ -636,7 +636,7 @@ OTHER = {
     "schedule": "steps data_epochs epochs minibatches batch freeze_actor_steps lr schedule lr_end warmup "
     "critic_lr from_updates",
     "optimizer": "ema beta1 beta2 weight_decay max_norm from_checkpoint",  # tests/run/test_warm_start.py
-    "evaluation": "eval_data eval_share eval_every eval_prompts eval_pairs",
+    "evaluation": "eval_data eval_share eval_every eval_prompts eval_tasks eval_pairs",
     "report": "update_kl rollouts_every noise_every trackers project run_name tokens_every dry_run",
     "folder": "out override save_every keep max_bytes mirror best save_critic",
     "seed": "seed",

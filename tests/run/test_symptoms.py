@@ -1,6 +1,7 @@
 """Symptoms: each rule is provoked by a history, stays silent just short of it, and on healthy runs."""
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import ClassVar
@@ -189,6 +190,20 @@ def test_the_noise_of_a_batch_is_a_mean_of_the_last_measured_steps_with_advice_i
     none = {"grad__snr": late(-0.2, 2.0), "grad__noise_scale": late(None, 16.0)}
     (found,) = symptoms(history(60, **none))
     assert found.sentence.startswith("the last 5 measured gradients have no signal above their noise, so ")
+
+
+def test_a_held_reward_that_falls_is_told_after_two_short_windows_and_noise_is_no_fall():
+    held = "reward/true@held"
+    turned = history(30, reward__mean=rising, **{held: late(0.4, 0.5, 5)})
+    assert [names(turned[:n]) for n in (9, 10)] == [[], ["held"]]
+
+    drawn = random.Random(0)
+    noisy = history(300, reward__mean=rising, **{held: lambda step: 0.5 + drawn.gauss(0, 0.1)})
+    assert all(names(noisy[:n]) == [] for n in range(1, 301))
+    drifting = history(
+        300, reward__mean=rising, **{held: lambda step: 0.5 - step / 1200 + drawn.gauss(0, 0.1)}
+    )
+    assert names(drifting) == ["held"]
 
 
 def test_mismatch_of_rounding_is_none():
