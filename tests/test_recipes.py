@@ -1,0 +1,114 @@
+"""docs/recipes: the files of a page are written and its programs run; its training commands run dry.
+
+Weights and rows of the hub are stood for by small models and by the rows of the page, in the columns of the data set.
+"""
+
+import os
+import re
+import sys
+import wave
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
+
+import call_templates
+import chats
+import forks
+import pages
+import pytest
+import tiny
+from test_house import load_script
+
+import rft_fn as rft
+from rft_fn import parsing
+
+pytestmark = [pytest.mark.docs, pytest.mark.slow]
+
+FOLDER = pages.ROOT / "docs" / "recipes"
+# what a page names of the hub, and what stands for it: a built-in model, or a file of the page
+STAND_INS = {
+    "gsm8k.md": {"openai/gsm8k:main": "gsm8k.jsonl"},
+    "countdown.md": {"Jiayi-Pan/Countdown-Tasks-3to4": "countdown.jsonl"},
+    "geo3k.md": {"hiyouga/geometry3k": "geo3k.jsonl", "Qwen/Qwen2.5-VL-3B-Instruct": "tiny-vl"},
+    "audio.md": {"Qwen/Qwen2-Audio-7B-Instruct": "tiny-audio"},
+    "code.md": {"google-research-datasets/mbpp:full": "mbpp.jsonl"},
+    "tools.md": {},
+    "search.md": {"PeterJinGo/nq_hotpotqa_train": "nq.jsonl"},
+    "helpful_and_safe.md": {},
+}
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory):
+    """The folder of a narrow model whose template shows tools."""
+    template = call_templates.FAMILIES["Hermes, Qwen 2.5, Qwen 3"]
+    tokenizer = chats.tokenizer("{% if tools %}{{ tools | tojson }}{% endif %}" + template)
+    lm = tiny.llama(vocab_size=len(tokenizer), max_position_embeddings=1 << 14)
+    return rft.model.save(tmp_path_factory.mktemp("speaker"), lm, tokenizer)
+
+
+def media(rows):
+    """Write a small picture or sound for each path in the text of rows."""
+    from PIL import Image
+
+    for name in re.findall(r'"([^"]+\.(?:png|wav))"', rows):
+        Path(name).parent.mkdir(exist_ok=True)
+        if name.endswith("png"):
+            Image.new("RGB", (32, 32), "white").save(name)
+        else:
+            with wave.open(name, "wb") as file:
+                file.setparams((1, 2, 16000, 0, "NONE", ""))
+                file.writeframes(bytes(3200))
+
+
+def dry(script, args, known, speaker):
+    """Parse a command of a training script, put what is here in place of what is not, and run it dry."""
+    config = load_script(script).Config
+    cfg = parsing.parse(config, parsing.qualify(args, config))
+
+    def model_here(name):
+        there = not name or name.startswith("tiny") or Path(name).exists()
+        return name if there else known.get(name, speaker)
+
+    names = {x.name for x in fields(config)}
+    changes = {name: model_here(getattr(cfg, name)) for name in ("model", "beside") if name in names}
+    changes["data"] = tuple(known.get(x, x) for x in cfg.data)
+    changes["strategy"] = replace(cfg.strategy, engine_type="hf")
+    if script == "evaluate":
+        changes |= {"count": 2, "max_new": 4, "out": ""}
+    else:
+        changes["dry_run"] = True
+    run = load_script(script).main
+    with suppress(SystemExit) if script == "evaluate" else pytest.raises(SystemExit) as ended:
+        run(replace(cfg, **changes))
+    assert script == "evaluate" or ended.value.code == 0
+    if script == "train_rm":
+        heads = rft.model.load_reward("tiny", new=True, heads=cfg.heads)
+        rft.model.save_reward(cfg.out, heads, heads.named_parameters())
+
+
+@pytest.mark.parametrize("page", STAND_INS)
+def test_the_commands_of_a_recipe_run_dry_on_rows_of_the_real_schema(page, tmp_path, monkeypatch, speaker):
+    monkeypatch.chdir(tmp_path)
+    text = (FOLDER / page).read_text()
+    files = pages.titled(text)
+    for name, content in files.items():
+        Path(name).write_text(content)
+        media(content)
+    env = forks.early(os.environ) | {"PYTHONPATH": ":".join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    ran = 0
+    for words in pages.commands(text):
+        script = next((Path(x) for x in words if x.endswith(".py")), Path())
+        if script.name in files:
+            done = forks.run([sys.executable, *words[1:]], env=env, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-2000:]
+        elif script.parent.name == "train_scripts":
+            args = words[words.index(str(script)) + 1 :]
+            dry(script.stem, args, STAND_INS[page], str(speaker))
+            ran += 1
+    assert ran
+
+
+def test_the_index_has_every_recipe():
+    linked = re.findall(r"\]\((\w+\.md)\)", (FOLDER / "README.md").read_text())
+    assert sorted(set(linked)) == sorted(STAND_INS) == sorted(x.name for x in FOLDER.glob("[!R]*.md"))
