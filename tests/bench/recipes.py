@@ -1,0 +1,192 @@
+"""The recipes' curves: `python tests/bench/recipes.py [NAME ...]` runs what docs/recipes/NAME.md has under "Here".
+
+The files of the page are written and its commands run in a folder, those that train a policy and that evaluate it
+once for each seed. What is there already is not run again. Writes docs/results/recipes/NAME.json and NAME.svg, and with
+`--table` the table of docs/results/recipes.md from all of these files.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import record
+import torch
+
+sys.path.append(str(record.ROOT / "tests"))
+import pages
+
+import rft_fn as rft
+from rft_fn.run.plot import running_mean
+
+PAGES = record.ROOT / "docs" / "recipes"
+RESULTS = record.ROOT / "docs" / "results" / "recipes"
+TABLE = "docs/results/recipes.md"
+POLICY, EVALUATION = ("grpo.py", "multi_turn.py"), "evaluate.py"
+BLUE, GREY = "#1f6fb2", "#8a94a3"
+
+
+def commands(name: str) -> list[list[str]]:
+    """Return the words of each command that a page has under "Here"."""
+    section = (PAGES / f"{name}.md").read_text().partition("\n## Here\n")[2].partition("\n## ")[0]
+    return list(pages.commands(section))
+
+
+def value_of(words: list[str], option: str) -> str:
+    """Return the value of an option of a command, "" where it is not there."""
+    return words[words.index(option) + 1] if option in words else ""
+
+
+def of_seed(words: list[str], policy: str, seed: int) -> list[str]:
+    """Return a command for a seed, whose run and file have its number: runs/x_1, runs/eval_1.json."""
+    made = []
+    for word in words:
+        if word == policy:
+            word = f"{policy}_{seed}"
+        elif word.endswith(".json"):
+            word = word.replace(".json", f"_{seed}.json")
+        made.append(word)
+    return made + (["--seed", str(seed)] if Path(words[1]).name in POLICY else [])
+
+
+def done(words: list[str]) -> bool:
+    """Return whether a command has left what it makes."""
+    out = Path(value_of(words, "--out"))
+    return (out.is_file() if out.suffix else (out / "model").exists()) if out.name else False
+
+
+def shares(folder: Path, evaluated: str, run: str) -> dict:
+    """Return the greedy answers before and after: right, with 95 % intervals by a bootstrap over problems."""
+    if evaluated:
+        found = json.loads((folder / evaluated).read_text())
+        before = found["beside"]
+        ends = {"count": found["result"]["questions"], "difference": found["difference"]["avg@1"]}
+        sides = {"before": before, "after": found}
+        return ends | {k: [x["result"]["avg@1"], *x["interval"]["avg@1"]] for k, x in sides.items()}
+    rows = [x for x in record.lines(folder / run / "metrics.jsonl") if x.get("eval/mean") is not None]
+    count = json.loads((folder / run / "config.json").read_text())["eval_prompts"]
+    ends = {"count": count}
+    for side, row in (("before", rows[0]), ("after", rows[-1])):
+        right = torch.arange(count) < round(row["eval/mean"] * count)
+        ends[side] = [row["eval/mean"], *rft.metric.bootstrap(right.double(), seed=0)]
+    return ends
+
+
+def measure(name: str, seeds: list[int], folder: Path) -> dict:
+    """Run a recipe, and return what its page and the table show."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in pages.titled((PAGES / f"{name}.md").read_text()).items():
+        (folder / file).write_text(text)
+    found = commands(name)
+    env = os.environ | {"PYTHONPATH": str(record.ROOT)}
+
+    def call(words: list[str]) -> None:
+        if not done(words):
+            script = words[1].replace("train_scripts/", f"{record.ROOT}/train_scripts/")
+            subprocess.run([sys.executable, script, *words[2:]], cwd=folder, env=env, check=True)
+
+    (policy,) = (x for x in found if Path(x[1]).name in POLICY)
+    own = [policy] + [x for x in found if Path(x[1]).name == EVALUATION]
+    out = value_of(policy, "--out")
+    for words in found:
+        if words not in own:
+            call(words)
+    runs = {}
+    for seed in seeds:
+        for words in own:
+            call(of_seed(words, out, seed))
+        rows = record.lines(folder / f"{out}_{seed}" / "metrics.jsonl")
+        seconds = sum(x["seconds"] for x in record.lines(folder / f"{out}_{seed}" / "timing.jsonl"))
+        evaluated = f"{value_of(own[-1], '--out')}".replace(".json", f"_{seed}.json") if len(own) > 1 else ""
+        runs[seed] = {
+            "seconds": round(seconds),
+            "reward": record.column(rows, "reward/mean"),
+            "held": {x: record.column(rows, x) for x in rows[0] if x.startswith("reward/") and x.endswith("@held")},
+            "eval": record.column(rows, "eval/mean"),
+            **shares(folder, evaluated, f"{out}_{seed}"),
+        }
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=record.ROOT, capture_output=True, text=True)
+    where = record.made() | {"processor": record.processor(), "commit": commit.stdout.strip()}
+    return where | {"commands": [shlex.join(x) for x in found], "seeds": runs}
+
+
+def draw(found: dict, path: Path) -> None:
+    """Draw the rewards of all seeds on the left, and greedy answers before and after on the right."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = path.stem
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.8, 3), width_ratios=(3, 2), layout="constrained")
+    for seed, run in found["seeds"].items():
+        steps = range(1, len(run["reward"]) + 1)
+        left.plot(steps, run["reward"], color=BLUE, alpha=0.2, linewidth=0.8)
+        smooth = running_mean(run["reward"], max(len(run["reward"]) // 10, 2))
+        left.plot(steps, smooth, color=BLUE, linewidth=1.6, label="reward of samples" if seed == "0" else None)
+        for values in run["held"].values():
+            smooth = running_mean(values, max(len(values) // 10, 2))
+            left.plot(steps, smooth, color="#d65a14", linewidth=1.6, label="true reward" if seed == "0" else None)
+    left.set(xlabel="step")
+    left.legend(frameon=False, fontsize=9)
+    for k, (side, color) in enumerate((("before", GREY), ("after", BLUE))):
+        ends = [run[side] for run in found["seeds"].values()]
+        errors = [[x[0] - x[1] for x in ends], [x[2] - x[0] for x in ends]]
+        places = [i + 0.38 * k for i in range(len(ends))]
+        right.bar(places, [x[0] for x in ends], 0.36, yerr=errors, color=color, capsize=3, label=side)
+    right.set_xticks([i + 0.19 for i in range(len(found["seeds"]))], [f"seed {x}" for x in found["seeds"]])
+    count = int(next(iter(found["seeds"].values()))["count"])
+    right.set(ylabel=f"right, greedy, {count} questions", ylim=(0, 1.3))
+    right.legend(frameon=False, fontsize=9, ncols=2)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=9)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def ends(values: list[float]) -> str:
+    """Return a share with its interval."""
+    return f"{values[0]:.2f} [{values[1]:.2f}, {values[2]:.2f}]"
+
+
+def table() -> str:
+    """Return the table of all recipes that were run here."""
+    head = ["recipe", "seed", "reward of samples", "right before", "right after", "steps", "seconds", "commit, date"]
+    lines = [head, ["---"] * len(head)]
+    for file in sorted(RESULTS.glob("*.json")):
+        found = json.loads(file.read_text())
+        for seed, run in found["seeds"].items():
+            last = run["reward"][-10:]
+            lines.append(
+                [
+                    f"[{file.stem}](../recipes/{file.stem}.md)",
+                    seed,
+                    f"{run['reward'][0]:.2f} → {sum(last) / len(last):.2f}",
+                    ends(run["before"]),
+                    ends(run["after"]),
+                    str(len(run["reward"])),
+                    str(run["seconds"]),
+                    f"{found['commit']}, {found['date']}",
+                ]
+            )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--runs", type=Path, default=record.ROOT / "runs" / "recipes")
+    parser.add_argument("--table", action="store_true")
+    given = parser.parse_args()
+    for name in given.names:
+        RESULTS.mkdir(exist_ok=True)
+        text = json.dumps(measure(name, given.seeds, given.runs.resolve() / name))
+        (RESULTS / f"{name}.json").write_text(text + "\n")
+        draw(json.loads(text), RESULTS / f"{name}.svg")
+    if given.table:
+        record.put(TABLE, {"recipes": table()})
