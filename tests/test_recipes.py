@@ -1,6 +1,6 @@
 """docs/recipes: the files of a page are written and its programs run; its training commands run dry.
 
-Weights and rows of the hub are stood for by small models and by the rows of the page, in the columns of the data set.
+Small models stand for weights of the hub, and for its rows those of the page, in the data set's columns.
 """
 
 import os
@@ -21,7 +21,7 @@ from test_house import load_script
 import rft_fn as rft
 from rft_fn import parsing
 
-pytestmark = [pytest.mark.docs, pytest.mark.slow]
+pytestmark = pytest.mark.docs
 
 FOLDER = pages.ROOT / "docs" / "recipes"
 # what a page names of the hub, and what stands for it: a built-in model, or a file of the page

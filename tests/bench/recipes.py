@@ -1,13 +1,14 @@
-"""The recipes' curves: `python tests/bench/recipes.py [NAME ...]` runs what docs/recipes/NAME.md has under "Here".
+"""The recipes' curves: `python tests/bench/recipes.py [NAME ...]` runs what a page has under "Here".
 
-The files of the page are written and its commands run in a folder, those that train a policy and that evaluate it
-once for each seed. What is there already is not run again. Writes docs/results/recipes/NAME.json and NAME.svg, and with
-`--table` the table of docs/results/recipes.md from all of these files.
+The files of the page are written and its commands run in a folder; those that train the policy and evaluate
+it once for each seed. What is there already is not run again. Writes docs/results/recipes/NAME.json and
+NAME.svg, and with `--table` the tables of docs/results/recipes.md and of the pages, from all of these files.
 """
 
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -26,7 +27,7 @@ PAGES = record.ROOT / "docs" / "recipes"
 RESULTS = record.ROOT / "docs" / "results" / "recipes"
 TABLE = "docs/results/recipes.md"
 POLICY, EVALUATION = ("grpo.py", "multi_turn.py"), "evaluate.py"
-BLUE, GREY = "#1f6fb2", "#8a94a3"
+BLUE, GREY, ORANGE = "#1f6fb2", "#8a94a3", "#d65a14"
 
 
 def commands(name: str) -> list[list[str]]:
@@ -40,15 +41,14 @@ def value_of(words: list[str], option: str) -> str:
     return words[words.index(option) + 1] if option in words else ""
 
 
+def numbered(file: str, seed: int) -> str:
+    """Return the name of a .json file for a seed; any other word is as it was."""
+    return re.sub(r"\.json$", f"_{seed}.json", file)
+
+
 def of_seed(words: list[str], policy: str, seed: int) -> list[str]:
     """Return a command for a seed, whose run and file have its number: runs/x_1, runs/eval_1.json."""
-    made = []
-    for word in words:
-        if word == policy:
-            word = f"{policy}_{seed}"
-        elif word.endswith(".json"):
-            word = word.replace(".json", f"_{seed}.json")
-        made.append(word)
+    made = [f"{policy}_{seed}" if word == policy else numbered(word, seed) for word in words]
     return made + (["--seed", str(seed)] if Path(words[1]).name in POLICY else [])
 
 
@@ -68,7 +68,7 @@ def shares(folder: Path, evaluated: str, run: str) -> dict:
         return ends | {k: [x["result"]["avg@1"], *x["interval"]["avg@1"]] for k, x in sides.items()}
     rows = [x for x in record.lines(folder / run / "metrics.jsonl") if x.get("eval/mean") is not None]
     count = json.loads((folder / run / "config.json").read_text())["eval_prompts"]
-    ends = {"count": count}
+    ends: dict = {"count": count}
     for side, row in (("before", rows[0]), ("after", rows[-1])):
         right = torch.arange(count) < round(row["eval/mean"] * count)
         ends[side] = [row["eval/mean"], *rft.metric.bootstrap(right.double(), seed=0)]
@@ -100,16 +100,16 @@ def measure(name: str, seeds: list[int], folder: Path) -> dict:
             call(of_seed(words, out, seed))
         rows = record.lines(folder / f"{out}_{seed}" / "metrics.jsonl")
         seconds = sum(x["seconds"] for x in record.lines(folder / f"{out}_{seed}" / "timing.jsonl"))
-        evaluated = f"{value_of(own[-1], '--out')}".replace(".json", f"_{seed}.json") if len(own) > 1 else ""
+        evaluated = numbered(value_of(own[-1], "--out"), seed) if len(own) > 1 else ""
         runs[seed] = {
             "seconds": round(seconds),
             "reward": record.column(rows, "reward/mean"),
-            "held": {x: record.column(rows, x) for x in rows[0] if x.startswith("reward/") and x.endswith("@held")},
+            "held": {x: record.column(rows, x) for x in rows[0] if re.fullmatch("reward/.*@held", x)},
             "eval": record.column(rows, "eval/mean"),
             **shares(folder, evaluated, f"{out}_{seed}"),
         }
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=record.ROOT, capture_output=True, text=True)
-    where = record.made() | {"processor": record.processor(), "commit": commit.stdout.strip()}
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=record.ROOT, text=True)
+    where = record.made() | {"processor": record.processor(), "commit": commit.strip()}
     return where | {"commands": [shlex.join(x) for x in found], "seeds": runs}
 
 
@@ -123,13 +123,13 @@ def draw(found: dict, path: Path) -> None:
     pyplot.rcParams["svg.hashsalt"] = path.stem
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.8, 3), width_ratios=(3, 2), layout="constrained")
     for seed, run in found["seeds"].items():
-        steps = range(1, len(run["reward"]) + 1)
-        left.plot(steps, run["reward"], color=BLUE, alpha=0.2, linewidth=0.8)
-        smooth = running_mean(run["reward"], max(len(run["reward"]) // 10, 2))
-        left.plot(steps, smooth, color=BLUE, linewidth=1.6, label="reward of samples" if seed == "0" else None)
-        for values in run["held"].values():
+        curves = [(run["reward"], BLUE, "reward of samples")]
+        curves += [(values, ORANGE, "true reward, held") for values in run["held"].values()]
+        for values, color, label in curves:
+            steps = range(1, len(values) + 1)
+            left.plot(steps, values, color=color, alpha=0.2, linewidth=0.8)
             smooth = running_mean(values, max(len(values) // 10, 2))
-            left.plot(steps, smooth, color="#d65a14", linewidth=1.6, label="true reward" if seed == "0" else None)
+            left.plot(steps, smooth, color=color, linewidth=1.6, label=label if seed == "0" else None)
     left.set(xlabel="step")
     left.legend(frameon=False, fontsize=9)
     for k, (side, color) in enumerate((("before", GREY), ("after", BLUE))):
@@ -153,27 +153,45 @@ def ends(values: list[float]) -> str:
     return f"{values[0]:.2f} [{values[1]:.2f}, {values[2]:.2f}]"
 
 
-def table() -> str:
-    """Return the table of all recipes that were run here."""
-    head = ["recipe", "seed", "reward of samples", "right before", "right after", "steps", "seconds", "commit, date"]
+def table(names: list[str]) -> str:
+    """Return the table of recipes that were run here."""
+    head = (
+        "recipe",
+        "seed",
+        "reward of samples",
+        "right before",
+        "right after",
+        "difference",
+        "steps",
+        "seconds",
+    )
     lines = [head, ["---"] * len(head)]
-    for file in sorted(RESULTS.glob("*.json")):
-        found = json.loads(file.read_text())
+    for name in names:
+        found = json.loads((RESULTS / f"{name}.json").read_text())
         for seed, run in found["seeds"].items():
             last = run["reward"][-10:]
+            change = ends(run["difference"]) if "difference" in run else ""
             lines.append(
                 [
-                    f"[{file.stem}](../recipes/{file.stem}.md)",
+                    f"[{name}](../recipes/{name}.md)",
                     seed,
                     f"{run['reward'][0]:.2f} → {sum(last) / len(last):.2f}",
                     ends(run["before"]),
                     ends(run["after"]),
+                    change,
                     str(len(run["reward"])),
                     str(run["seconds"]),
-                    f"{found['commit']}, {found['date']}",
                 ]
             )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def put_tables() -> None:
+    """Put the table of all recipes into the page of results, and that of each into its own page."""
+    names = sorted(x.stem for x in RESULTS.glob("*.json"))
+    record.put(TABLE, {"recipes": table(names)})
+    for name in names:
+        record.put(f"docs/recipes/{name}.md", {"here": table([name])})
 
 
 if __name__ == "__main__":
@@ -189,4 +207,4 @@ if __name__ == "__main__":
         (RESULTS / f"{name}.json").write_text(text + "\n")
         draw(json.loads(text), RESULTS / f"{name}.svg")
     if given.table:
-        record.put(TABLE, {"recipes": table()})
+        put_tables()
