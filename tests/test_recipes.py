@@ -15,6 +15,7 @@ import chats
 import forks
 import pages
 import pytest
+import script_runs
 import tiny
 from test_house import load_script
 
@@ -71,6 +72,8 @@ def dry(script, args, known, speaker):
 
     changes = {"model": here(cfg.model), "data": tuple(known.get(x, x) for x in cfg.data)}
     changes["strategy"] = replace(cfg.strategy, engine_type="hf")
+    if hasattr(cfg, "budget"):
+        changes["budget"] = 4096  # of a size, with no forecast
     if hasattr(cfg, "max_new"):
         changes["max_new"] = 4
     if script == "evaluate":  # two questions are quick
@@ -88,6 +91,7 @@ def dry(script, args, known, speaker):
 @pytest.mark.parametrize("page", STAND_INS)
 def test_the_commands_of_a_recipe_run_dry_on_rows_of_the_real_schema(page, tmp_path, monkeypatch, speaker):
     monkeypatch.chdir(tmp_path)
+    script_runs.leave_out(monkeypatch.setattr)
     text = (FOLDER / page).read_text()
     files = pages.titled(text)
     for name, content in files.items():
