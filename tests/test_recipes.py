@@ -3,6 +3,7 @@
 Small models stand for weights of the hub, and for its rows those of the page, in the data set's columns.
 """
 
+import json
 import os
 import re
 import sys
@@ -111,6 +112,83 @@ def test_the_commands_of_a_recipe_run_dry_on_rows_of_the_real_schema(page, tmp_p
     assert ran
 
 
-def test_the_index_has_every_recipe():
+def file_of(page, name, monkeypatch, folder):
+    """The module of a page's file, among the other files of the page."""
+    monkeypatch.chdir(folder)
+    files = pages.titled((FOLDER / page).read_text())
+    for other, content in files.items():
+        Path(other).write_text(content)
+    return pages.as_module(folder / name)
+
+
+def test_the_checker_of_countdown_wants_each_number_once(tmp_path, monkeypatch):
+    checker = file_of("countdown.md", "countdown.py", monkeypatch, tmp_path)
+    said = {
+        "(5+1)*3": 1.0,
+        "<think>3*5+1</think><answer>3 * (1 + 5)</answer>": 1.0,
+        "3+5+1": 0.1,
+        "6*3": 0.0,
+        "3*5+3": 0.0,
+        "3/(5-5)": 0.0,
+        "(3*6)**1": 0.0,
+        "-3": 0.0,
+        "exit()": 0.0,
+        "(" * 150: 0.0,
+        "": 0.0,
+    }
+    count = len(said)
+    assert checker.solved(list(said), [18] * count, [[3, 5, 1]] * count) == list(said.values())
+
+
+def test_calls_are_right_in_any_order_and_without_text_around_them(tmp_path, monkeypatch):
+    same_calls = file_of("tools.md", "calls.py", monkeypatch, tmp_path).same_calls
+    one, two = ({"name": "add", "arguments": {"a": a, "b": 2}} for a in (1, 3))
+    wrong = {"name": "add", "arguments": {"a": 4, "b": 2}}
+
+    def said(*calls):
+        return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+
+    for text, right, score in (
+        (said(one, two), [two, one], 1.0),
+        (said(one, wrong), [one, two], 0.2),
+        (said(one), [one, two], 0.0),
+        (said(one) + "Done.", [one], 0.0),
+        (said([1]), [one], 0.0),
+        ("<tool_call>{</tool_call>", [one], 0.0),
+        ("I cannot.", [], 1.0),
+        (said(one), [], 0.0),
+    ):
+        assert same_calls([text], [right]) == [score], text
+
+
+def test_functions_and_calls_of_toolace_become_columns(tmp_path, monkeypatch):
+    (tmp_path / "toolace.json").write_text(pages.titled((FOLDER / "tools.md").read_text())["toolace.json"])
+    monkeypatch.setattr(
+        sys, "argv", ["toolace.py", str(tmp_path / "toolace.json"), str(tmp_path / "new.jsonl")]
+    )
+    file_of("tools.md", "toolace.py", monkeypatch, tmp_path)
+    first, second = map(json.loads, (tmp_path / "new.jsonl").read_text().splitlines())
+    assert first["calls"] == [{"name": "Market Trends API", "arguments": {"country": "us"}}]
+    assert [x["arguments"] for x in second["calls"]] == [{"a": 2, "b": 3}, {"a": 4, "b": 5}]
+    assert second["messages"] == [{"role": "user", "content": "What is 2 plus 3, and 4 plus 5?"}]
+    assert first["tools"][0]["function"]["parameters"]["type"] == "object"
+
+
+def test_a_search_finds_the_passage_and_an_answer_ends_the_conversation(tmp_path, monkeypatch):
+    env = file_of("search.md", "bm25.py", monkeypatch, tmp_path).searching()
+    state, _ = env.reset({"golden_answers": ["Oslo"]}, 0)
+    found = env.step(state, "<search>the river Akerselva</search>")
+    assert "flows through Oslo" in found.observation and not found.done
+    assert env.step(found.state, "<answer>The Oslo.</answer>")[2:] == (1.0, True)
+    assert env.step(found.state, "<answer>Bergen</answer>")[2:] == (0.0, True)
+    for _ in range(3):
+        found = env.step(found.state, "hm")
+    assert found.done and found.observation == "<information>search or answer</information>"
+
+
+def test_the_index_has_every_recipe_and_each_its_sections():
     linked = re.findall(r"\]\((\w+\.md)\)", (FOLDER / "README.md").read_text())
     assert sorted(set(linked)) == sorted(STAND_INS) == sorted(x.name for x in FOLDER.glob("[!R]*.md"))
+    for page in STAND_INS:
+        found = re.findall(r"^## (.*)$", (FOLDER / page).read_text(), re.M)
+        assert found == ["Rows", "On GPUs", "Here", "Watch", "What goes wrong"], page
