@@ -58,21 +58,34 @@ def done(words: list[str]) -> bool:
     return (out.is_file() if out.suffix else (out / "model").exists()) if out.name else False
 
 
-def shares(folder: Path, evaluated: str, run: str) -> dict:
-    """Return the greedy answers before and after: right, with 95 % intervals by a bootstrap over problems."""
+def summary(rows: list[dict], config: dict, seconds: float, evaluated: Path | None) -> dict:
+    """Return what is shown of a run: its rewards, and the greedy answers before and after.
+
+    Right answers have 95 % intervals by a bootstrap over problems: those of evaluate.py where there is such a
+    file, else of the run's own evaluations, of an answer that is right or wrong.
+    """
+    held = [x for x in rows[0] if re.fullmatch("reward/.*@held", x)]
+    made: dict = {"seconds": round(seconds), "reward": record.column(rows, "reward/mean")}
+    made["held"] = {x: record.column(rows, x) for x in held}
     if evaluated:
-        found = json.loads((folder / evaluated).read_text())
-        before = found["beside"]
-        ends = {"count": found["result"]["questions"], "difference": found["difference"]["avg@1"]}
-        sides = {"before": before, "after": found}
-        return ends | {k: [x["result"]["avg@1"], *x["interval"]["avg@1"]] for k, x in sides.items()}
-    rows = [x for x in record.lines(folder / run / "metrics.jsonl") if x.get("eval/mean") is not None]
-    count = json.loads((folder / run / "config.json").read_text())["eval_prompts"]
-    ends: dict = {"count": count}
-    for side, row in (("before", rows[0]), ("after", rows[-1])):
-        right = torch.arange(count) < round(row["eval/mean"] * count)
-        ends[side] = [row["eval/mean"], *rft.metric.bootstrap(right.double(), seed=0)]
-    return ends
+        found = json.loads(evaluated.read_text())
+        made |= {"count": found["result"]["questions"], "difference": found["difference"]["avg@1"]}
+        for side, x in (("before", found["beside"]), ("after", found)):
+            made[side] = [x["result"]["avg@1"], *x["interval"]["avg@1"]]
+        return made
+    shares = [x["eval/mean"] for x in rows if x.get("eval/mean") is not None]
+    made["count"] = config["eval_prompts"]
+    for side, share in (("before", shares[0]), ("after", shares[-1])):
+        right = torch.arange(made["count"]) < round(share * made["count"])
+        made[side] = [share, *rft.metric.bootstrap(right.double(), seed=0)]
+    return made
+
+
+def recorded(name: str, file: Path) -> dict:
+    """Return what is shown of a run that record.py kept."""
+    found = json.loads(file.read_text())
+    run = summary(record.rows_of(file), found["config"], found["seconds"], None)
+    return {"commands": [shlex.join(x) for x in commands(name)], "seeds": {found["config"]["seed"]: run}}
 
 
 def measure(name: str, seeds: list[int], folder: Path) -> dict:
@@ -98,16 +111,11 @@ def measure(name: str, seeds: list[int], folder: Path) -> dict:
     for seed in seeds:
         for words in own:
             call(of_seed(words, out, seed))
-        rows = record.lines(folder / f"{out}_{seed}" / "metrics.jsonl")
-        seconds = sum(x["seconds"] for x in record.lines(folder / f"{out}_{seed}" / "timing.jsonl"))
-        evaluated = numbered(value_of(own[-1], "--out"), seed) if len(own) > 1 else ""
-        runs[seed] = {
-            "seconds": round(seconds),
-            "reward": record.column(rows, "reward/mean"),
-            "held": {x: record.column(rows, x) for x in rows[0] if re.fullmatch("reward/.*@held", x)},
-            "eval": record.column(rows, "eval/mean"),
-            **shares(folder, evaluated, f"{out}_{seed}"),
-        }
+        run = folder / f"{out}_{seed}"
+        seconds = sum(x["seconds"] for x in record.lines(run / "timing.jsonl"))
+        config = json.loads((run / "config.json").read_text())
+        evaluated = folder / numbered(value_of(own[-1], "--out"), seed) if len(own) > 1 else None
+        runs[seed] = summary(record.lines(run / "metrics.jsonl"), config, seconds, evaluated)
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=record.ROOT, text=True)
     where = record.made() | {"processor": record.processor(), "commit": commit.strip()}
     return where | {"commands": [shlex.join(x) for x in found], "seeds": runs}
@@ -199,11 +207,16 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=record.ROOT / "runs" / "recipes")
+    parser.add_argument("--recorded", type=Path, help="the run.json of a run to show, in place of a new one")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
     for name in given.names:
         RESULTS.mkdir(exist_ok=True)
-        text = json.dumps(measure(name, given.seeds, given.runs.resolve() / name))
+        if given.recorded:
+            found = recorded(name, given.recorded)
+        else:
+            found = measure(name, given.seeds, given.runs.resolve() / name)
+        text = json.dumps(found)
         (RESULTS / f"{name}.json").write_text(text + "\n")
         draw(json.loads(text), RESULTS / f"{name}.svg")
     if given.table:
