@@ -52,10 +52,10 @@ def of_seed(words: list[str], policy: str, seed: int) -> list[str]:
     return made + (["--seed", str(seed)] if Path(words[1]).name in POLICY else [])
 
 
-def done(words: list[str]) -> bool:
-    """Return whether a command has left what it makes."""
-    out = Path(value_of(words, "--out"))
-    return (out.is_file() if out.suffix else (out / "model").exists()) if out.name else False
+def done(words: list[str], folder: Path) -> bool:
+    """Return whether a command has left what it makes: a file, or the folder of a run."""
+    out = folder / value_of(words, "--out")
+    return out.is_file() or (out / "model").exists()
 
 
 def summary(rows: list[dict], config: dict, seconds: float, evaluated: Path | None) -> dict:
@@ -97,7 +97,7 @@ def measure(name: str, seeds: list[int], folder: Path) -> dict:
     env = os.environ | {"PYTHONPATH": str(record.ROOT)}
 
     def call(words: list[str]) -> None:
-        if not done(words):
+        if not done(words, folder):
             script = words[1].replace("train_scripts/", f"{record.ROOT}/train_scripts/")
             subprocess.run([sys.executable, script, *words[2:]], cwd=folder, env=env, check=True)
 
