@@ -2,7 +2,7 @@
 
 The files of the page are written and its commands run in a folder; those that train the policy and evaluate
 it once for each seed. What is there already is not run again. Writes docs/results/recipes/NAME.json and
-NAME.svg, and with `--table` the tables of docs/results/recipes.md and of the pages, from all of these files.
+NAME.png, and with `--table` the tables of docs/results/recipes.md and of the pages, from all of these files.
 """
 
 import argparse
@@ -125,10 +125,9 @@ def draw(found: dict, path: Path) -> None:
     """Draw the rewards of all seeds on the left, and greedy answers before and after on the right."""
     import matplotlib
 
-    matplotlib.use("svg")
+    matplotlib.use("agg")
     from matplotlib import pyplot
 
-    pyplot.rcParams["svg.hashsalt"] = path.stem
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.8, 3), width_ratios=(3, 2), layout="constrained")
     for seed, run in found["seeds"].items():
         curves = [(run["reward"], BLUE, "reward of samples")]
@@ -152,7 +151,7 @@ def draw(found: dict, path: Path) -> None:
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=9)
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
@@ -218,6 +217,6 @@ if __name__ == "__main__":
             found = measure(name, given.seeds, given.runs.resolve() / name)
         text = json.dumps(found)
         (RESULTS / f"{name}.json").write_text(text + "\n")
-        draw(json.loads(text), RESULTS / f"{name}.svg")
+        draw(json.loads(text), RESULTS / f"{name}.png")
     if given.table:
         put_tables()
