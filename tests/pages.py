@@ -88,6 +88,11 @@ def commands(text):
                 yield shlex.split(one, comments=True)
 
 
+def titled(text):
+    """{name: content} of the blocks of a page that are files."""
+    return dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', text, re.S | re.M))
+
+
 def as_module(path):
     """A script as a module, which finds what lies beside it."""
     spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)

@@ -15,6 +15,7 @@ import forks
 import page_setups
 import pages
 import pytest
+import test_recipes
 from test_house import load_script
 from test_public import named_in
 
@@ -32,7 +33,7 @@ ELSEWHERE = {
     "README.md": "test_readme.py",
     "CONTRIBUTING.md": "test_contributing.py",
     "docs/engines.md": "collect/test_generate.py",
-}
+} | {f"docs/recipes/{page}": "test_recipes.py" for page in test_recipes.STAND_INS}
 TEXTS = {page: pages.read(page) for page in pages.PAGES}
 CODE = {page: [b for b in pages.blocks(text) if b.language == "python"] for page, text in TEXTS.items()}
 RUN = [page for page in CODE if page not in ELSEWHERE and any(not b.reason for b in CODE[page])]

@@ -1,6 +1,7 @@
 """docs/results: tables are what their scripts make of the files, and intervals are their definition."""
 
 import json
+import shlex
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,9 @@ def script(name):
 
 def curriculum():
     return as_module(FOLDER / "curriculum" / "table.py")
+
+
+RECIPES = sorted(x.stem for x in (FOLDER / "recipes").glob("*.json"))
 
 
 def gpu():
@@ -68,6 +72,7 @@ TABLES = {
         "gradients": lambda: script("gradients").table(read("gradients")["turns"]),
         "gpu": gpu,
     },
+    "results/recipes": {"recipes": lambda: script("recipes").table(RECIPES)},
     "reward_models": {
         "judge": lambda: script("judge").tables(read("judge")),
         "rubrics": lambda: script("rubrics").table(read("rubrics")),
@@ -84,12 +89,19 @@ TABLES = {
         "plan-changes": lambda: script("plan").change_table(read("plan")["scale"]),
     },
     "trust": {"gap_by_type": lambda: script("gap_by_type").table(read("gap_by_type"))},
-}
+} | {f"recipes/{x}": {"here": partial(lambda name: script("recipes").table([name]), x)} for x in RECIPES}
 
 
 @pytest.mark.parametrize(("page", "mark"), [(page, mark) for page, marks in TABLES.items() for mark in marks])
 def test_a_table_is_what_its_script_makes_of_the_file(page, mark):
     assert record.between(f"docs/{page}.md", mark) == TABLES[page][mark]()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_a_recipe_shows_was_made_by_the_commands_of_its_page(name):
+    """Which test_recipes.py runs dry."""
+    words = [shlex.join(x) for x in script("recipes").commands(name)]
+    assert words == read(f"recipes/{name}")["commands"]
 
 
 def test_every_row_learned_what_the_page_says():
