@@ -71,7 +71,7 @@ class FakeServer:
         self.drafts = {}  # of speculative decoding, as a server tells of it
         self.most_words = 20  # of each token of a prompt
         self.forces = False  # whether it takes vLLM's trace_decode_token_ids
-        self.paused = ""  # the mode of vLLM's pause
+        self.paused = ""  # the mode of a pause; requests that come in one wait
         self.before_token = lambda t: None  # called before token t of a sample
         self.busy = []  # (status, Retry-After or "") of the next requests that say that they come too early
         self.key = ""  # that requests have to have
@@ -83,8 +83,6 @@ class FakeServer:
         self.groups = {}  # of SGLang's, by name
         self.group = None  # of vLLM's backend nccl
         self.session = False
-        self.running = threading.Event()  # clear while it is paused
-        self.running.set()
         self.asleep = False
         self.samples = 0
         self.calls = []  # (path, body)
@@ -139,7 +137,7 @@ class FakeServer:
             self.before_token(t)
             while self.paused == "keep":
                 time.sleep(0.001)
-            if self.paused:
+            if self.paused == "abort":
                 break
             with self.lock:
                 if self.label not in labels[-1:]:
@@ -154,6 +152,12 @@ class FakeServer:
                 if stop.ends(tokens) and "stop" not in self.ignores:
                     break
         return tokens, logp, labels
+
+    def wait(self):
+        """Hold a request that has come in a pause, for 20 s at most."""
+        end = time.monotonic() + 20
+        while self.paused and time.monotonic() < end:
+            time.sleep(0.001)
 
     def prompt_logp(self, ids):
         return self.prompt_words(ids, 0)[0]
@@ -223,15 +227,15 @@ class FakeServer:
     def vllm(self, path, body):
         """(status, answer), None for a path that is not there."""
         if path == "/is_paused":
-            return 200, {"is_paused": not self.running.is_set()}
-        if path in ("/pause?mode=wait", "/resume") and "dev" in self.routes:
-            (self.running.set if path == "/resume" else self.running.clear)()
+            return 200, {"is_paused": bool(self.paused)}
+        if (path.startswith("/pause?mode=") or path == "/resume") and "dev" in self.routes:
+            self.paused = path.partition("=")[2]
             return 200, {"status": "well"}
         if path == "/v1/models":
             return 200, {"data": [{"id": "tiny", "max_model_len": self.window}]}
         lm = self.lm
         if path in ("/inference/v1/generate", "/v1/completions"):
-            self.running.wait(20)
+            self.wait()
         if path in ("/inference/v1/generate", "/v1/completions") and body["model"] != "tiny":
             lm = self.adapters.get(body["model"])
             if lm is None:
@@ -350,9 +354,6 @@ class FakeServer:
                 return 200, {"results": [{"names": self.load(body["args"][0]), "short": []}]}
             except ValueError as error:
                 return 200, {"results": [{"error": f"ValueError: {error}"}]}
-        if path.startswith("/pause?mode=") or path == "/resume":
-            self.paused = path.partition("=")[2]
-            return 200, {"status": "well"}
         if path == "/update_weight_version":
             self.label = body["new_version"]
             return 200, {"success": True}
@@ -446,10 +447,10 @@ class FakeServer:
         if path in ("/load_lora_adapter", "/unload_lora_adapter"):
             return self.sglang_adapter(path, body)
         if path == "/generate":
-            self.running.wait(20)
+            self.wait()
             return self.sglang_generate(body)
         if path in ("/pause_generation", "/continue_generation"):
-            (self.running.set if path == "/continue_generation" else self.running.clear)()
+            self.paused = "" if path == "/continue_generation" else body["mode"]
             return 200, {"status": "ok"}
         if path.endswith("_weight_update") and not self.sessions:
             return None

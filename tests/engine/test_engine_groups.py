@@ -125,7 +125,7 @@ def test_a_server_that_refuses_a_phase_is_left_out_until_it_has_whole_weights(pa
         assert time.monotonic() - began < 10 and count
         assert holds(well, 6) and holds(bad, 6) == (path == CLOSING)
         assert bad.label.endswith(":1" if path == MEETING else " arriving")
-        assert bad.running.is_set() and samples(eng, 6)
+        assert not bad.paused and samples(eng, 6)
         before = bad.samples
         assert samples(eng, 6) and bad.samples == before
         bad.phase = None
@@ -199,7 +199,7 @@ def test_a_trainer_that_is_killed_in_a_phase_leaves_a_server_that_the_next_one_m
         assert over.wait(20)
         time.sleep(0.5)
         assert server.label == ("default" if path == MEETING else "other:1 arriving")
-        assert server.running.is_set() == (path == MEETING)
+        assert bool(server.paused) == (path != MEETING)
         eng = made(server.url)
         load(eng, 5)
         assert holds(server, 5) and samples(eng, 5)

@@ -176,9 +176,9 @@ def test_requests_of_others_wait_while_the_model_is_reloaded():
         calls = paths(server)
         assert [calls[calls.index(FINISH) + i] for i in (-1, 0)] == ["/pause?mode=wait", FINISH]
         assert calls.count("/pause?mode=wait") == calls.count("/resume") == 1
-        server.running.clear()
+        server.paused = "wait"
         made(server.url, transfer="rft").close()
-        assert server.running.is_set()
+        assert not server.paused
         eng.close()
 
 
