@@ -40,7 +40,9 @@ def record(run: Path) -> dict:
     """What is kept of a run's folder."""
     rows = lines(run / "metrics.jsonl")
     names = sorted({name for row in rows for name in row if name.startswith(KEPT)})
-    found = {"config": json.loads((run / "config.json").read_text()), "steps": len(rows)}
+    config = json.loads((run / "config.json").read_text())
+    config.get("digests", {}).pop("files", None)  # their places are of a machine
+    found = {"config": config, "steps": len(rows)}
     seconds = [row["seconds"] for row in lines(run / "timing.jsonl")]
     found |= {"seconds": round(sum(seconds), 1)} if seconds else {}
     return found | {"metrics": {name: column(rows, name) for name in names}}
