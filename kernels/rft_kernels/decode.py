@@ -67,7 +67,7 @@ def norm_kernel(x_ptr, more_ptr, w_ptr, out_ptr, width, eps, ADD: tl.constexpr, 
 @triton.jit
 def _turn(x_ptr, w_ptr, cos_ptr, sin_ptr, out_ptr, eps, NORM: tl.constexpr, SIZE: tl.constexpr,
           BLOCK: tl.constexpr):
-    """Normalise (NORM) and rotate one head of `SIZE` numbers, the two halves of which make pairs."""
+    """Rotate one head of SIZE numbers, which pair up across its halves. NORM: an RMSNorm comes first."""
     at = tl.arange(0, BLOCK)
     mask = at < SIZE // 2
     then = at + SIZE // 2

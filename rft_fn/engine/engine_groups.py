@@ -132,7 +132,7 @@ class _Groups(ABC):
 
 
 class NcclGroups(_Groups):
-    """vLLM's backend `nccl`: a communicator by a unique id, whose rank 0 torch alone makes."""
+    """Sends to vLLM's backend `nccl`, as rank 0 of a communicator that torch makes from a unique id."""
 
     hold = HOLD
     held: ClassVar[dict[str, Any]] = {}
@@ -207,7 +207,7 @@ class _Torch(NamedTuple):
 
 
 class TorchGroups(_Groups):
-    """SGLang's group: torch's own, by NCCL where both sides have a GPU, else by gloo."""
+    """Sends to SGLang by a process group of torch: NCCL where both sides have a GPU, else gloo."""
 
     hold = "/pause_generation", "/continue_generation"
     held: ClassVar[dict[str, Any]] = {"mode": "retract"}  # what is under way begins again afterwards

@@ -13,14 +13,47 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import tiny
+import torch
 from fake_server import FakeServer, serving
 
+import rft_fn as rft
+from rft_fn import engine, rng
 from rft_fn.engine.engine_groups import TorchGroups
 from rft_fn.engine.server_protocol import Client
 from rft_fn.engine.weight_channel import Parcel
 from rft_fn.engine.weight_sender import Senders
 
-__all__ = ["gone", "parcel", "processes"]
+__all__ = ["gone", "holds", "left_out", "load", "parcel", "processes", "samples"]
+
+PROMPTS = [[3, 4, 5, 6, 7], [8, 9]]
+KEYS = [rng.fold_in(0, i) for i in range(2)]
+SAMPLING = rft.Sampling(max_new=5)
+
+
+def load(eng, seed, version=1):
+    return eng.load(tiny.llama(seed).named_parameters(), version=version)
+
+
+def samples(eng, seed):
+    """Whether the rollouts are those of the weights of this seed."""
+    want = engine.hf(tiny.llama(seed), tiny.tokenizer()).generate(PROMPTS, KEYS, sampling=SAMPLING)
+    got = eng.generate(PROMPTS, KEYS, sampling=SAMPLING)
+    return torch.equal(got.tokens, want.tokens) and bool((got.logp - want.logp).abs().max() < 1e-5)
+
+
+def holds(server, seed):
+    """Whether a server has just these weights."""
+    own = dict(server.lm.named_parameters())
+    return all(torch.equal(own[name], x) for name, x in tiny.llama(seed).named_parameters())
+
+
+def left_out(eng, pid, well):
+    """Whether a server that is killed in a load is given up, and the other one has the weights."""
+    began = time.monotonic()
+    load(eng, 5)
+    assert time.monotonic() - began < 10
+    gone(pid)
+    return holds(well, 5) and samples(eng, 5)
 
 
 def parcel(seed):

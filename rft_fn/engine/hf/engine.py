@@ -201,10 +201,9 @@ class _InProcess:
             self.batching = find_cache_support(self.lm, pad, fused=self.fused)
         alone = request.n == 1 or (self.lm.device.type != "cpu" and max(map(len, ids)) < _LONG)
         batching = self.batching._replace(shares=False) if alone else self.batching
-        if self.recorder is not None:
-            batching = batching._replace(fixed=False)  # a graph tells nobody what it has routed
-        if kept:
-            batching = batching._replace(fixed=False)  # which of many words are left has no fixed shape
+        if self.recorder is not None or kept:
+            # a graph tells nobody what it has routed, and how many words are left has no fixed shape
+            batching = batching._replace(fixed=False)
         stop = Stop(self.tokenizer, self.ends, request.sampling.stop)
         check_every = 1 if self.lm.device.type == "cpu" else _CHECK_EVERY
         sampler = Sampler(

@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
 
 def can_fuse(lm: "PreTrainedModel") -> bool:
-    """Return whether kernels run where a model is, and its parts are those of Llama or Qwen 3."""
+    """Return whether a model is built as Llama or Qwen 3 is, on a device that runs Triton kernels."""
     from rft_kernels import engines
 
     decoder: Any = getattr(lm, "model", None)
@@ -61,7 +61,7 @@ def _is_alike(layer: Any) -> bool:
 
 
 def next_logits(lm: "PreTrainedModel", cache: Any, step: Step) -> Tensor:
-    """Return the logits [R, V] after a token of every row, whose keys and values go into the cache.
+    """Return the logits [R, V] after one token of every row, and write its keys and values to the cache.
 
     ValueError for rotary embedding of a part of each head.
     """
