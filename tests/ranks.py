@@ -35,7 +35,8 @@ def free_port():
 
 def start(world, target, *args, folder, popen=forks.Popen):
     torch.save(args, Path(folder) / "args.pt")
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS.parent / "kernels"), *FOLDERS])
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS.parent / "kernels"), *FOLDERS, *given])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
     shared |= {"PYTHONFAULTHANDLER": "1"}  # a process that dies of a signal says where
