@@ -26,7 +26,9 @@ class Server:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        path = os.pathsep.join(
+            [str(ROOT), str(ROOT / "kernels"), str(Path(__file__).parent / "taking_turns")]
+        )
         env = os.environ | {
             "PYTHONPATH": path,
             "VLLM_SERVER_DEV_MODE": "1",
