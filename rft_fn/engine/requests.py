@@ -425,6 +425,17 @@ class Stop:
         tail = self._tail(tokens)
         return any(text in tail for text in self.texts)
 
+    def extend(self, response: list[int], tokens: Sequence[int]) -> bool:
+        """Append tokens to a response, up to the first that ends it. Returns whether one does."""
+        if not self.texts and self.ids.isdisjoint(tokens):
+            response += tokens
+            return False
+        for token in tokens:
+            response.append(token)
+            if self.ends(response):
+                return True
+        return False
+
     def _may_complete(self, token: int) -> bool:
         """Return whether a text can be complete with this token, and was not before it."""
         if not self._told_by_token:

@@ -113,6 +113,9 @@ def test_the_last_token_tells_what_decoding_every_time_would(name):
             skipped += not stop._may_complete(tokens[size - 1])
             if found:
                 break
+        cut = draw.randrange(size)
+        response = tokens[:cut]
+        assert stop.extend(response, tokens[cut:]) == found and response == tokens[:size]
     assert ended > 50 and (skipped > 100) == known
 
 

@@ -217,21 +217,20 @@ class Sampler(NamedTuple):
             token, logp = rows.steps.run(rows.batch, u, temperature)
         keep = []
         unsure = 0
-        given = zip(rows.live, *torch.stack([token.double(), logp.double()]).tolist())
-        for k, (response, tokens, logps) in enumerate(given):
-            for i, (t, p) in enumerate(zip(tokens, logps)):
-                if t < 0:
-                    unsure += 1
-                    break
-                response.text.append(int(t))
-                response.logp.append(p)
-                response.versions.append(response.version)  # that has read all before it
+        drawn, scores = torch.stack([token.double(), logp.double()]).cpu()
+        for k, (response, tokens, logps) in enumerate(zip(rows.live, drawn.long().tolist(), scores.tolist())):
+            if min(tokens) < 0:  # a row that is not sure of its next token waits
+                unsure += 1
+                tokens = tokens[: next(i for i, t in enumerate(tokens) if t < 0)]
+            before = len(response.text)
+            response.ended = self.stop.extend(response.text, tokens)
+            size = len(response.text) - before
+            response.logp += logps[:size]
+            response.kept += [words[k].nonzero().flatten() for words in kept[:size]]
+            if size:
+                # the first token is of the weights that read all before it
+                response.versions += [response.version, *[version] * (size - 1)]
                 response.version = version
-                if kept:
-                    response.kept.append(kept[i][k].nonzero().flatten())
-                response.ended = self.stop.ends(response.text)
-                if response.ended:
-                    break
             if not response.ended and len(response.text) < response.most:
                 keep.append(k)
             elif self.on_row is not None:
@@ -263,11 +262,11 @@ class Sampler(NamedTuple):
     def _numbers(self, rows: _Rows, count: int) -> tuple[Tensor, Tensor | None]:
         """Return uniform numbers [R, `count`, D] of the next tokens, and temperatures [R] that differ."""
         device = rows.u.device
-        drawn = torch.tensor([[len(x.logp) + t for t in range(count)] for x in rows.live], device=device)
+        first = torch.tensor([len(x.logp) for x in rows.live], device=device)
         own = [x.row.temperature for x in rows.live]
         differ = any(x != self.sampling.temperature for x in own)
         temperature = torch.tensor(own, device=device) if differ else None
-        return rows.u[rows.places[:, None], drawn], temperature
+        return rows.u[rows.places[:, None], first[:, None] + torch.arange(count, device=device)], temperature
 
     def _drawn(
         self, rows: _Rows, u: Tensor, temperature: Tensor | None
