@@ -81,13 +81,6 @@ def summary(rows: list[dict], config: dict, seconds: float, evaluated: Path | No
     return made
 
 
-def recorded(name: str, file: Path) -> dict:
-    """Return what is shown of a run that record.py kept."""
-    found = json.loads(file.read_text())
-    run = summary(record.rows_of(file), found["config"], found["seconds"], None)
-    return {"commands": [shlex.join(x) for x in commands(name)], "seeds": {found["config"]["seed"]: run}}
-
-
 def measure(name: str, seeds: list[int], folder: Path) -> dict:
     """Run a recipe, and return what its page and the table show."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -206,16 +199,11 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=record.ROOT / "runs" / "recipes")
-    parser.add_argument("--recorded", type=Path, help="the run.json of a run to show, in place of a new one")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
     for name in given.names:
         RESULTS.mkdir(exist_ok=True)
-        if given.recorded:
-            found = recorded(name, given.recorded)
-        else:
-            found = measure(name, given.seeds, given.runs.resolve() / name)
-        text = json.dumps(found)
+        text = json.dumps(measure(name, given.seeds, given.runs.resolve() / name))
         (RESULTS / f"{name}.json").write_text(text + "\n")
         draw(json.loads(text), RESULTS / f"{name}.png")
     if given.table:
