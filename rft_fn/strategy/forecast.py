@@ -51,7 +51,8 @@ def estimate(
 
     `memory.estimate` with the layout and options of a config; with sp_size each process has its part of a
     pack's tokens. `engine`: one samples with a copy of the first model, sequences of up to `length` tokens (0
-    leaves out its cache), or with the trained weights themselves where a push with `lend` gives it those.
+    leaves out its cache), or with the trained weights themselves where a push with `lend` gives it those;
+    servers and actors sample elsewhere.
     `example` is a prompt with media; packs are full of such. With offload_models a
     model is on the device only in the phases that use it, unless the device is a CPU.
     """
@@ -72,7 +73,7 @@ def estimate(
         kind=kind,
         fused=config.fused_linear_logprob,
         chunk_size=config.chunk_size,
-        sampler=sampler if engine else None,
+        sampler=sampler if engine and config.engine_type in ("hf", "vllm") else None,
         example=example,
         rewards=rewards,
         judges=judges,

@@ -30,6 +30,8 @@ def test_what_is_moved_to_the_host_is_counted_there():
     assert all_.parameters == all_.gradients == all_.optimizer == all_.update == 0
     assert all_.host == plain.engine + plain.parameters + plain.gradients + plain.optimizer + plain.update
     assert plain.host == plain.engine and plain.sampling == plain.parameters + plain.optimizer + plain.engine
+    elsewhere = [of(engine_type=kind, length=64) for kind in ("openai", "sglang", "ray")]
+    assert {(x.engine, x.host) for x in elsewhere} == {(0, 0)}
     awake = of(enable_engine_sleep=False)
     assert awake.host == 0 and awake.training == plain.training + plain.engine
 
