@@ -166,17 +166,19 @@ def start_sampler(
 
     As `start_engine`. With `ahead` the engine has a separate process, this process keeps the threads that it
     leaves, and its thread builds it again where it dies: every rank independently, with the weights that it
-    had, which the trainer no longer has. With `canary` it must pass that again.
+    had, which the trainer no longer has. With `canary` it must pass that again. Ranks divide servers among
+    them; ValueError where there are fewer.
     """
     if not cfg.ahead:
         inner, push = start_engine(cfg, st, task, name)
         return collect.AsyncSampler(inner, st), push
     own = replace(_engine_config(cfg, st), in_flight=cfg.in_flight)
-    if own.in_flight and own.servers and st.world > 1:
+    if 0 < len(own.servers) < st.world:
         raise ValueError(
-            f"in_flight, engine_servers: expected one process of the trainer, got {st.world}: those that "
-            "sample ahead have an engine each, which would load weights into the servers of the others"
+            f"ahead, engine_servers: expected a server for each of {st.world} processes, whose weights change "
+            f"at times of their own, got {len(own.servers)}"
         )
+    own = replace(own, servers=own.servers[st.rank :: st.world])
     config, threads = asynchronous.split_threads(own, torch.get_num_threads())
     torch.set_num_threads(threads)
     build = partial(engine_lib.get_engine, config, name, task.tokenizer)
