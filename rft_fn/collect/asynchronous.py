@@ -278,7 +278,9 @@ def sample_ahead(
     `draw(step)` gives (prompts, keys), the same whenever it is asked. The rollout of step k is of version
     max(0, k - ahead), where each step loads its weights. From here on only `samples.engine` may be called: it
     takes turns with the rollouts. To overlap with training the engine has its own process,
-    EngineConfig(process=True), or servers. All ranks iterate alike. ValueError for `ahead` below 0.
+    EngineConfig(process=True), or servers; on several ranks a process and servers of its own for each,
+    EngineConfig(process=True, servers=servers[st.rank :: st.world]). All ranks iterate alike. ValueError for
+    `ahead` below 0.
     """
     if ahead < 0:
         raise ValueError(f"ahead: expected >= 0 steps, got {ahead}")
