@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
+from uuid import uuid4
 
-from rft_fn.collect.engine_worker import EngineWorker, Weights, name_of
+from rft_fn import dist
+from rft_fn.collect.engine_worker import EngineWorker, Turns, Weights, name_of
 from rft_fn.engine import EngineConfig, EngineDead
 from rft_fn.engine.global_batch import (
     check_prompts,
@@ -31,9 +33,12 @@ __all__ = [
     "due",
     "sample_ahead",
     "split_threads",
+    "turns",
     "version_of",
 ]  # fmt: skip
 
+
+_WAIT = 30.0  # seconds for an answer of the store
 
 Saved: TypeAlias = Sequence[Mapping[str, Any]]
 """Rollouts that a checkpoint keeps: {"name", "rollout"} of each, or {"name", "weights", ...} to draw it."""
@@ -62,6 +67,13 @@ def split_threads(config: EngineConfig, threads: int) -> tuple[EngineConfig, int
         )
     share = config.threads or max(1, threads // 2)
     return replace(config, process=True, sleep=False, threads=share), max(1, threads - share)
+
+
+def turns(strategy: Strategy) -> tuple[Turns, str]:
+    """Return (the turns of ranks that ask the same servers, a name that they share). All ranks call it."""
+    store = dist.store_client(_WAIT)
+    assert store is not None  # several ranks have one
+    return Turns(store, strategy.rank, strategy.world), dist.all_gather_object(uuid4().hex[:8])[0]
 
 
 @dataclass

@@ -1,9 +1,10 @@
 """Calls an engine in a thread, in the order of the calls, and builds it again where it dies.
 
-One thread calls the engine. It never meets another rank: rollouts are gathered, and weights are put together,
-by the thread that trains.
+One thread calls the engine. It never meets another rank, but where the engines of all ranks ask the same
+servers (`Turns`): rollouts are gathered, and weights are put together, by the thread that trains.
 """
 
+import itertools
 import queue
 import sys
 import threading
@@ -11,9 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch import distributed as torch_dist
 
 from rft_fn import rng
 from rft_fn.engine import EngineDead
@@ -24,9 +27,10 @@ from rft_fn.text import printable
 from rft_fn.types import Engine, Rollout, Sampling, record
 from rft_fn.types.engine import Delivered, EngineStatus
 
-__all__ = ["EngineWorker", "Weights", "name_of"]
+__all__ = ["EngineWorker", "Turns", "Weights", "name_of"]
 
 T = TypeVar("T")
+POLL = 0.02  # seconds between looks at whether other ranks have come so far
 
 
 def name_of(keys: Sequence[Any], n: int, sampling: Sampling) -> str:
@@ -75,6 +79,36 @@ The thread of the trainer calls it, on one rank only; the engine has the given w
 """
 
 
+class Turns:
+    """Lets the first rank load the servers that the engines of all ranks ask.
+
+    It does so once the calls before are over on every rank, and each rank's later calls wait for it. In
+    flight it loads at once. All ranks make the same calls.
+    """
+
+    def __init__(self, store: torch_dist.Store, rank: int, world: int):
+        """Take the only client of a store that all ranks have."""
+        self.store = store
+        self.rank = rank
+        self.world = world
+
+    def load(
+        self, number: int, give: Callable[[], T], wait: Callable[[Sequence[str]], None], *, at_once: bool
+    ) -> T:
+        """Return `give()`, in turn, for a load by its number. `wait` returns when the store has some keys."""
+        loaded = f"{number} loaded"
+        if self.rank:
+            self.store.set(f"{number} of {self.rank}", "")
+            wait([loaded])
+            return give()
+        if not at_once:
+            wait([f"{number} of {rank}" for rank in range(1, self.world)])
+        try:
+            return give()
+        finally:  # also where it failed: the others see that the servers have other weights
+            self.store.set(loaded, "")
+
+
 class EngineWorker:
     """A thread that calls an engine, in the order in which the calls were made; it never sleeps.
 
@@ -93,8 +127,11 @@ class EngineWorker:
         rebuilds: int = 0,
         check: Check | None = None,
         in_flight: bool = False,
+        turns: Turns | None = None,
     ):
         self.in_flight = in_flight
+        self.turns = turns
+        self.numbers = itertools.count()  # of loads
         self.build = build
         self.rebuilds = rebuilds
         self.check = check
@@ -180,12 +217,13 @@ class EngineWorker:
         """Copy the weights and queue their load; returns at once."""
         copy = Weights(weights, version)
         self.newest = copy
+        number = next(self.numbers)
 
         def load(engine: Engine) -> None:
             with self.loading:
                 if self.loaded is copy:  # in flight
                     return
-                delivered = copy.load(engine)
+                delivered = self._in_turn(number, partial(copy.load, engine))
                 if delivered._replace(seconds=0.0) != copy.delivered:
                     self.failed = EngineDead(
                         f"sync: expected the engine to take {copy.delivered}, got {delivered}"
@@ -200,6 +238,18 @@ class EngineWorker:
             self.loads.put(load_in_flight)
         self.submit(load)
         return copy.delivered
+
+    def _in_turn(self, number: int, give: Callable[[], Delivered]) -> Delivered:
+        """Load, in turn where other ranks have the same servers."""
+        turns = self.turns
+        if turns is None:
+            return give()
+
+        def wait(keys: Sequence[str]) -> None:
+            while self.failed is None and not turns.store.check([*keys]):
+                time.sleep(POLL)
+
+        return turns.load(number, give, wait, at_once=self.in_flight)
 
     def close(self) -> None:
         """End the thread and the engine, also in the middle of a call."""

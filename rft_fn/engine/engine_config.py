@@ -17,7 +17,7 @@ _OF_A_RUN = {
     "routing": "replay_routing",
     "kept": "replay_kept",
 }
-_OF_NO_RUN = ("key_env", "bf16", "alone", "lora_rank", "in_flight")
+_OF_NO_RUN = ("key_env", "bf16", "alone", "lora_rank", "in_flight", "run", "follows")
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,10 @@ class EngineConfig:
 
     in_flight: bool = False
     """requests under way go on with new weights, and rollouts have the version of each token"""
+    run: str = ""
+    """a name that engines of the same servers share, of which one loads weights; empty: there is one"""
+    follows: bool = False
+    """another engine of the run loads the servers, and has done so when this one is to"""
 
     __post_init__ = limits.fields
 

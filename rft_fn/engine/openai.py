@@ -62,12 +62,16 @@ def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engin
         )
     client = Client(config.key_env)
     loads = _VLLM(Client(config.key_env), config.timeout, holds=False) if config.in_flight else None
-    return serve(config, protocol(client, config.timeout), client, model, tokenizer, loads=loads)
+    asks = protocol(client, config.timeout, resumes=not config.follows)
+    return serve(config, asks, client, model, tokenizer, loads=loads)
 
 
-def protocol(client: Client, seconds: float) -> "_VLLM":
-    """Return the protocol, for requests of at most so many seconds."""
-    return _VLLM(client, seconds)
+def protocol(client: Client, seconds: float, *, resumes: bool = True) -> "_VLLM":
+    """Return the protocol, for requests of at most so many seconds.
+
+    A server that a trainer which is gone has left paused is resumed, where it `resumes` any.
+    """
+    return _VLLM(client, seconds, resumes=resumes)
 
 
 class _VLLM:
@@ -86,9 +90,13 @@ class _VLLM:
         "--lora-target-modules"
     )
 
-    def __init__(self, client: Client, seconds: float, *, holds: bool = True):
-        """`seconds` is the limit of one request; without `holds` the caller holds back others in a load."""
+    def __init__(self, client: Client, seconds: float, *, holds: bool = True, resumes: bool = True):
+        """`seconds` is the limit of one request; without `holds` the caller holds back others in a load.
+
+        With `resumes` a server that is paused when it is described is resumed.
+        """
         self.client = client
+        self.resumes = resumes
         self.seconds = seconds
         self.rft = Senders(client, seconds, holds=holds)
         self.nccl = NcclGroups(client, seconds, holds=holds)
@@ -101,7 +109,7 @@ class _VLLM:
     def describe(self, server: str) -> Described:
         """Return the served model, the better of two routes, and what the server supports."""
         with suppress(Fault, Refused):  # a trainer that is gone may have left it so
-            if self.get(server, "/is_paused") == {"is_paused": True}:
+            if self.resumes and self.get(server, "/is_paused") == {"is_paused": True}:
                 self.post(server, HOLD[1], {})
         answer = self.get(server, "/v1/models")
         with expected("a list of models", answer):

@@ -68,8 +68,8 @@ def serve(
     """
     if isinstance(model, str) and Path(model_lib.resolve(model), CONFIG).is_file():
         config = replace(config, lora_rank=0)  # its servers hold the base with those adapters merged
-    if config.in_flight:
-        config = replace(config, lora_rank=0)  # a request keeps the adapters that it began with
+    if config.in_flight or config.run:
+        config = replace(config, lora_rank=0)  # adapters are of a request, and of the engine that loaded them
     engine = _Servers(config, protocol, client, remote_model(model, tokenizer), tokenizer, loads or protocol)
     engine.begin()
     return engine
@@ -96,13 +96,13 @@ class _Servers:
         self.pool = Pool(config.servers, client, name=protocol.name, width=config.batch, revive=self.revive)
         self.known: dict[str, Described] = {}
         self.labels: dict[str, str] = {}  # of the weights that each server should have
-        self.run = uuid4().hex[:8]  # a version of another run is another one
+        self.run = config.run or uuid4().hex[:8]  # a version of another run is another one
         self.delivery = Delivery(config, loads, client)
         self.adapters = AdapterDelivery(config, protocol, self.delivery.home)
         self.takes_adapters = False  # alone
         self.loaded = False  # weights of this engine
         self.version = 0
-        self.versions: dict[str, int] = {}  # of weights, by the labels that tokens may have in flight
+        self.first: frozenset[str] = frozenset()  # labels of the weights that servers were started with
         self.changing = threading.Lock()
         self.asleep = False
         self.mixed = False  # servers had weights of different labels, and are to be compared again
@@ -137,7 +137,7 @@ class _Servers:
             self.known, working, self.takes_adapters = _on_rank0(begun)
             self.run = _on_rank0(lambda: self.run)
         self.labels = {server: x.label for server, x in self.known.items()}
-        self.versions = dict.fromkeys(self.labels.values(), 0)
+        self.first = frozenset(self.labels.values())
         self.mixed = len({*self.labels.values()}) > 1
         self.pool.leave(working, "did not answer the first rank")
 
@@ -186,7 +186,9 @@ class _Servers:
     def _revive(self, server: str) -> None:
         known = self.protocol.describe(server)
         want = self.labels.get(server, known.label)
-        if self.loaded and known.label != want:
+        if self.loaded and self.config.follows:
+            self.follow(known, want)
+        elif self.loaded and known.label != want:
             self.delivery.give(server, known, want)
         if server not in self.known:
             self.meet(server)
@@ -263,12 +265,30 @@ class _Servers:
         """Return the version of the weights that drew each token. Fault for weights of another engine."""
         versions: list[int] = []
         for label, start, end in reply.spans:
-            if label not in self.versions or not len(versions) == start <= end <= len(reply.tokens):
+            version = self.version_of(label)
+            if version is None or not len(versions) == start <= end <= len(reply.tokens):
                 break
-            versions += [self.versions[label]] * (end - start)
+            versions += [version] * (end - start)
         if len(versions) != len(reply.tokens):
             raise Fault(f"expected {len(reply.tokens)} tokens of {self.run}'s weights, got {reply.spans}")
         return versions
+
+    def version_of(self, label: str) -> int | None:
+        """Return the version of weights by their label, None for those of another engine."""
+        run, _, version = label.partition(":")
+        if label in self.first:
+            return 0
+        return int(version) if run == self.run and version.isdecimal() else None
+
+    def follow(self, known: Described, want: str) -> None:
+        """Raise Fault unless a server has the weights that the engine which loads them has given it.
+
+        In flight they may be newer: it waits for nobody.
+        """
+        run, _, number = known.label.partition(" ")[0].partition(":")  # what is on its way has more words
+        newer = run == self.run and number.isdecimal() and int(number) > self.version
+        if known.label != want and not (newer and self.config.in_flight):
+            raise Fault(f"expected weights {want!r} of the engine that loads them, got {known.label!r}")
 
     def reply(self, ask: Ask, server: str) -> Reply:
         """Return a server's answer. Fault for one that cannot be right."""
@@ -361,7 +381,8 @@ class _Servers:
         began = time.perf_counter()
         check = LoadCheck(self.model.manifest, weights)
         label = f"{self.run}:{version}"
-        collected = self.delivery.collect(label, self.known) if dist.is_main() else None
+        loads = dist.is_main() and not self.config.follows
+        collected = self.delivery.collect(label, self.known) if loads else None
         try:
             for name, x in weights:
                 check.take(name, x)
@@ -378,9 +399,12 @@ class _Servers:
 
         tied = weight_folder.tied(self.model.manifest.required, check.names | frozen)
         self.delivery.names = len(check.names | frozen) + len(tied)
-        self.versions = (self.versions if self.loaded else {}) | {label: version}
+        self.first = frozenset()
         with self.changing:
-            self.delivery.folder, working = _on_rank0(partial(self.publish, collected, tied, label))
+            if self.config.follows:
+                working = self.look(label)
+            else:
+                self.delivery.folder, working = _on_rank0(partial(self.publish, collected, tied, label))
         self.loaded = True
         self.labels = dict.fromkeys(self.config.servers, label)
         self.pool.leave(working, "did not take the weights")
@@ -443,6 +467,18 @@ class _Servers:
             raise
         self.delivery.settle()
         return self.delivery.folder, self.pool.working()
+
+    def look(self, label: str) -> list[str]:
+        """Return the servers that another engine has loaded."""
+
+        def loaded(server: str) -> Described:
+            known = self.protocol.describe(server)
+            self.follow(known, label)
+            return known if server in self.known else self.meet(server)
+
+        self.labels = dict.fromkeys(self.config.servers, label)
+        self.known |= self.pool.each(loaded)
+        return self.pool.working()
 
     def sleep(self) -> None:
         """Let the servers give memory back, once no rank needs them."""

@@ -166,24 +166,25 @@ def start_sampler(
 
     As `start_engine`. With `ahead` the engine has a separate process, this process keeps the threads that it
     leaves, and its thread builds it again where it dies: every rank independently, with the weights that it
-    had, which the trainer no longer has. With `canary` it must pass that again. Ranks divide servers among
-    them; ValueError where there are fewer.
+    had, which the trainer no longer has. With `canary` it must pass that again. Servers are shared by the
+    ranks, and loaded by the first (`Turns`).
     """
     if not cfg.ahead:
         inner, push = start_engine(cfg, st, task, name)
         return collect.AsyncSampler(inner, st), push
     own = replace(_engine_config(cfg, st), in_flight=cfg.in_flight)
-    if 0 < len(own.servers) < st.world:
-        raise ValueError(
-            f"ahead, engine_servers: expected a server for each of {st.world} processes, whose weights change "
-            f"at times of their own, got {len(own.servers)}"
-        )
-    own = replace(own, servers=own.servers[st.rank :: st.world])
+    turns = None
+    if own.servers and st.world > 1:
+        turns, run = asynchronous.turns(st)
+        own = replace(own, run=run, follows=st.rank > 0)
     config, threads = asynchronous.split_threads(own, torch.get_num_threads())
     torch.set_num_threads(threads)
     build = partial(engine_lib.get_engine, config, name, task.tokenizer)
-    check = partial(_check, st, task, name, cfg.max_gap) if cfg.canary else None
-    calls = collect.EngineWorker(build, rebuilds=cfg.rebuilds, check=check, in_flight=cfg.in_flight)
+    # an engine that only asks servers is the same when it is built again, and a check would load all of them
+    check = partial(_check, st, task, name, cfg.max_gap) if cfg.canary and turns is None else None
+    calls = collect.EngineWorker(
+        build, rebuilds=cfg.rebuilds, check=check, in_flight=cfg.in_flight, turns=turns
+    )
     inner, push = start_engine(replace(cfg, rebuilds=0), st, task, name, build=calls.engine)
     return collect.AsyncSampler(inner, st, calls=calls), push
 

@@ -13,6 +13,8 @@ from fake_server import FakeServer, serving
 import rft_fn as rft
 from rft_fn import collect, engine, rng, tree
 from rft_fn.engine import EngineConfig
+from rft_fn.engine.pool import ServersFailed
+from rft_fn.engine.requests import Request
 
 PROMPTS, KEYS = [[3, 4, 5, 6], [7, 8], [9, 10, 11]], [rng.fold_in(0, i) for i in range(3)]
 SAMPLING = rft.Sampling(max_new=12, top_p=0.9)
@@ -159,6 +161,45 @@ def test_a_server_that_does_not_take_weights_in_flight_breaks_its_requests_off()
         bad.load_problem = None  # it is taken back with the newest
         again = eng.generate(PROMPTS, KEYS, n=4, sampling=SAMPLING)
         assert {*chain(*of_rows(again))} == {2}
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_an_engine_that_follows_takes_what_the_other_has_loaded(in_flight):
+    """It gives a server nothing and resumes none; in flight its tokens are of newer weights at once."""
+    with serving(FakeServer(tiny.llama(0), tiny.tokenizer())) as [fake]:
+        options = {
+            "type": "openai",
+            "servers": (fake.url,),
+            "timeout": 60,
+            "run": "both",
+            "in_flight": in_flight,
+        }
+        first, second = made(1, **options), made(1, **options, follows=True)
+        line = "expected weights 'both:4' of the engine that loads them, got 'default'"
+        with pytest.raises(ServersFailed, match=line):
+            second.generate.__self__.core.load(weights(1), version=4)
+        assert first.load(weights(1), version=4)._replace(seconds=0) == second.load(
+            weights(1), version=4
+        )._replace(seconds=0)
+        one, two = (x.generate(PROMPTS, KEYS, sampling=SAMPLING, max_new=LIMITS) for x in (first, second))
+        assert torch.equal(one.tokens, two.tokens) and two.version.tolist() == [4] * 3
+
+        threads = loading_at(2, fake, partial(first.load, weights(2), version=5))
+        if not in_flight:
+            first.load(weights(2), version=5)
+            core = second.generate.__self__.core
+            core.pool.pause = 1e-3
+            with pytest.raises(ServersFailed, match="expected weights 'both:4'"):
+                core.sample(Request(PROMPTS, KEYS, 1, SAMPLING))
+            return
+        found = second.generate(PROMPTS, KEYS, sampling=SAMPLING, max_new=LIMITS)
+        threads[0].join()
+        assert {4, 5} == {*chain(*of_rows(found))}
+        for number in (6, 7):
+            first.load(weights(2), version=number)
+        second.load(weights(2), version=6)  # the other one waits for nobody
+        calls = [path for path, _ in fake.calls]
+        assert calls.count("/pause?mode=keep") == calls.count("/resume") == 4
 
 
 def test_a_server_without_versions_of_tokens_is_refused():

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from fake_server import FakeServer, serving
 from script_runs import rows, run, start
 from test_house import load_script
 
@@ -197,7 +198,15 @@ def test_ppo_samples_ahead(tmp_path):
 
 FEW = ["--prompts", "4", "--group", "2", "--steps", "4", "--save-every", "100", "--eval-every", "9"]
 FEW += ["--eval-prompts", "4", "--ahead", "1", "--out"]
-WAYS = {"fsdp2": [], "plain": ["--strategy.shard-size", "1"]}
+SERVERS = ["--engine-type", "openai", "--strategy.engine-servers"]
+WAYS = {"fsdp2": [], "plain": ["--strategy.shard-size", "1"], "a server of both": SERVERS}
+
+
+@pytest.fixture(scope="module")
+def server():
+    fake = FakeServer(rft.model.load("tiny"), rft.model.load_tokenizer("tiny"))
+    with serving(fake):
+        yield fake
 
 
 @pytest.fixture(scope="module")
@@ -208,9 +217,10 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_two_processes_sample_the_tokens_of_one_and_resume_equal(alone, tmp_path, way):
+def test_two_processes_sample_the_tokens_of_one_and_resume_equal(alone, server, tmp_path, way):
     """Asked to stop after the second step, with the rollout of the third under way on both ranks."""
-    run("grpo", *FEW, tmp_path / "whole" / "run", *WAYS[way], world=2)
+    options = [*WAYS[way], server.url] if WAYS[way] == SERVERS else WAYS[way]
+    run("grpo", *FEW, tmp_path / "whole" / "run", *options, world=2)
     both, one = rows(tmp_path / "whole" / "run"), rows(alone)
     assert [r["rollout/staleness"] for r in both] == [0, 1, 1, 1]
     assert [r["reward/mean"] for r in both] == [r["reward/mean"] for r in one]
@@ -220,11 +230,19 @@ def test_two_processes_sample_the_tokens_of_one_and_resume_equal(alone, tmp_path
     assert [r["response"] for r in found] == [r["response"] for r in rows(alone, "trajectories.jsonl")]
 
     folder = tmp_path / "cut" / "run"
-    run("grpo", *FEW, folder, *WAYS[way], world=2, interrupted=(signal.SIGTERM, 1, 0.0), code=1)
+    run("grpo", *FEW, folder, *options, world=2, interrupted=(signal.SIGTERM, 1, 0.0), code=1)
     done = len(rows(folder))
     assert 2 <= done < 4 and os.listdir(folder / "checkpoints") == [f"step_{done:08d}"]
-    run("grpo", *FEW, folder, *WAYS[way], world=2)
+    run("grpo", *FEW, folder, *options, world=2)
     same_files(tmp_path / "whole" / "run", folder)
+
+
+def test_two_processes_have_a_server_in_flight(server, tmp_path):
+    """The first loads it while the second samples."""
+    run("grpo", *FEW, tmp_path / "run", *SERVERS, server.url, "--in-flight", world=2)
+    metrics = rows(tmp_path / "run")
+    assert all(0 <= x["rollout/staleness"] <= x["rollout/staleness_max"] <= 1 for x in metrics)
+    assert metrics[0]["policy/logp_gap"] < 1e-5 and len(metrics) == 4
 
 
 def test_a_resumed_ppo_that_samples_ahead_equals_the_uninterrupted_one(tmp_path):

@@ -12,7 +12,6 @@ import pytest
 import ranks
 import tiny
 import torch
-from fake_server import FakeServer, serving
 from script_runs import ROOT, rows, run, start
 
 from rft_fn import model
@@ -61,22 +60,6 @@ def test_pairs_of_a_group_are_learned_from_as_on_one(tmp_path):
         for a, b in zip(rows(tmp_path / name), one, strict=True):
             assert a.keys() == b.keys() and a["reward/mean"] == b["reward/mean"]
             assert a["grad/norm"] == pytest.approx(b["grad/norm"], rel=1e-4, abs=1e-9)
-
-
-def test_ranks_that_sample_ahead_divide_the_servers(tmp_path):
-    """Each has weights that change at times of their own, so none is left without a server."""
-    few = [*SMALL, "--steps", 4, "--ahead", 1]
-    run("grpo", *few, "--out", tmp_path / "one")
-    fakes = [FakeServer(model.load("tiny"), model.load_tokenizer("tiny")) for _ in range(3)]
-    with serving(*fakes):
-        by_servers = [*few, "--engine-type", "openai", "--strategy.engine-servers"]
-        run("grpo", *by_servers, *(x.url for x in fakes), "--out", tmp_path / "two", world=2, whole=True)
-        err = run("grpo", *by_servers, fakes[0].url, "--out", tmp_path / "no", world=2, code=1)
-    got, want = ([row["reward/mean"] for row in rows(tmp_path / name)] for name in ("two", "one"))
-    assert got == want and len(got) == 4
-    labels = [x.label.split(":") for x in fakes]
-    assert labels[0] == labels[2] != labels[1] and all(x.samples > 20 for x in fakes)
-    assert "expected a server for each of 2 processes" in err
 
 
 EVEN = """
