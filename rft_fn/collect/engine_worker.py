@@ -1,7 +1,7 @@
 """Calls an engine in a thread, in the order of the calls, and builds it again where it dies.
 
-One thread calls the engine. It never meets another rank, but where the engines of all ranks ask the same
-servers (`Turns`): rollouts are gathered, and weights are put together, by the thread that trains.
+One thread calls the engine. Rollouts are gathered, and weights are put together, by the thread that trains:
+this one meets no other rank, but to take turns with servers that the engines of all ranks ask (`Turns`).
 """
 
 import itertools
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -30,7 +29,7 @@ from rft_fn.types.engine import Delivered, EngineStatus
 __all__ = ["EngineWorker", "Turns", "Weights", "name_of"]
 
 T = TypeVar("T")
-POLL = 0.02  # seconds between looks at whether other ranks have come so far
+_POLL = 0.02  # seconds between looks at whether other ranks have come so far
 
 
 def name_of(keys: Sequence[Any], n: int, sampling: Sampling) -> str:
@@ -87,26 +86,24 @@ class Turns:
     """
 
     def __init__(self, store: torch_dist.Store, rank: int, world: int):
-        """Take the only client of a store that all ranks have."""
+        """Take a store that all ranks have, and a client of it that nobody else waits in."""
         self.store = store
         self.rank = rank
         self.world = world
 
-    def load(
-        self, number: int, give: Callable[[], T], wait: Callable[[Sequence[str]], None], *, at_once: bool
-    ) -> T:
-        """Return `give()`, in turn, for a load by its number. `wait` returns when the store has some keys."""
-        loaded = f"{number} loaded"
+    def wait(self, number: int, ended: Callable[[], bool], *, at_once: bool) -> None:
+        """Wait until this rank may make a load, by its number, or until `ended` says that it never will."""
+        others = [0] if self.rank else [] if at_once else range(1, self.world)
         if self.rank:
+            self.pass_on(number)
+        keys = [f"{number} of {rank}" for rank in others]
+        while keys and not ended() and not self.store.check(keys):
+            time.sleep(_POLL)
+
+    def pass_on(self, number: int) -> None:
+        """Let the ranks go on that wait for this one: the first has loaded, another has nothing under way."""
+        with suppress(RuntimeError):  # the process that held the store may be gone already
             self.store.set(f"{number} of {self.rank}", "")
-            wait([loaded])
-            return give()
-        if not at_once:
-            wait([f"{number} of {rank}" for rank in range(1, self.world)])
-        try:
-            return give()
-        finally:  # also where it failed: the others see that the servers have other weights
-            self.store.set(loaded, "")
 
 
 class EngineWorker:
@@ -131,6 +128,7 @@ class EngineWorker:
     ):
         self.in_flight = in_flight
         self.turns = turns
+        self.served: Weights | None = None  # that another rank has loaded, and this one perhaps not yet
         self.numbers = itertools.count()  # of loads
         self.build = build
         self.rebuilds = rebuilds
@@ -223,12 +221,20 @@ class EngineWorker:
             with self.loading:
                 if self.loaded is copy:  # in flight
                     return
-                delivered = self._in_turn(number, partial(copy.load, engine))
+                if self.turns is not None:
+                    self.turns.wait(number, lambda: self.failed is not None, at_once=self.in_flight)
+                    self.served = copy if self.turns.rank else None
+                delivered = copy.load(engine)
                 if delivered._replace(seconds=0.0) != copy.delivered:
                     self.failed = EngineDead(
                         f"sync: expected the engine to take {copy.delivered}, got {delivered}"
                     )
                 self.loaded = copy
+            pass_on()
+
+        def pass_on(_: object = None) -> None:
+            if self.turns is not None:
+                self.turns.pass_on(number)
 
         def load_in_flight() -> None:
             with suppress(Exception):  # the queued one meets it too
@@ -236,20 +242,9 @@ class EngineWorker:
 
         if self.loads is not None:
             self.loads.put(load_in_flight)
-        self.submit(load)
+        # also where the engine is lost for good: no rank waits for it
+        self.submit(load).add_done_callback(pass_on)
         return copy.delivered
-
-    def _in_turn(self, number: int, give: Callable[[], Delivered]) -> Delivered:
-        """Load, in turn where other ranks have the same servers."""
-        turns = self.turns
-        if turns is None:
-            return give()
-
-        def wait(keys: Sequence[str]) -> None:
-            while self.failed is None and not turns.store.check([*keys]):
-                time.sleep(POLL)
-
-        return turns.load(number, give, wait, at_once=self.in_flight)
 
     def close(self) -> None:
         """End the thread and the engine, also in the middle of a call."""
@@ -298,8 +293,9 @@ class EngineWorker:
             with self.loading:
                 self.target = self.build()
                 self.unchecked = True
-                if self.loaded is not None:
-                    self.loaded.load(self.target)
+                weights = self.served or self.loaded
+                if weights is not None:
+                    weights.load(self.target)
         except Exception as again:
             self._rebuild(again)
         if self.failed is not None:  # closed in the meantime

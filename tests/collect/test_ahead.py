@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as some
 import rft_fn as rft
 from rft_fn import engine, rng, tree
 from rft_fn.collect import asynchronous, due, version_of
+from rft_fn.collect.engine_worker import Turns
 from rft_fn.engine import EngineConfig
 from rft_fn.engine.requests import Request, Response, assemble
 from rft_fn.types.engine import Delivered
@@ -209,6 +211,63 @@ def test_an_engine_that_dies_is_built_again_with_the_weights_it_had(dies, capsys
     samples.close()
     assert all(same(x, expected(step, version_of(step, 2))) for step, x in enumerate(found))
     assert capsys.readouterr().err.count("gone; building it again") == len(dies)
+
+
+GOOD = range(2, 99)  # from the second load on
+
+
+@pytest.mark.parametrize(
+    ("dies", "arrive"),
+    [
+        (((), ()), (3, 3)),
+        (({2}, ()), (3, 3)),
+        (({2, 3}, {1, 4}), (3, 3)),
+        ((GOOD, ()), (1, 1)),
+        (((), GOOD), (3, 1)),
+    ],
+)
+def test_ranks_take_turns_with_a_server_of_all(dies, arrive):
+    """The first loads it when no rank samples; a death is waited for, and one for good holds nobody up."""
+    server = [0]  # its version
+
+    class Loads(Plain):
+        def load(self, weights, *, version):
+            delivered = super().load(weights, version=version)
+            server[0] = version
+            return delivered
+
+    class Follows(Plain):
+        def load(self, weights, *, version):
+            delivered = super().load(weights, version=version)
+            if server[0] != version:
+                self.alive = False
+                raise Lost("other weights")
+            return delivered
+
+        def generate(self, *args, **options):
+            before = server[0]
+            time.sleep(0.05)
+            rollout = super().generate(*args, **options)
+            assert server[0] == before == self.version
+            return rollout
+
+    store, workers = torch.distributed.HashStore(), []
+    for rank, kind in enumerate((Loads, Follows)):
+        build = partial(lambda kind, *given: kind(*given).record(), kind, dies[rank], [])
+        workers.append(rft.collect.EngineWorker(build, rebuilds=2, turns=Turns(store, rank, 2)))
+    found = [[], []]
+    for version in range(1, 4):
+        for worker, rollouts in zip(workers, found):
+            worker.load(weights_of(version), version=version)
+            ask = Request(*draw(version), 2, SAMPLING).ask
+            rollouts.append(worker.submit(ask))
+    for rollouts, count in zip(found, arrive):
+        for version, future in enumerate(rollouts, 1):
+            if version <= count:
+                assert same(future.result(timeout=30), expected(version, version))
+            else:
+                assert isinstance(future.exception(timeout=30), (Lost, engine.EngineDead))
+    assert server[0] == arrive[0]
 
 
 def checking(loads):
