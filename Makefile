@@ -2,8 +2,8 @@
 #   make train   a virtual environment, the installation, and the main job on the embedded default
 #   make test    the same environment with the test tools, and the fast tests: lint, types, everything in one process
 # `make test-all` runs every tier: test, test-slow (processes, scripts, servers), test-docs (pages), test-adapters (beside
-# packages of others) and test-vllm (the engine of vLLM, in a second environment that it makes). `make test-floor` runs the oldest torch and transformers.
-# `make check` is for in between.
+# packages of others) and test-vllm (the engine of vLLM, in a second environment that it makes). `make test-floor` runs the
+# oldest torch and transformers. `make check` is for in between.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -121,7 +121,7 @@ test-cpus: $(VENV)/test-installed
 test-docs: $(VENV)/test-installed
 	$(PYTEST) -m docs $(PYTEST_ARGS)
 
-# What adapters are for, above the packages of the test environment, which stays without them. Ray's actors are processes.
+# Packages of others that we adapt, in an environment above that of the tests, which stays without them.
 ADAPTED = 'lm-eval>=0.4.13' 'reasoning-gym>=0.1.25' 'ray>=2.60' gymnasium 'verifiers<0.4'
 ADAPTED_TESTS = tests/run/test_lm_eval_tasks.py tests/data/test_reasoning_gym.py tests/engine/test_ray.py \
   tests/environment/test_adapters.py

@@ -70,7 +70,7 @@ def split_threads(config: EngineConfig, threads: int) -> tuple[EngineConfig, int
 
 
 def turns(strategy: Strategy) -> tuple[Turns, str]:
-    """Return (the turns of ranks that ask the same servers, a name that they share). All ranks call it."""
+    """Return (the turns of ranks that ask the same servers, a name of their weights). All ranks call it."""
     store = dist.store_client(_WAIT)
     assert store is not None  # several ranks have one
     return Turns(store, strategy.rank, strategy.world), dist.all_gather_object(uuid4().hex[:8])[0]

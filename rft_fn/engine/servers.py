@@ -102,7 +102,7 @@ class _Servers:
         self.takes_adapters = False  # alone
         self.loaded = False  # weights of this engine
         self.version = 0
-        self.first: frozenset[str] = frozenset()  # labels of the weights that servers were started with
+        self.initial: frozenset[str] = frozenset()  # labels of the weights that servers were started with
         self.changing = threading.Lock()
         self.asleep = False
         self.mixed = False  # servers had weights of different labels, and are to be compared again
@@ -137,7 +137,7 @@ class _Servers:
             self.known, working, self.takes_adapters = _on_rank0(begun)
             self.run = _on_rank0(lambda: self.run)
         self.labels = {server: x.label for server, x in self.known.items()}
-        self.first = frozenset(self.labels.values())
+        self.initial = frozenset(self.labels.values())
         self.mixed = len({*self.labels.values()}) > 1
         self.pool.leave(working, "did not answer the first rank")
 
@@ -187,7 +187,7 @@ class _Servers:
         known = self.protocol.describe(server)
         want = self.labels.get(server, known.label)
         if self.loaded and self.config.follows:
-            self.follow(known, want)
+            self.check_given(known, want)
         elif self.loaded and known.label != want:
             self.delivery.give(server, known, want)
         if server not in self.known:
@@ -276,11 +276,11 @@ class _Servers:
     def version_of(self, label: str) -> int | None:
         """Return the version of weights by their label, None for those of another engine."""
         run, _, version = label.partition(":")
-        if label in self.first:
+        if label in self.initial:
             return 0
         return int(version) if run == self.run and version.isdecimal() else None
 
-    def follow(self, known: Described, want: str) -> None:
+    def check_given(self, known: Described, want: str) -> None:
         """Raise Fault unless a server has the weights that the engine which loads them has given it.
 
         In flight they may be newer: it waits for nobody.
@@ -355,9 +355,8 @@ class _Servers:
         rows = [row[:size].tolist() for row, size in zip(rollout.tokens, rollout.length.tolist())]
         begin = rollout.mask.int().argmax(-1).tolist()
         some = rollout.mask.any(-1).nonzero().flatten().tolist()
-        warmth = [sampling.temperature] * len(rows)
-        if rollout.temperature is not None:
-            warmth = rollout.temperature.tolist()
+        same = [sampling.temperature] * len(rows)
+        warmth = same if rollout.temperature is None else rollout.temperature.tolist()
         jobs = [partial(one, rows[b][: begin[b]], rows[b][begin[b] :], warmth[b]) for b in some]
         logp = torch.zeros(rollout.tokens.shape)
         for b, row in zip(some, self.pool.run(jobs)):
@@ -399,10 +398,10 @@ class _Servers:
 
         tied = weight_folder.tied(self.model.manifest.required, check.names | frozen)
         self.delivery.names = len(check.names | frozen) + len(tied)
-        self.first = frozenset()
+        self.initial = frozenset()
         with self.changing:
             if self.config.follows:
-                working = self.look(label)
+                working = self.given(label)
             else:
                 self.delivery.folder, working = _on_rank0(partial(self.publish, collected, tied, label))
         self.loaded = True
@@ -468,16 +467,16 @@ class _Servers:
         self.delivery.settle()
         return self.delivery.folder, self.pool.working()
 
-    def look(self, label: str) -> list[str]:
-        """Return the servers that another engine has loaded."""
+    def given(self, label: str) -> list[str]:
+        """Return the servers that another engine has given these weights."""
 
-        def loaded(server: str) -> Described:
+        def look(server: str) -> Described:
             known = self.protocol.describe(server)
-            self.follow(known, label)
+            self.check_given(known, label)
             return known if server in self.known else self.meet(server)
 
         self.labels = dict.fromkeys(self.config.servers, label)
-        self.known |= self.pool.each(loaded)
+        self.known |= self.pool.each(look)
         return self.pool.working()
 
     def sleep(self) -> None:

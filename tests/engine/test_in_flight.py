@@ -167,20 +167,15 @@ def test_a_server_that_does_not_take_weights_in_flight_breaks_its_requests_off()
 def test_an_engine_that_follows_takes_what_the_other_has_loaded(in_flight):
     """It gives a server nothing and resumes none; in flight its tokens are of newer weights at once."""
     with serving(FakeServer(tiny.llama(0), tiny.tokenizer())) as [fake]:
-        options = {
-            "type": "openai",
-            "servers": (fake.url,),
-            "timeout": 60,
-            "run": "both",
-            "in_flight": in_flight,
-        }
-        first, second = made(1, **options), made(1, **options, follows=True)
+        both = partial(
+            made, 1, type="openai", servers=(fake.url,), timeout=60, run="both", in_flight=in_flight
+        )
+        first, second = both(), both(follows=True)
         line = "expected weights 'both:4' of the engine that loads them, got 'default'"
         with pytest.raises(ServersFailed, match=line):
             second.generate.__self__.core.load(weights(1), version=4)
-        assert first.load(weights(1), version=4)._replace(seconds=0) == second.load(
-            weights(1), version=4
-        )._replace(seconds=0)
+        given, seen = (x.load(weights(1), version=4) for x in (first, second))
+        assert given._replace(seconds=0) == seen._replace(seconds=0)
         one, two = (x.generate(PROMPTS, KEYS, sampling=SAMPLING, max_new=LIMITS) for x in (first, second))
         assert torch.equal(one.tokens, two.tokens) and two.version.tolist() == [4] * 3
 
