@@ -214,9 +214,11 @@ $(VLLM_VENV)/installed: pyproject.toml
 # No test of it may take longer than ten minutes, nor all together longer than VLLM_SECONDS.
 VLLM_SECONDS ?= 1500
 
-test-vllm: $(VLLM_VENV)/installed
+test-vllm: $(VLLM_VENV)/installed $(VENV)/low
+	failed=0; PYTHONPATH=$(abspath $(VENV)/low) OMP_NUM_THREADS=1 \
+	  $(VLLM_VENV)/bin/python -m pytest --timeout 600 tests/vllm/test_vllm_low.py || failed=1; \
 	OMP_NUM_THREADS=1 timeout --kill-after 10 $(VLLM_SECONDS) \
-	  $(VLLM_VENV)/bin/python -m pytest -n 1 --timeout 600 tests/vllm $(PYTEST_ARGS)
+	  $(VLLM_VENV)/bin/python -m pytest -n 1 --timeout 600 tests/vllm $(PYTEST_ARGS) || failed=1; exit $$failed
 
 # docs/models.md: what every text family of transformers gives, 8 measurements each. Only what is not measured yet;
 #   make families FAMILIES='--only Mixtral GptOss --columns fsdp2 zero3'

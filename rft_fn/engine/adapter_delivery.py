@@ -61,6 +61,9 @@ class AdapterDelivery:
             return f"room for adapters of rank {rank}, got {room.rank} (--max-lora-rank)"
         if room.slots and room.slots < SLOTS:
             return f"room for {SLOTS} adapters, got {room.slots} (--max-loras)"
+        if room.base is not None and self.config.base and room.base != self.config.base:
+            got = room.base or "full precision"
+            return f"a base in {self.config.base} (--quantization torchao, docs/engines.md), got {got}"
         if known.label not in FRESH:
             return f"the base model's own weights below the adapters, got {known.label!r}: start it again"
         return ""

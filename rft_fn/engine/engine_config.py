@@ -17,7 +17,7 @@ _OF_A_RUN = {
     "routing": "replay_routing",
     "kept": "replay_kept",
 }
-_OF_NO_RUN = ("key_env", "bf16", "alone", "lora_rank", "in_flight", "run", "follows")
+_OF_NO_RUN = ("key_env", "bf16", "alone", "lora_rank", "base", "in_flight", "run", "follows")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ class EngineConfig:
     adapters: Adapters = StrategyConfig.engine_adapters
     """how trained adapters come: alone, merged into whole weights, or auto, where alone is faster"""
     lora_rank: Whole = 0
-    """rank of the trained adapters, if nothing else is trained and the base is in full precision; 0: none"""
+    """rank of the trained adapters, if nothing else is trained and engines can hold their base; 0: none"""
+    base: Literal["", "int8"] = ""
+    """precision of the base below adapters that come alone, as the trainer has it; empty: full"""
     max_model_len: Whole = StrategyConfig.engine_max_model_len
     """most tokens of a prompt and its response; 0: the model's window"""
     block_size: Whole = StrategyConfig.engine_block_size

@@ -358,7 +358,9 @@ def _room(told: Any) -> Room | None:
         if not told:
             return Room()
         head = told["head"] is True and told["device"] == "cpu"
-        room = Room(*(border.integer(name, told[name], low=1) for name in ("rank", "slots")))
+        rank, slots = (border.integer(name, told[name], low=1) for name in ("rank", "slots"))
+        base = told.get("base")  # older versions of the extension do not tell
+        room = Room(rank, slots, None if base is None else border.text("base", base))
     if head:
         raise Refused(
             "lora_target_modules: expected the names of layers, got none: vLLM puts adapters on the head "

@@ -190,6 +190,7 @@ class Room(NamedTuple):
 
     rank: int = 0  # the largest
     slots: int = 0  # adapters that it holds at a time
+    base: str | None = None  # low precision of the base below them: int8, or another that vLLM names
 
 
 class Described(NamedTuple):

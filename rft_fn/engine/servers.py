@@ -375,6 +375,10 @@ class _Servers:
             raise BadRequest("load: expected an engine that the ranks share, got one that is alone")
         if getattr(weights, "adapters", False):
             return self.load_adapters(weights, version)
+        if self.config.base:
+            raise BadRequest(
+                f"load: expected adapters alone on a base in {self.config.base}, got whole weights"
+            )
         self.takes_adapters = False  # the base model is another one now
         self.known = {server: x._replace(adapter="") for server, x in self.known.items()}
         began = time.perf_counter()
@@ -514,6 +518,7 @@ class _Servers:
             "supported": supported | {"rows"},
             "window": self.window(),
             "adapters": self.takes_adapters,
+            "base": self.config.base,
         }
 
     def close(self) -> None:

@@ -96,7 +96,8 @@ class _SGLang:
             room = None
             if options.get("enable_lora") is True:
                 told = (options.get("max_lora_rank"), options.get("max_loaded_loras"))
-                room = Room(*(border.integer("room for adapters", x or 0, low=0) for x in told))
+                rank, slots = (border.integer("room for adapters", x or 0, low=0) for x in told)
+                room = Room(rank, slots)
         if label.endswith(ARRIVING):  # a trainer that is gone has left it in the middle
             self.client.tell(server, self.groups.hold[1], {}, seconds=quick)
         ways = ("folder", "nccl") if self.groups.has(server) else ("folder",)

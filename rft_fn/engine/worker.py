@@ -145,15 +145,20 @@ def drafts_of(config: Any) -> dict[str, Any] | None:
 
 
 def _room_for_adapters(config: Any, worker: Any) -> dict[str, Any] | None:
-    """Return the largest rank of adapters, how many are held, and whether the head takes some.
+    """Return the largest rank of adapters, how many are held, whether the head takes some, and their base.
 
-    None where there is no room for any.
+    None where there is no room for any. The base is int8 as the trainer has it, another precision that vLLM
+    names, or empty where it is full.
     """
     if config is None:
         return None
     places = worker.model_runner.lora_manager._adapter_manager.modules
     head = any(name.rpartition(".")[2] == "lm_head" for name in places)
-    return {"rank": config.max_lora_rank, "slots": config.max_cpu_loras, "head": head}
+    quantised = worker.vllm_config.quant_config
+    torchao = getattr(quantised, "torchao_config", None)
+    rows = type(torchao).__name__ == "Int8WeightOnlyConfig" and getattr(torchao, "group_size", 0) is None
+    base = "" if quantised is None else "int8" if rows else str(quantised.get_name())
+    return {"rank": config.max_lora_rank, "slots": config.max_cpu_loras, "head": head, "base": base}
 
 
 class WeightsFromFolder:

@@ -14,7 +14,7 @@ from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import active, adapted
 from rft_fn.model.lora_experts import takes_weight
 from rft_fn.model.lora_merged import Export, plain_name
-from rft_fn.model.quantize import is_low
+from rft_fn.model.quantize import low_kind
 from rft_fn.precision import wide
 
 __all__ = [
@@ -96,8 +96,11 @@ def add_to(weight: Tensor, a: Tensor, b: Tensor, *, transposed: bool) -> Tensor:
     return (out + (step.T if transposed else step)).to(weight.dtype)
 
 
-def why_whole(export: Export) -> str:
-    """Return what keeps trained weights from traveling as adapters alone; empty where nothing does."""
+def why_whole(export: Export, base: str = "") -> str:
+    """Return what keeps trained weights from traveling as adapters alone; empty where nothing does.
+
+    `base` is the low precision of the base that they are to be put on, empty for full precision.
+    """
     module = export.module
     if module is None or not any(_paths(module)):
         return "no adapters"
@@ -107,9 +110,9 @@ def why_whole(export: Export) -> str:
     around = next((path for path, layer in adapted(module) if takes_weight(layer)), None)
     if around is not None:
         return f"{plain_name(module, around)}, whose adapters are of routed experts"
-    low = next((name for name, p in module.named_parameters() if is_low(p)), None)
-    if low is not None:
-        return f"{plain_name(module, low)} in low precision, which no engine has"
+    own = low_kind(module)
+    if own != base:
+        return f"a base in {own or 'full precision'}, where the engine's is in {base or 'full precision'}"
     return ""
 
 

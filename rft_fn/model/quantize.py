@@ -4,6 +4,7 @@ int8 is torchao's: one scale per row, on the CPU too. nf4 is bitsandbytes' (arXi
 weight. A folder that was saved so is loaded so.
 """
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from rft_fn.model.packed_attention import warn_once
 
 __all__ = [
-    "FastLinear", "check", "count", "dequantize", "is_low", "is_plain", "nbytes", "options", "packed",
-    "prepare", "require_adapters", "require_whole", "set_fast", "state", "whole",
+    "FastLinear", "check", "count", "dequantize", "int8_as_json", "is_low", "is_plain", "low_kind", "nbytes",
+    "options", "packed", "prepare", "require_adapters", "require_whole", "set_fast", "state", "whole",
 ]  # fmt: skip
 
 
@@ -148,10 +149,9 @@ def options(
     _require_library(kind)
     kept = [*whole, "lm_head"] if whole else None  # None: the head and what is tied to it
     if kind == "int8":
-        from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
         from transformers import TorchAoConfig
 
-        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=kept)}
+        return {"quantization_config": TorchAoConfig(_int8(), modules_to_not_convert=kept)}
     from transformers import BitsAndBytesConfig
 
     nf4 = BitsAndBytesConfig(
@@ -163,14 +163,36 @@ def options(
     return {"quantization_config": nf4, "device_map": {"": device}}
 
 
+def _int8() -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
+
+    return Int8WeightOnlyConfig()
+
+
+def int8_as_json() -> str:
+    """Return torchao's config of int8 as other programs read it. ValueError without the library."""
+    _require_library("int8")
+    from torchao.core.config import config_to_dict  # type: ignore[import-not-found]
+
+    return json.dumps(config_to_dict(_int8()))
+
+
 def is_low(x: Any) -> bool:
     """Return whether a weight is in low precision."""
     is_int8 = type(x).__module__.partition(".")[0] == "torchao"
     return is_int8 or getattr(x, "quant_state", None) is not None
 
 
+def low_kind(module: nn.Module) -> str:
+    """Return the low precision that a module has weights in: int8, nf4, or empty for none."""
+    for p in module.parameters():
+        if is_low(p):
+            return "int8" if getattr(p, "quant_state", None) is None else "nf4"
+    return ""
+
+
 def _any_low(module: nn.Module) -> bool:
-    return any(is_low(p) for p in module.parameters())
+    return bool(low_kind(module))
 
 
 def prepare(name: str, module: nn.Module) -> None:

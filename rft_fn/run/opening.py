@@ -397,11 +397,14 @@ def initial_model(
 def check_adapters(cfg: options.Policy, config: strategy.StrategyConfig) -> None:
     """Raise ValueError for an engine that is to get adapters alone, where there are none that it can get."""
     rank = cfg.lora_rank
-    if config.engine_adapters == "alone" and (not rank or cfg.quantize):
-        got = f"quantize {cfg.quantize}" if rank else "lora_rank 0"
+    if config.engine_adapters != "alone":
+        return
+    if not rank:
+        raise ValueError("engine_adapters alone: expected trained adapters (lora_rank), got lora_rank 0")
+    if cfg.quantize and (cfg.quantize != "int8" or config.engine_type not in ("vllm", "openai")):
         raise ValueError(
-            "engine_adapters alone: expected trained adapters (lora_rank) on a base in full precision, got "
-            f"{got}"
+            "engine_adapters alone: expected a base in full precision, or in int8 with engine_type vllm or "
+            f"openai, got quantize {cfg.quantize} with {config.engine_type}"
         )
 
 

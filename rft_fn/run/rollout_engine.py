@@ -104,10 +104,18 @@ def checked(
 
 
 def _engine_config(cfg: options.Rollouts, st: Strategy) -> engine_lib.EngineConfig:
-    """Return the engine's options, with the rank of the adapters that it may get alone."""
+    """Return the engine's options, with the rank of the adapters that it may get alone, and their base.
+
+    A base in low precision is the engine's too where it is asked to take adapters alone, by which
+    `opening.check_adapters` lets pass no engine that cannot. Otherwise it gets whole weights.
+    """
     policy = options.of(options.Policy, cfg)
-    rank = 0 if policy.quantize else policy.lora_rank  # no engine has a base in low precision
-    return replace(engine_lib.config_of(st.config), lora_rank=rank)
+    config = engine_lib.config_of(st.config)
+    if not policy.quantize:
+        return replace(config, lora_rank=policy.lora_rank)
+    if config.adapters != "alone":
+        return config
+    return replace(config, lora_rank=policy.lora_rank, base=policy.quantize)
 
 
 def start_engine(

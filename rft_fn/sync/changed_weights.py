@@ -14,7 +14,7 @@ from rft_fn.model import lora_alone
 from rft_fn.model.bind import Scorer
 from rft_fn.model.lora import active, adapted, adapted_name
 from rft_fn.model.lora_merged import plain_name, product
-from rft_fn.model.quantize import is_low
+from rft_fn.model.quantize import is_low, whole
 from rft_fn.sync.push import push, trained_weights
 from rft_fn.types import Apply, Engine, Rollout, Sampling, Strategy, TrainState
 
@@ -186,6 +186,14 @@ def _trainer_of(st: Strategy, state: TrainState) -> Apply | None:
     return apply
 
 
+@torch.no_grad()
+def _copy_low(module: nn.Module, copy: nn.Module) -> None:
+    """Give a plain model the numbers that a module has in low precision."""
+    for name, p in module.named_parameters():
+        if is_low(p):
+            copy.get_parameter(plain_name(module, name)).copy_(whole(p))
+
+
 class Sides:
     """An engine, and the trainer: on a GPU itself, else as a plain copy of the model named `model`.
 
@@ -220,6 +228,8 @@ class Sides:
         self.copy: nn.Module | None = None
         if self.trainer is None and st.rank == 0:
             self.copy = plain(model)
+            if engine.status().get("base"):  # else it gets these weights from an export, in full precision
+                _copy_low(state.module, self.copy)
 
     def gap(self, change: Change) -> float:
         """Return the mean |engine - trainer| of log-probs with changed weights.

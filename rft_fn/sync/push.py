@@ -172,14 +172,19 @@ class CheckedWeights(Iterator[tuple[str, Tensor]]):
 def trained_weights(strategy: Strategy, state: TrainState, engine: Engine) -> Iterable[tuple[str, Tensor]]:
     """Return the trained weights as an engine takes them: by adapters alone where it does, else whole.
 
-    Warns where it would take adapters, and something else is trained too.
+    Warns where it would take adapters, and something else is trained too. ValueError for an engine whose base
+    is in low precision, which takes nothing else.
     """
     weights = strategy.export(state)
-    if not isinstance(weights, Export) or not engine.status().get("adapters"):
+    status = engine.status()
+    if not isinstance(weights, Export) or not status.get("adapters"):
         return weights
-    reason = lora_alone.why_whole(weights)
+    base = status.get("base", "")
+    reason = lora_alone.why_whole(weights, base)
     if not reason:
         return lora_alone.AdaptersAlone(weights)
+    if base:
+        raise ValueError(f"sync: expected adapters alone for an engine with a base in {base}, got {reason}")
     warn_once(f"sync: expected adapters alone to send, got {reason}: whole weights are sent")
     return weights
 

@@ -51,6 +51,7 @@ class EngineStatus(TypedDict):
     drafts: NotRequired[Drafts]  # where it drafts and counts
     tied: NotRequired[bool]  # whether a tied weight must be sent under all of its names
     adapters: NotRequired[bool]  # whether it takes the matrices of trained adapters in place of whole weights
+    base: NotRequired[str]  # low precision of the base below them: int8; it takes nothing else then
 
 
 OnRow = Callable[[int, Sequence[int], bool], None]

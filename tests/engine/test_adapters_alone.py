@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from rft_fn import collect, engine, model, rng, sync
 from rft_fn.engine import adapters_alone, pool
 from rft_fn.engine.adapters_alone import AdapterLoad
 from rft_fn.engine.pool import ServersFailed
+from rft_fn.engine.vllm.adapter_slots import AdapterSlots
 from rft_fn.engine.weight_folder import manifest
 from rft_fn.model import lora, lora_alone
 from rft_fn.sync.canary import CanaryError
@@ -419,6 +421,57 @@ def test_a_server_without_room_is_refused_at_the_start(room, label, line, capsys
         if room is not None and not room["head"]:  # by itself it says so, and goes on with whole weights
             assert served(server).status()["adapters"] is False
             assert re.search(line, capsys.readouterr().err)
+
+
+@each(
+    ("base", "room", "line"),
+    [
+        ("int8", ROOM | {"base": "int8"}, ""),
+        ("int8", ROOM, ""),  # an older extension, which does not tell: the canary does
+        ("int8", ROOM | {"base": ""}, r"a base in int8 \(--quantization torchao, .*got full precision"),
+        ("int8", ROOM | {"base": "fp8"}, r"a base in int8 \(--quantization torchao, .*got fp8"),
+        ("", ROOM | {"base": "fp8"}, ""),  # as the whole model of such a server would be
+    ],
+)
+def test_servers_tell_the_precision_of_their_base(base, room, line):
+    with serving(fake(room=room)) as (server,):
+        if line:
+            with pytest.raises(ValueError, match=line):
+                served(server, adapters="alone", base=base)
+            return
+        eng = served(server, adapters="alone", base=base)
+        assert eng.status()["base"] == base
+        if base:
+            st, state = trainer()
+            with pytest.raises(ValueError, match="an engine with a base in int8, got a base in full"):
+                sync.push(st, state, eng, version=1)
+            with pytest.raises(engine.BadRequest, match="adapters alone on a base in int8, got whole"):
+                eng.load(tiny.llama().named_parameters(), version=1)
+
+
+@each(
+    ("options", "lacks"),
+    [
+        ({"type": "hf"}, "engine_type vllm or openai"),
+        ({"adapters": "auto"}, "engine_adapters alone"),
+        ({"lora_rank": 0}, "engine_adapters alone"),
+        ({"in_flight": True}, "no in_flight"),
+        ({"run": "r", "servers": ("http://localhost:1",)}, "one rank that samples ahead"),
+    ],
+)
+def test_an_engine_that_would_load_whole_weights_has_no_base_in_low_precision(options, lacks):
+    usual = {"type": "openai", "servers": ("http://localhost:1",), "adapters": "alone", "lora_rank": 4}
+    if options.get("type") == "hf":
+        usual.pop("servers")
+    with pytest.raises(ValueError, match=f"^engine: a base in int8: expected {lacks}, got "):
+        engine.check_config(engine.EngineConfig(**(usual | options), base="int8"))
+
+
+def test_towers_keep_a_base_in_full_precision():
+    config = engine.EngineConfig(type="vllm", adapters="alone", lora_rank=4, base="int8")
+    with pytest.raises(ValueError, match=r"^engine_adapters alone: expected a model of text for a base in int8"):
+        AdapterSlots(config, "tiny-vl").check_text()
+    AdapterSlots(replace(config, base=""), "tiny-vl").check_text()
 
 
 @pytest.mark.usefixtures("quick")

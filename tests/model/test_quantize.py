@@ -271,3 +271,8 @@ def test_a_run_that_cannot_train_over_it_ends_before_a_model_is_loaded(tmp_path,
     config = StrategyConfig(bf16=True)
     with pytest.raises(ValueError, match=r"^quantize: expected none with bf16, got int8"):
         main(Config(quantize="int8", lora_rank=2, strategy=config, out=str(tmp_path / "b")))
+    config = StrategyConfig(engine_adapters="alone")
+    with pytest.raises(
+        ValueError, match=r"^(engine_adapters alone: .* int8 with hf|strategy.engine_adapters)"
+    ):
+        main(Config(quantize="int8", lora_rank=2, strategy=config, out=str(tmp_path / "c")))

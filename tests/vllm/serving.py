@@ -20,15 +20,14 @@ LAYERS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
 class Server:
     """A process of vLLM's server, in a group of its own."""
 
-    def __init__(self, log, served="tiny", *, threads=1, window=128, rank=0, transfer=True, more=""):
+    def __init__(self, log, served="tiny", *, threads=1, window=128, rank=0, transfer=True, more=()):
         """`rank` is the largest of adapters that may come alone; 0: none may. `more` are options of vLLM."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        path = os.pathsep.join(
-            [str(ROOT), str(ROOT / "kernels"), str(Path(__file__).parent / "taking_turns")]
-        )
+        own = [ROOT, ROOT / "kernels", Path(__file__).parent / "taking_turns"]
+        path = os.pathsep.join([*map(str, own), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | {
             "PYTHONPATH": path,
             "VLLM_SERVER_DEV_MODE": "1",
@@ -41,14 +40,13 @@ class Server:
         options = f"--dtype float32 --enforce-eager --block-size 32 --max-model-len {window} "
         options += "--enable-scale-out --logprobs-mode processed_logprobs --host 127.0.0.1 "
         options += "--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder "
-        options += more + " "
         if transfer:
             options += '--weight-transfer-config {"backend":"rft"} '
         if rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
             options += f"--enable-lora --max-lora-rank {rank} --max-loras 2 --lora-target-modules {LAYERS} "
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(self.port)]
-        command += ["--model", model.resolve(served), *options.split()]
+        command += ["--model", model.resolve(served), *options.split(), *more]
         with open(log, "w") as out:
             self.process = subprocess.Popen(
                 command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

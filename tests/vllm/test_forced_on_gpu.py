@@ -14,7 +14,7 @@ PROMPTS, KEYS = [[3, 4, 5, 6], [7, 8], [9]], [rng.fold_in(0, i) for i in range(3
 @needs_vllm
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's model runner V2 needs a GPU")
 def test_cuda_scores_are_those_of_the_sample_and_of_transformers(tmp_path):
-    server = Server(tmp_path / "log", more="--enable-trace-replay")
+    server = Server(tmp_path / "log", more=["--enable-trace-replay"])
     try:
         server.wait()
         config = engine.EngineConfig(type="openai", servers=(server.url,))

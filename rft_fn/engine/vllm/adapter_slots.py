@@ -14,6 +14,7 @@ from rft_fn.engine.worker import without_place
 from rft_fn.model.lora_folders import CONFIG
 from rft_fn.model.lora_targets import linear
 from rft_fn.model.model_names import resolve
+from rft_fn.model.quantize import int8_as_json
 
 __all__ = ["AdapterSlots"]
 
@@ -32,6 +33,7 @@ class AdapterSlots:
         """Raise ValueError for too large a rank, and for a model that has adapters already."""
         self.takes = config.adapters == "alone" and config.lora_rank > 0
         self.rank = config.lora_rank
+        self.base = config.base
         self.loaded: list[Any] = []  # vLLM's requests, the newest last
         self.count = 0  # loads so far, which name the next one
         self.without: list[float] = []  # log-probs of the base model, once they were asked for
@@ -54,12 +56,24 @@ class AdapterSlots:
         """
         if not self.takes:
             return {}
-        return {
+        options: dict[str, Any] = {
             "enable_lora": True,
             "max_lora_rank": min(rank for rank in RANKS if rank >= self.rank),
             "max_loras": adapters_alone.SLOTS,
             "lora_target_modules": sorted({path.rpartition(".")[2] for path in linear(skeleton)}),
         }
+        if self.base:  # vLLM brings what it reads into int8, with a scale for each row as the trainer's
+            options["quantization"] = "torchao"
+            options["hf_overrides"] = {"quantization_config_dict_json": int8_as_json()}
+        return options
+
+    def check_text(self) -> None:
+        """Raise ValueError for a base in low precision, of a model with media: vLLM includes towers."""
+        if self.base:
+            raise ValueError(
+                f"engine_adapters alone: expected a model of text for a base in {self.base}, got one with "
+                "media, whose towers are in full precision"
+            )
 
     def check(self) -> None:
         """Raise ValueError where this engine takes no adapters, or no more: its base is another one."""
@@ -89,7 +103,9 @@ class AdapterSlots:
         del self.loaded[:-1]
 
     def leave(self, llm: Any) -> None:
-        """Remove all adapters for good."""
+        """Remove all adapters for good. ValueError where whole weights would fall into low precision."""
+        if self.base:
+            raise ValueError(f"weights: expected adapters alone on a base in {self.base}, got whole weights")
         self.loaded.append(None)
         self.leave_older(llm)
         self.loaded.clear()

@@ -142,6 +142,7 @@ class InProcess:
             try:
                 if self.folder.places:
                     sampler.check_family(self.folder.skeleton)
+                    self.adapters.check_text()
                 self.llm = vllm.LLM(**self._options())
                 drafts = drafts_of(self.llm.llm_engine.vllm_config)
                 if drafts is not None:
@@ -394,6 +395,7 @@ class InProcess:
             "placeholders": self.folder.places,
             "computes": getattr(torch, self._dtype()),
             "adapters": self.adapters.takes,
+            "base": self.adapters.base,
         }
         if self.config.speculative:
             status["drafts"] = self.drafts
