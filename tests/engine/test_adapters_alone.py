@@ -469,7 +469,7 @@ def test_an_engine_that_would_load_whole_weights_has_no_base_in_low_precision(op
 
 def test_towers_keep_a_base_in_full_precision():
     config = engine.EngineConfig(type="vllm", adapters="alone", lora_rank=4, base="int8")
-    with pytest.raises(ValueError, match=r"^engine_adapters alone: expected a model of text for a base in int8"):
+    with pytest.raises(ValueError, match=r"^engine_adapters alone: .* model of text for a base in int8"):
         AdapterSlots(config, "tiny-vl").check_text()
     AdapterSlots(replace(config, base=""), "tiny-vl").check_text()
 
