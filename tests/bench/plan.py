@@ -1,10 +1,11 @@
 """Plans held against runs: `python tests/bench/plan.py --write`.
 
-Measures rates by `rft plan`'s own two short runs of a plain setting, predicts eleven settings from them, runs
-each for a few steps, and prints the errors. Then, without a run, the steps of a 7B model on 16 to 10,000 GPUs
-by the table of cards. With --write it keeps docs/results/plan.json and plan.png and the tables of
-docs/scaling.md. `--only plain,ahead` takes some of the settings, and `--only scale` the last part alone.
-About 8 minutes on two quiet cores.
+Measures rates by `rft plan`'s own two short runs of a plain setting, predicts eleven settings from them,
+runs each for a few steps, and prints the errors. Four more are by servers of vLLM, from runs by two of them:
+they need a Python that has it (.venv-vllm/bin/python), and stay as they were without. Then, without a run,
+the steps of a 7B model on 16 to 10,000 GPUs by the table of cards. With --write it keeps plan.json and
+plan.png in docs/results, and the tables of docs/scaling.md. `--only plain,ahead` takes some of the settings,
+`--only servers` those by servers, `--only scale` the last part alone. About 20 minutes on two quiet cores.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +48,13 @@ CASES = {
     "slow reward": "--reward {folder}/slow.py:slow",
     "two ranks, an engine each": "",
     "two ranks, one engine of two killed": "--reward {folder}/kill.py:kill",
+}
+RATES = {"8 prompts": "--prompts 8", "16 prompts": ""}  # by two servers
+SERVED = {
+    "two servers": "",
+    "two servers, groups of 4": "--group 4",
+    "two servers, ahead 1": "--ahead 1",
+    "two ranks, two servers": "",
 }
 SLOW = f"""import time
 
@@ -79,11 +88,18 @@ def restart():
     return time.perf_counter() - began
 
 
-def command(case, folder):
+def command(case, folder, urls=()):
     """The words of a setting; what stands later replaces what stands before."""
     given = dict(zip(PLAIN.split()[::2], PLAIN.split()[1::2]))
-    words = CASES[case].format(folder=folder).split()
+    words = (CASES | SERVED | RATES)[case].format(folder=folder).split()
     given |= dict(zip(words[::2], words[1::2]))
+    if urls:
+        given |= {
+            "--temperature": "2",  # the highest that vLLM takes
+            "--steps": "25",  # a server that computes on a CPU takes requests late, so steps differ much
+            "--strategy.engine-type": "openai",
+            "--strategy.engine-servers": " ".join(urls),
+        }
     start = "torchrun --nproc-per-node 2 -m rft_fn" if "ranks" in case else "rft"
     if "killed" in case:
         given |= {"--strategy.engine-process": ""}
@@ -103,21 +119,23 @@ def run(text, out):
     return out
 
 
-def hold(only, folder):
-    """Each setting predicted and measured, and the plain one's timeline and phases for the picture."""
+def hold(cases, folder, urls=()):
+    """Each setting predicted and measured, and the timeline and phases of one for the picture."""
     (folder / "slow.py").write_text(SLOW)
     (folder / "kill.py").write_text(KILL)
-    plain = planned_command.read(command("plain", folder), on_gpu=False)
     began = time.perf_counter()
-    folders = measured.measure(plain, folder / "rates")
+    if urls:  # as a user gives them with --measured
+        folders = [run(command(case, folder, urls), folder / case) for case in RATES]
+    else:
+        folders = measured.measure(
+            planned_command.read(command("plain", folder), on_gpu=False), folder / "rates"
+        )
     spent = time.perf_counter() - began
     found = measured.rates(folders)
     law = lengths.of_runs([read(x) for x in folders])
     rows, shown = {}, None
-    for i, case in enumerate(CASES):
-        if only and not any(case.startswith(x) for x in only):
-            continue
-        planned = planned_command.read(command(case, folder), on_gpu=False)
+    for i, case in enumerate(cases):
+        planned = planned_command.read(command(case, folder, urls), on_gpu=False)
         x = planned_command.setting(
             planned, steps=99, prompt_tokens=found.prompt_tokens, learned=found.learned
         )
@@ -125,7 +143,7 @@ def hold(only, folder):
         if case == "slow reward":  # its user knows that
             rates = replace(rates, judge=SECONDS, judge_row=0.0)
         t = simulate(x, rates, law)
-        phases = measured.phase_table(read(run(command(case, folder), folder / str(i))))
+        phases = measured.phase_table(read(run(command(case, folder, urls), folder / str(i))))
         steps, real = t.step_seconds[1:], phases["wall"]
         if "killed" in case:  # once, and the others wait for a new one
             steps = steps + restart() / len(real)
@@ -141,6 +159,21 @@ def hold(only, folder):
         if shown is None or case == "ahead 1":
             shown = t, phases, case
     return {"rates": vars(found.rates), "seconds_of_rates": spent, "settings": rows}, shown
+
+
+def hold_servers(folder):
+    """The settings by two servers of vLLM, which run as long as it takes."""
+    sys.path.insert(0, str(ROOT / "tests" / "vllm"))
+    from serving import Server
+
+    servers = [Server(folder / f"log{i}") for i in range(2)]
+    try:
+        for server in servers:
+            server.wait()
+        return hold(SERVED, folder, [server.url for server in servers])[0]
+    finally:
+        for server in servers:
+            server.kill()
 
 
 def table(rows):
@@ -265,13 +298,19 @@ def main():
     file = RESULTS / "plan.json"
     kept = json.loads(file.read_text()) if file.exists() else {}
     tables = {}
-    if only != ["scale"]:
+    facts = made() | {"processor": processor(), "load": os.getloadavg()[0]}
+    cases = [case for case in CASES if not only or any(case.startswith(x) for x in only)]
+    if cases:
         with tempfile.TemporaryDirectory() as folder:
-            held, shown = hold(only, Path(folder))
-        kept |= made() | {"processor": processor(), "load": os.getloadavg()[0]} | held
-        tables["plan"] = table(held["settings"])
+            held, shown = hold(cases, Path(folder))
+        kept |= facts | held
         if args.write:
             gantt.draw(shown[0], RESULTS / "plan.png", measured=shown[1])
+    if (not only or "servers" in only) and find_spec("vllm"):
+        with tempfile.TemporaryDirectory() as folder:
+            kept["servers"] = facts | hold_servers(Path(folder))
+    if only != ["scale"]:
+        tables["plan"] = table(kept["settings"] | kept.get("servers", {}).get("settings", {}))
     if not only or "scale" in only:
         kept["scale"] = scale()
         tables |= {"plan-scale": scale_table(kept["scale"]), "plan-changes": change_table(kept["scale"])}

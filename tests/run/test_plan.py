@@ -89,6 +89,14 @@ def test_constant_lengths_have_a_closed_form():
     assert t.phase_seconds() == pytest.approx(expected, rel=1e-12)
 
 
+def test_servers_take_weights_when_no_server_samples():
+    """One of two has more rows and ends later; both are loaded after that."""
+    x = dataclasses.replace(X, ahead=1, servers=True, engines=2, prompts=1, group=3, steps=4)
+    t = simulate(x, RATES, lengths.read("constant:20"))
+    first, second = t.sampled[1, :, 1]
+    assert first > second and np.ptp(t.loaded, axis=1).max() == 0 and t.loaded[2].min() >= first
+
+
 def test_one_step_ahead_takes_the_longer_of_both_sides():
     alone = simulate(X, RATES, lengths.read("constant:20"))
     phases = alone.phase_seconds()
@@ -171,11 +179,12 @@ def test_the_law_of_runs_is_that_of_the_one_with_most_responses():
     assert np.mean(drawn) == pytest.approx(50 * np.log(512), rel=0.1)
 
 
-def test_rates_of_runs_are_those_that_made_their_rows(tmp_path):
+@pytest.mark.parametrize("servers", [[], ["http://a:1", "http://b:1"]])
+def test_rates_of_runs_are_those_that_made_their_rows(tmp_path, servers):
     """Two folders as a run writes them, of other sizes, whose seconds are exact."""
     for name, prompts, most in (("a", 4, 40), ("b", 16, 60)):
         rows, own = prompts * 4, prompts * 4 * 20.0
-        engine = 0.01 * most + 0.002 * own
+        engine = 0.01 * most + 0.002 * own / max(len(servers), 1)
         read = own + prompts * 10
         train, score = 0.3 + 0.001 * read, 0.02 + 0.0004 * read
         step = {"phase/generate": engine, "phase/train": train, "phase/judge": 0.2, "phase/sync": 0.05}
@@ -190,7 +199,9 @@ def test_rates_of_runs_are_those_that_made_their_rows(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         config = {"prompts": prompts, "group": 4, "epochs": 1, "minibatches": 1, "kl": 0.1}
-        (folder / "config.json").write_text(json.dumps(config | {"strategy": {"engine_batch": 64}}))
+        (folder / "config.json").write_text(
+            json.dumps(config | {"strategy": {"engine_batch": 64, "engine_servers": servers}})
+        )
         metric = {"rollout/length_mean": 20.0, "rollout/length_max": most, "train/rows": rows}
         for file, row in (("timing", step), ("metrics", metric), ("distributions", {"length": [9.0] * 7})):
             each = [{"step": i, **row} for i in range(3)]
@@ -200,13 +211,27 @@ def test_rates_of_runs_are_those_that_made_their_rows(tmp_path):
             lines = [json.dumps(x) for x in each]
             (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
     found = measured.rates([tmp_path / "a", tmp_path / "b"])
-    expected = {"step": 0.01, "row": 0.002, "update": 0.3, "token": 0.001, "push": 0.05, "save": 0.7}
+    expected = {"step": 0.01, "row": 0.002, "update": 0.3, "token": 0.001, "save": 0.7}
+    expected |= {"push": 0.0, "load": 0.05} if servers else {"push": 0.05, "load": 0.0}
     expected |= {"score": 0.0004, "scoring": 0.02}
     got = dataclasses.asdict(found.rates)
     assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-6)
     for name, seconds in (("judge", 0.2), ("other", 0.5)):
         assert got[name] + got[f"{name}_row"] * 16 == pytest.approx(seconds, rel=1e-6)
     assert (found.prompt_tokens, found.learned) == pytest.approx((10, 1))
+
+
+def test_seconds_that_vary_are_predicted_by_their_mean():
+    """Steps of one setting differ by a factor of ten, as those of a server do that takes requests late."""
+    rng = np.random.default_rng(0)
+    noise = rng.choice([0.2, 2.0], 400, p=[5 / 9, 4 / 9])
+    a, b = np.ones(400), np.repeat([10.0, 40.0], 200)
+    p, q = measured._fit(0.5 * a + 0.02 * b, a, b)
+    assert (p, q) == pytest.approx((0.5, 0.02))
+    y = (0.5 * a + 0.02 * b) * noise
+    p, q = measured._fit(y, a, b)
+    fit = p * a + q * b
+    assert [fit[b == x].mean() for x in (10, 40)] == pytest.approx([y[b == x].mean() for x in (10, 40)])
 
 
 def test_the_runs_that_are_measured_are_small_and_of_the_trainers_own_options(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ def measure(planned: Planned, folder: Path) -> list[Path]:
     cfg = planned.config
     if planned.servers:
         raise ValueError(
-            "measured: expected a run, as servers sample; rft launch the file with --steps 4, and give the "
+            "measured: expected a run, as servers sample; rft launch the file with --steps 20, and give the "
             "run's folder"
         )
     folders = []
@@ -84,12 +84,13 @@ def phase_table(run: Recorded) -> dict[str, np.ndarray]:
 def rates(folders: Sequence[str | Path]) -> Measured:
     """Return the rates of runs by one process: fits over all of their steps but the first.
 
-    Runs of different sizes tell more: what is of a step or an update, and what of a row or a token.
+    Runs of different sizes tell more: what is of a step or an update, and what of a row or a token. Where
+    servers sample, what such a process waits for in `sync` is their load.
     """
     runs = read_all(folders)
     parts = [_facts(run) for run in runs]
     x = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    step, row = _fit(x["engine"], x["ticks"], x["own"])
+    step, row = _fit(x["engine"], x["ticks"], x["of_engine"])
     update, token = _fit(x["train"], x["updates"], x["learned_tokens"])
     judge, judge_row = _fit(x["judge"], x["one"], x["rows"])
     other, other_row = _fit(x["other"], x["one"], x["rows"])
@@ -98,6 +99,8 @@ def rates(folders: Sequence[str | Path]) -> Measured:
     else:
         scoring, score = 0.0, token / 3
     saved = x["save"][x["save"] > _LEAST]
+    sync = float(x["sync"].mean())
+    served = any(_servers(run) for run in runs)
     found = Rates(
         step=step,
         row=row,
@@ -107,13 +110,19 @@ def rates(folders: Sequence[str | Path]) -> Measured:
         update=update,
         judge=judge,
         judge_row=judge_row,
-        push=float(x["sync"].mean()),
+        push=0.0 if served else sync,
+        load=sync if served else 0.0,
         other=other,
         other_row=other_row,
         save=float(saved.mean()) if len(saved) else 0.0,
         source=f"fits of {', '.join(run.name for run in runs)}",
     )
     return Measured(found, float(x["prompt"].mean()), float(x["learned"].mean()))
+
+
+def _servers(run: Recorded) -> int:
+    """Return how many servers sample; 0 where the run does."""
+    return len(run.config.get("strategy.engine_servers") or ())
 
 
 def _facts(run: Recorded) -> dict[str, np.ndarray]:
@@ -134,6 +143,7 @@ def _facts(run: Recorded) -> dict[str, np.ndarray]:
     prompts, group = float(run.config["prompts"]), float(run.config["group"])
     rows = np.full(len(metrics), prompts * group)
     own = column("rollout/length_mean") * rows
+    of_engine = own / max(_servers(run), 1)
     every = column("tokens_per_s", run.timing[1:]) * column("seconds", run.timing[1:])
     prompt = (every - own) / rows
     updates = np.full(len(metrics), float(run.config["epochs"]) * float(run.config["minibatches"]))
@@ -147,7 +157,8 @@ def _facts(run: Recorded) -> dict[str, np.ndarray]:
         "rows": rows,
         "own": own,
         "prompt": prompt,
-        "ticks": np.maximum(column("rollout/length_max"), own / batch),
+        "of_engine": of_engine,
+        "ticks": np.maximum(column("rollout/length_max"), of_engine / batch),
         "updates": updates,
         "learned": learned,
         "read": read,
@@ -157,14 +168,22 @@ def _facts(run: Recorded) -> dict[str, np.ndarray]:
 
 
 def _fit(y: np.ndarray, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """Return (p, q), neither below 0, of y = p a + q b by least squares of relative errors."""
+    """Return (p, q), neither below 0, of y = p a + q b, by least squares of errors relative to the fit.
+
+    Relative to y itself they would make numbers that vary too small: the short ones would count for more.
+    """
     kept = y > 0
     if not kept.any():
         return 0.0, 0.0
-    columns = np.stack([a, b], -1)[kept] / y[kept, None]
-    p, q = np.linalg.lstsq(columns, np.ones(len(columns)))[0]
-    if p < 0 or q < 0:
-        i = int(p < 0)
-        alone = float(columns[:, i].sum() / np.square(columns[:, i]).sum())
-        p, q = (0.0, alone) if i else (alone, 0.0)
-    return float(p), float(q)
+    columns, y = np.stack([a, b], -1)[kept], y[kept]
+    found, scale = np.zeros(2), y
+    for _ in range(20):
+        x, z = columns / scale[:, None], y / scale
+        found = np.linalg.lstsq(x, z)[0]
+        if found.min() < 0:
+            i = int(found[0] < 0)
+            found = np.zeros(2)
+            found[i] = (x[:, i] @ z) / (x[:, i] @ x[:, i])
+        fit = columns @ found
+        scale = np.where(fit > 0, fit, y)
+    return float(found[0]), float(found[1])

@@ -180,8 +180,13 @@ class _Engines:
         return float(self.free.max())
 
     def load(self, at: float) -> np.ndarray:
-        """Return when each engine [E] has weights that leave the trainer at a time, after its calls."""
-        self.free = np.maximum(self.free, at) + self.rates.deliver * self.x.engines + self.rates.load
+        """Return when each engine [E] has weights that leave the trainer at a time.
+
+        It takes them after its calls, and servers after those of all.
+        """
+        after = self.free.max() if self.x.servers else self.free
+        begin = np.full(self.x.engines, np.maximum(after, at))
+        self.free = begin + self.rates.deliver * self.x.engines + self.rates.load
         return self.free.copy()
 
 
