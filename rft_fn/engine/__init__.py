@@ -85,30 +85,17 @@ def check_config(config: EngineConfig) -> None:
             "in_flight: expected engine_type hf or openai, whose requests go on with new weights, got "
             f"{config.type}"
         )
-    if config.base:
-        _check_base(config)
+    if config.base and (config.type not in ("openai", "vllm") or config.adapters != "alone"):
+        raise ValueError(
+            f"engine: a base in {config.base}: expected engine_type vllm or openai, engine_adapters alone, got "
+            f"{config.type} and {config.adapters}"
+        )
     if (config.actors, config.actor_type) != (1, "hf") and config.type != "ray":
         raise ValueError(
             f"engine_actors, engine_actor_type: expected 1 and hf for {config.type}, which has no actors, "
             f"got {config.actors} and {config.actor_type}"
         )
     ENGINES[config.type].check_config(config)
-
-
-def _check_base(config: EngineConfig) -> None:
-    """Raise ValueError for an engine whose base cannot be in low precision, or that gets whole weights."""
-    lacks = [
-        text
-        for text, holds in {
-            "engine_type vllm or openai": config.type in ("vllm", "openai"),
-            "engine_adapters alone": config.adapters == "alone" and config.lora_rank > 0,
-            "no in_flight": not config.in_flight,
-            "one rank that samples ahead": not config.run,
-        }.items()
-        if not holds
-    ]
-    if lacks:
-        raise ValueError(f"engine: a base in {config.base}: expected {', '.join(lacks)}, got {config.type}")
 
 
 def check_media(config: EngineConfig, model: str) -> None:

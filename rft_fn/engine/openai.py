@@ -26,6 +26,7 @@ from rft_fn.engine.engine_config import EngineConfig
 from rft_fn.engine.engine_groups import NcclGroups
 from rft_fn.engine.lifetime import EngineCore
 from rft_fn.engine.server_protocol import (
+    HOT,
     Ask,
     Client,
     Described,
@@ -85,6 +86,7 @@ class _VLLM:
     )
 
     adapters_ran = True
+    hottest = HOT
     adapters_hint = (
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora, --max-lora-rank, --max-loras 2 and "
         "--lora-target-modules"

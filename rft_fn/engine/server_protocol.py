@@ -256,6 +256,7 @@ class ServerProtocol(Protocol):
     adapters_ran: (
         bool  # whether adapters alone were ever run on such a server, and not only held against types
     )
+    hottest: float  # the highest temperature that a server takes
     senders: Mapping[str, Sends]  # over channels, by the names of such ways
 
     @property

@@ -215,6 +215,11 @@ class _Servers:
         if request.start is not None and any(request.start):
             raise BadRequest(f"start: expected zeros for {self.protocol.name}, got {list(request.start)}")
         self.protocol.check(sampling)
+        rows = request.rows()
+        hottest = max((row.temperature for row in rows), default=0.0)
+        if hottest > self.protocol.hottest:
+            most = f"{self.protocol.hottest:g} for {self.protocol.name}"
+            raise BadRequest(f"temperature: expected at most {most}, got {hottest:g}")
         if not ids:
             return requests.empty(self.version)
         self.wake()
@@ -224,7 +229,7 @@ class _Servers:
         ends = sorted(stop.ids)
         asks = [
             Ask(ids[b // n], row.key, tree.replace(sampling, temperature=row.temperature), row.max_new, ends)
-            for b, row in enumerate(request.rows())
+            for b, row in enumerate(rows)
         ]
 
         def answered(b: int, server: str) -> Response:

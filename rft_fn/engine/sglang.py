@@ -8,6 +8,7 @@ where the folder of weights can be read, and with `--enable-memory-saver` to giv
 log-probs are of the model before top_p and top_k, so a cut distribution is reported by its sampling mask.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -60,6 +61,7 @@ class _SGLang:
     name = "sglang"
     hint = "--enable-deterministic-inference"
     adapters_ran = False
+    hottest = math.inf
     adapters_hint = "--enable-lora, --max-lora-rank and --lora-target-modules"
     hold = None  # an answer tells one version
     force = None

@@ -76,7 +76,7 @@ def setup(
     cfg = opening.decide_start(cfg, st)
     every = options.of(options.Reference, cfg).ref_every
     opening.check_reference(every, anchor=anchor, zero_stage=cfg.strategy.zero_stage)
-    opening.check_adapters(cfg, cfg.strategy)
+    opening.check_adapters(cfg, cfg.strategy, shared=how.in_flight or (how.ahead > 0 and st.world > 1))
     model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
 
     # how much goes through a model at a time, before the rows, which have to fit

@@ -394,13 +394,20 @@ def initial_model(
     return st.bind(model.load(cfg.model, meta=st.world > 1), sampling=sampling)
 
 
-def check_adapters(cfg: options.Policy, config: strategy.StrategyConfig) -> None:
-    """Raise ValueError for an engine that is to get adapters alone, where there are none that it can get."""
-    rank = cfg.lora_rank
+def check_adapters(cfg: options.Policy, config: strategy.StrategyConfig, *, shared: bool) -> None:
+    """Raise ValueError for an engine that is to get adapters alone, where there are none that it can get.
+
+    `shared`: other ranks, or requests under way, would not know the names of the newest ones.
+    """
     if config.engine_adapters != "alone":
         return
-    if not rank:
+    if not cfg.lora_rank:
         raise ValueError("engine_adapters alone: expected trained adapters (lora_rank), got lora_rank 0")
+    if shared and config.engine_servers:
+        raise ValueError(
+            "engine_adapters alone: expected servers that one process samples from, without in_flight, got "
+            "several that sample ahead, or in_flight; leave it out"
+        )
     if cfg.quantize and (cfg.quantize != "int8" or config.engine_type not in ("vllm", "openai")):
         raise ValueError(
             "engine_adapters alone: expected a base in full precision, or in int8 with engine_type vllm or "

@@ -449,22 +449,26 @@ def test_servers_tell_the_precision_of_their_base(base, room, line):
                 eng.load(tiny.llama().named_parameters(), version=1)
 
 
-@each(
-    ("options", "lacks"),
-    [
-        ({"type": "hf"}, "engine_type vllm or openai"),
-        ({"adapters": "auto"}, "engine_adapters alone"),
-        ({"lora_rank": 0}, "engine_adapters alone"),
-        ({"in_flight": True}, "no in_flight"),
-        ({"run": "r", "servers": ("http://localhost:1",)}, "one rank that samples ahead"),
-    ],
-)
-def test_an_engine_that_would_load_whole_weights_has_no_base_in_low_precision(options, lacks):
-    usual = {"type": "openai", "servers": ("http://localhost:1",), "adapters": "alone", "lora_rank": 4}
-    if options.get("type") == "hf":
-        usual.pop("servers")
-    with pytest.raises(ValueError, match=f"^engine: a base in int8: expected {lacks}, got "):
-        engine.check_config(engine.EngineConfig(**(usual | options), base="int8"))
+@each(("kind", "how"), [("hf", "alone"), ("ray", "alone"), ("openai", "auto"), ("vllm", "merged")])
+def test_a_base_in_low_precision_is_for_engines_that_get_adapters_alone(kind, how):
+    servers = ("http://localhost:1",) if kind == "openai" else ()
+    config = engine.EngineConfig(type=kind, adapters=how, lora_rank=4, base="int8", servers=servers)
+    with pytest.raises(ValueError, match=f"^engine: a base in int8: .* alone, got {kind} and {how}"):
+        engine.check_config(config)
+
+
+def test_servers_whose_requests_would_not_know_new_adapters_are_refused_at_the_start(tmp_path):
+    from test_house import load_script
+
+    grpo = load_script("grpo")
+    servers = rft.strategy.StrategyConfig(
+        engine_type="openai", engine_servers=("http://localhost:1",), engine_adapters="alone"
+    )
+    options = {"lora_rank": 4, "ahead": 1, "in_flight": True, "strategy": servers, "out": str(tmp_path / "r")}
+    with pytest.raises(
+        ValueError, match=r"^engine_adapters alone: expected servers that one process samples"
+    ):
+        grpo.main(grpo.Config(**options))
 
 
 def test_towers_keep_a_base_in_full_precision():

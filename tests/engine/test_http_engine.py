@@ -342,6 +342,18 @@ def test_scores_are_of_the_plain_softmax_alone(kind):
         assert eng.score(tree.map(lambda x: x[:0], rollout)).shape[0] == 0
 
 
+def test_a_temperature_that_servers_refuse_is_refused_before_they_are_asked(kind):
+    with serving(fake(**KINDS[kind][1])) as fakes:
+        eng = made(kind, *fakes)
+        hot = rft.Sampling(temperature=5.0, max_new=2)
+        if eng.status()["engine"] == "sglang":
+            assert eng.generate(PROMPTS, KEYS, sampling=hot).mask.any()
+            return
+        with pytest.raises(engine.BadRequest, match=r"^temperature: expected at most 2 for openai, got 5$"):
+            eng.generate(PROMPTS, KEYS, sampling=hot)
+        assert eng.status()["alive"]
+
+
 # --------------------------------------------------------------------------- what a server is
 
 
