@@ -87,8 +87,8 @@ def check_config(config: EngineConfig) -> None:
         )
     if config.base and (config.type not in ("openai", "vllm") or config.adapters != "alone"):
         raise ValueError(
-            f"engine: a base in {config.base}: expected engine_type vllm or openai, engine_adapters alone, got "
-            f"{config.type} and {config.adapters}"
+            f"engine: a base in {config.base}: expected engine_type vllm or openai, engine_adapters alone, "
+            f"got {config.type} and {config.adapters}"
         )
     if (config.actors, config.actor_type) != (1, "hf") and config.type != "ray":
         raise ValueError(
