@@ -102,7 +102,7 @@ def test_a_server_samples_from_adapters_that_it_is_told_to_load(tmp_path):
 
         eng = made(lora_rank=4)  # by itself: the server tells that it has room
         (known,) = inside(eng).known.values()
-        assert known.room == (8, 2) and eng.status()["adapters"]
+        assert known.room == (8, 2, "") and eng.status()["adapters"]
         st, state = follows(eng)
         with pytest.raises(ValueError, match=r"room for adapters of rank 16, got 8 \(--max-lora-rank\)"):
             made(lora_rank=16, adapters="alone")
