@@ -84,7 +84,7 @@ TABLES = {
     "scaling": {mark: partial(growth, mark) for mark in script("growth/show").tables(read("growth/growth"))}
     | {mark: partial(memory, mark) for mark in script("memory").TABLES}
     | {
-        "plan": lambda: script("plan").table(read("plan")["settings"]),
+        "plan": lambda: script("plan").table(read("plan")),
         "plan-scale": lambda: script("plan").scale_table(read("plan")["scale"]),
         "plan-changes": lambda: script("plan").change_table(read("plan")["scale"]),
     },

@@ -176,8 +176,9 @@ def hold_servers(folder):
             server.kill()
 
 
-def table(rows):
+def table(kept):
     """A line for each setting."""
+    rows = kept["settings"] | kept["servers"]["settings"]
     out = [
         "| setting | a step, predicted | measured | error | generate | train |",
         "|---|---|---|---|---|---|",
@@ -310,7 +311,7 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             kept["servers"] = facts | hold_servers(Path(folder))
     if only != ["scale"]:
-        tables["plan"] = table(kept["settings"] | kept.get("servers", {}).get("settings", {}))
+        tables["plan"] = table(kept)
     if not only or "scale" in only:
         kept["scale"] = scale()
         tables |= {"plan-scale": scale_table(kept["scale"]), "plan-changes": change_table(kept["scale"])}
