@@ -10,11 +10,13 @@ OLD_ONEDNN = torch.__version__.startswith("2.11.")  # 3.10: other bits for few r
 
 # of transformers 5.16, by family; the library refuses them, packs them one sequence at a time, or cannot know
 LACKS = {
+    "DeepseekV2 routers": "its outputs are not recorded",
     "DeepseekV3 routers": "its outputs are not recorded",
     "Glm4Moe routers": "its outputs are not recorded",
     "GraniteMoe routers": "its outputs are not recorded",
     "Lfm2Moe routers": "its outputs are not recorded",
     "Jamba routers": "they are plain linear layers",
+    "RecurrentGemma states": "its layers do not hand on the boundaries, so attention has a [T, T] mask",
     "Llama4Text packs": "tokens of other sequences are seen, so it is given one at a time",
     "Doge tokens": "a token sees later ones",
     "AXK2 padding": "keys are chosen among those of padding too",

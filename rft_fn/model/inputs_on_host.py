@@ -78,7 +78,7 @@ class OnHost:
     def pack(self, x: Tensor) -> Any:
         """Move an input of a block."""
         kind = self.moved or (Moved if x.is_cuda else None)
-        if kind is None or not x.is_floating_point():
+        if kind is None or not x.is_floating_point() or not x.numel():  # torch 2.11 keeps an empty one too
             return x
         moved = kind(x, self.last())
         self.last = weakref.ref(moved)

@@ -179,6 +179,7 @@ def test_rounding_is_not_a_leak(kind, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", STATES)
 def test_layers_with_states_are_packed_in_every_type(kind, dtype):
+    floor.require(f"{kind} states")
     for std in (0, 0.3):
         root = wrap_for_training(small(kind, dtype, std=std))
         quiet(reader.detect_packing, root)
