@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,7 @@ def test_this_machine_is_fine_and_fits_80_columns():
 def test_json_has_the_same_facts(capsys):
     commands.main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert found["versions"]["torch"] == {"value": torch.__version__, "state": "ok", "remedy": ""}
+    assert found["versions"]["torch"] == {"value": metadata.version("torch"), "state": "ok", "remedy": ""}
     assert set(found["engines"]) == set(ENGINES) and set(found["optional packages"]) == set(packages.EXTRAS)
 
 
