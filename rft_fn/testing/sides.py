@@ -27,6 +27,8 @@ from rft_fn.weight import token_mean
 __all__ = ["check_bounded", "check_masked", "check_sides", "slopes_at"]
 
 
+FADED = 1e-30  # a slope that fell so far has faded, as soft weights of long responses do: no clip
+
 # a log-ratio in nats -> (slopes [T], slopes without an advantage [T], advantages [T]) of tokens that count
 Slopes = Callable[[float], tuple[Tensor, Tensor, Tensor]]
 
@@ -87,15 +89,18 @@ def check_sides(
     wrong: list[float] = []
     dead: list[float] = []
     steps = 40
-    for i in range(-steps, steps + 1):
+    last: dict[int, Tensor] = {}  # what a token learned before it stopped, on each side
+    for i in sorted(range(-steps, steps + 1), key=abs):
         at = 2.0 * i / steps
         slope, rest, adv = slopes(at)
         slope = slope - rest.nan_to_num()
         push = -slope * adv  # > 0: along the advantage
         if (push < -1e-9 * adv.abs().max()).any():
             wrong.append(at)
-        back = at * adv < 0
-        if abs(at) <= span and back.any() and (slope[back] == 0).any():
+        way = (i > 0) - (i < 0)
+        last[way] = torch.where(slope == 0, last.get(way, last[0] if i else slope), slope)
+        faded = (last[way] != 0) & (last[way].abs() < FADED)
+        if abs(at) <= span and (slope[(at * adv < 0) & ~faded] == 0).any():
             dead.append(at)
     if wrong:
         raise Failure(
