@@ -89,7 +89,7 @@ def check_sides(
     wrong: list[float] = []
     dead: list[float] = []
     steps = 40
-    last: dict[int, Tensor] = {}  # what a token learned before it stopped, on each side
+    last: dict[int, Tensor] = {}  # on each way out from 0, the slope of a token before it became 0
     for i in sorted(range(-steps, steps + 1), key=abs):
         at = 2.0 * i / steps
         slope, rest, adv = slopes(at)

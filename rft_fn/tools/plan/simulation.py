@@ -171,23 +171,21 @@ class _Engines:
             call.owner, call.length, call.context, rows=x.rows, engines=x.engines, rates=r
         )
         seconds += r.prefill * np.bincount(call.owner, call.read, x.engines)
-        begin = np.maximum(self.free, now)
-        if x.servers:  # a call begins when that before it has ended
-            begin = np.full(x.engines, begin.max())
+        begin = self._ready(now)
         self.free = begin + seconds
         self.spans.append(np.stack([begin, self.free], -1))
         self.of.append((step, version))
         return float(self.free.max())
 
     def load(self, at: float) -> np.ndarray:
-        """Return when each engine [E] has weights that leave the trainer at a time.
-
-        It takes them after its calls, and servers after those of all.
-        """
-        after = self.free.max() if self.x.servers else self.free
-        begin = np.full(self.x.engines, np.maximum(after, at))
-        self.free = begin + self.rates.deliver * self.x.engines + self.rates.load
+        """Return when each engine [E] has weights that leave the trainer at a time, after its calls."""
+        self.free = self._ready(at) + self.rates.deliver * self.x.engines + self.rates.load
         return self.free.copy()
+
+    def _ready(self, at: float) -> np.ndarray:
+        """Return when each engine [E] can begin what is sent at a time: servers once all of them are free."""
+        begin = np.maximum(self.free, at)
+        return np.full_like(begin, begin.max()) if self.x.servers else begin
 
 
 class _Batch(NamedTuple):
