@@ -66,9 +66,10 @@ def test_a_job_asks_for_a_group_a_role_and_replicas_share_machines(found):
 
 
 def test_words_reach_programs_as_they_were_written(found, tmp_path):
-    """The job is run by bash, with an srun that prints: the words are those of the local launcher."""
+    """The job is run by bash, with an srun that keeps its words: they are those of the local launcher."""
+    (tmp_path / "calls").mkdir()  # a file for each call, since several run at once
     tools = r"""
-srun() { { printf '%s\0' "$@"; printf '\n\0'; } >> calls; [[ $* == *--job-name=trainer* ]] || sleep 1.5; }
+srun() { printf '%s\0' "$@" > calls/$BASHPID; [[ $* == *--job-name=trainer* ]] || sleep 1.5; }
 scontrol() { for i in $3; do echo "$i"; done; }
 scancel() { :; }
 curl() { echo "${@: -1}" >> urls; }
@@ -81,7 +82,7 @@ curl() { echo "${@: -1}" >> urls; }
         ["bash", "-c", job], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30
     )
     assert done.returncode == 0, done.stderr
-    calls = [x.split("\0")[:-1] for x in (tmp_path / "calls").read_text().split("\n\0")[:-1]]
+    calls = [x.read_text().split("\0")[:-1] for x in (tmp_path / "calls").iterdir()]
     made = {re.search(r"--job-name=(\S+)", " ".join(x))[1]: x for x in calls}
     port = 20000 + 10 * 5 % 9000
     web = [f"http://a{1 + i // 2}:{port + i}" for i in range(3)]
