@@ -9,6 +9,7 @@ import json
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -39,6 +40,16 @@ HOSTILE = (3.7, "3", True, 10**400, float("inf"), "brackets", "short", "endless"
 KNOWN = {}
 
 
+def mapped_at(address):
+    """The file without a name that is mapped there, and the place in it, or None."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        ends, _, offset, _, inode, *name = line.split()
+        start, end = (int(x, 16) for x in ends.split("-"))
+        if start <= address < end:
+            return (int(inode), address - start + int(offset, 16)) if "memfd" in "".join(name) else None
+    return None
+
+
 class FakeServer:
     """One server. Attributes may be changed at any time."""
 
@@ -55,7 +66,9 @@ class FakeServer:
         self.transfer = ""  # vLLM's backend of weight transfer; "rft" is ours. SGLang's is "torch"
         self.sessions = True  # whether SGLang wants one for weights
         self.extension = True  # of the worker
-        self.receiver = None  # of that backend
+        self.world = 1  # workers of vLLM's
+        self.receivers = []  # of that backend, one a worker
+        self.seen = []  # what each worker got in the last phase of an update
         self.updating = False  # as vLLM's worker notes it
         self.room = None  # for adapters, as a worker tells of it: {"rank", "slots", "head"}
         self.loads_adapters = False  # whether there are the routes that do
@@ -338,7 +351,7 @@ class FakeServer:
             found = {"backend": self.transfer} if self.transfer else None
             return 200, {"vllm_config": {"weight_transfer_config": found}}
         if path == "/get_world_size":
-            return 200, {"world_size": 1}
+            return 200, {"world_size": self.world}
         if path == "/collective_rpc" and not self.extension:
             return 500, {"error": {"message": "CPUWorker has no attribute"}}
         if path == "/collective_rpc" and body["method"] == "rft_describe":
@@ -377,29 +390,46 @@ class FakeServer:
                 return self.vllm_nccl(path, body)
             if self.transfer != "rft":
                 raise RuntimeError("Weight transfer not configured.")
-            self.receiver = self.receiver or Receiver(0, "cpu")
+            self.receivers = self.receivers or [Receiver(rank, "cpu") for rank in range(self.world)]
             if path == "/init_weight_transfer_engine":
-                self.receiver.connect(Connect(**body["init_info"]))
+                self.together(lambda receiver: receiver.connect(Connect(**body["init_info"])))
             elif path == "/start_weight_update":
                 if self.updating:
                     raise RuntimeError("start_weight_update called while a weight update is already active.")
-                self.receiver.start()
+                self.together(Receiver.start)
                 self.updating = True
             elif path == "/update_weights":
                 if not self.updating:
                     raise RuntimeError("start_weight_update must be called before update_weights.")
                 self.updating = False
-                self.receiver.take(Update(**body["update_info"]))
+                self.together(lambda receiver: receiver.take(Update(**body["update_info"])))
                 self.updating = True
             elif path == "/finish_weight_update":
                 if not self.updating:
                     raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
-                self.receiver.finish(self.take)
+                self.seen = self.together(self.finish)
                 self.updating = False
                 self.label = body.get("weight_version") or self.label
         except Exception as error:
             return 500, {"error": {"message": f"Call to {path[1:]} method failed: {error}"}}
         return 200, {"message": "well"}
+
+    def together(self, act):
+        """What each worker returns; they act beside each other."""
+        with ThreadPoolExecutor(self.world) as pool:
+            return list(pool.map(act, self.receivers))
+
+    def finish(self, receiver):
+        """Take what has arrived; returns {name: (where it is in memory, its bytes)}."""
+        seen = {}
+
+        def note(weights):
+            for name, x in weights:
+                seen[name] = mapped_at(x.data_ptr()), x.numpy().tobytes()
+                yield name, x
+
+        receiver.finish(lambda weights: self.take(note(weights)))
+        return seen
 
     def vllm_nccl(self, path, body):
         """A phase as vLLM's own backend goes through it, by gloo: its tests make an id of an address."""

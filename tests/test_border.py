@@ -498,6 +498,7 @@ FREE = {
     "engine/process.py:_Process.receive": "answers of a process of its own",
     "engine/requests.py:_adds_its_text": "how the loaded tokenizer writes its own decoder",
     "engine/weight_folder.py:Writer._link": "a folder that this process has written",
+    "engine/weight_stage.py:_mapped": "memory of another worker, of the size that this one has received",
     "engine/weight_delta.py:Kept.read": "a folder that the trainer has written; a checksum for each tensor",
     "engine/weight_delta.py:_unzipped": "bytes of such a folder; the checksum of the result is compared",
     "engine/weight_delta.py:difference": "bytes that it has made itself",

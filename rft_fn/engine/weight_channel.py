@@ -5,10 +5,12 @@ group is gloo's between CPUs and NCCL's between GPUs. A server has a group of it
 breaks no other's.
 """
 
+import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +18,12 @@ import torch.distributed as c10d
 from torch import Tensor
 
 __all__ = [
-    "BUCKET", "PROTOCOL", "Bucket", "Channel", "Connect", "Parcel", "Update", "all_ready", "entries_of",
-    "join", "listen", "own_address", "total_bytes",
+    "BUCKET", "NO_ROOM", "PROTOCOL", "Bucket", "Channel", "Connect", "Parcel", "Update", "all_ready",
+    "entries_of", "join", "listen", "own_address", "total_bytes",
 ]  # fmt: skip
 
-PROTOCOL = 1  # of the records below
+PROTOCOL = 2  # of the records below
+NO_ROOM = "of free host memory for the stage"  # words of a worker that refuses weights, which fewer may pass
 BUCKET = 256 << 20  # bytes of a bucket, or one larger tensor
 _ANSWERS = 2.0  # seconds that a store has to answer
 _ALIGN = 16  # bytes: a multiple of every type's size
@@ -44,7 +47,9 @@ class Update:
 
     run: str = ""
     entries: list[list[Any]] = field(default_factory=list)  # [name, type, shape] of each tensor
-    total: int = 0  # bytes of all buckets together
+    total: int = 0  # bytes that have to be staged at a time
+    first: bool = True  # no other part of these weights came before
+    last: bool = True  # none comes after
     seconds: float = 60.0  # for all that is left to do
     manifest: dict[str, list[Any]] | None = None  # of the last bucket: {name: [type, shape]} of all tensors
     tied: dict[str, str] = field(default_factory=dict)  # {a further name: the name that came}
@@ -94,6 +99,12 @@ class Bucket(NamedTuple):
             part = self.data[entry.start : entry.start + entry.size]
             yield entry.name, part.view(entry.dtype).view(entry.shape)
 
+    def cut(self, entries: Sequence[Entry]) -> "Bucket":
+        """Return a bucket of some entries that follow each other; it shares the memory."""
+        start = entries[0].start
+        moved = [entry._replace(start=entry.start - start) for entry in entries]
+        return Bucket(self.data[start : start + total_bytes(moved)], moved)
+
     def described(self) -> list[list[Any]]:
         """Return [name, type, shape] of each tensor, as JSON holds it."""
         return [[e.name, str(e.dtype).removeprefix("torch."), list(e.shape)] for e in self.entries]
@@ -124,6 +135,23 @@ class Parcel:
         self._close()
         self.tied = dict(tied)
 
+    def parts(self, count: int) -> "list[Parcel]":
+        """Cut into at most `count` parts of whole layers, which share the memory."""
+        sizes: dict[str, int] = {}
+        for bucket in self.buckets:
+            for entry in bucket.entries:
+                sizes[_layer(entry.name)] = sizes.get(_layer(entry.name), 0) + entry.size
+        begins = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+        place = {x: min(begin * count // max(self.total, 1), count - 1) for x, begin in begins.items()}
+
+        found = [Parcel() for _ in range(count)]
+        for bucket in self.buckets:
+            for part, entries in groupby(bucket.entries, lambda entry: place[_layer(entry.name)]):
+                found[part].buckets.append(bucket.cut(list(entries)))
+        for name, by in self.tied.items():
+            found[place[_layer(by)]].tied[name] = by
+        return [part for part in found if part.buckets]
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of all buckets."""
         for bucket in self.buckets:
@@ -143,6 +171,12 @@ class Parcel:
             last = self.buckets[-1]
             self.buckets[-1] = Bucket(self._open[: total_bytes(last.entries)], last.entries)
         self._open = None
+
+
+def _layer(name: str) -> str:
+    """Return the layer of a weight: up to its first number, or its module where it has none."""
+    numbered = re.match(r".*?\.\d+(?=\.)", name)
+    return numbered[0] if numbered else name.rpartition(".")[0]
 
 
 class Channel:

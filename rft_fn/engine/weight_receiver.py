@@ -2,16 +2,16 @@
 
 They are staged on the host, and compared with a manifest. Nothing touches the model before all has arrived.
 So a trainer that dies, stops sending or sends too little leaves a server that samples from its old weights,
-and the next trainer can load.
+and the next trainer can load. Where there is no room for all of them they come in parts, each as one update.
 """
 
 import time
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 from rft_fn.engine.weight_channel import (
+    NO_ROOM,
     PROTOCOL,
     Bucket,
     Channel,
@@ -22,6 +22,7 @@ from rft_fn.engine.weight_channel import (
     own_address,
     total_bytes,
 )
+from rft_fn.engine.weight_stage import Stage
 from rft_fn.memory import host_free
 
 __all__ = ["Receiver"]
@@ -38,9 +39,11 @@ class Receiver:
         self.device = device
         self.channel: Channel | None = None
         self.run = ""
+        self.stage: Stage | None = None
         self.staged: list[Bucket] | None = None  # None outside of an update
         self.whole = False  # all has arrived
         self.tied: dict[str, str] = {}
+        self.first = self.last = True  # part of the weights that have arrived
         self.seconds = 0.0  # that the trainer has for a phase
         self.until = 0.0  # of the monotonic clock: when the update has to be over
 
@@ -67,6 +70,7 @@ class Receiver:
         self.channel = Channel(
             store, info.kind, address, rank=self.rank + 1, world=info.world, seconds=info.seconds
         )
+        self.stage = Stage(store, rank=self.rank + 1, world=info.world, seconds=info.seconds)
         self.run = info.run
         self.seconds = info.seconds
 
@@ -88,7 +92,7 @@ class Receiver:
     def _take(self, info: Update) -> None:
         if info.abandon:
             raise ValueError(f"rft: abandoned: {info.abandon}")
-        if self.channel is None or self.staged is None or self.run != info.run:
+        if self.channel is None or self.stage is None or self.staged is None or self.run != info.run:
             raise ValueError(f"rft: expected weights of {self.run or 'no run'}, got those of {info.run}")
         began = time.monotonic()
         self.until = began + info.seconds
@@ -97,15 +101,16 @@ class Receiver:
             free = host_free()
             if info.total > free:
                 raise ValueError(
-                    f"rft: expected {info.total / _GIB:.2f} GiB of free host memory for the stage, got "
-                    f"{free / _GIB:.2f}"
+                    f"rft: expected {info.total / _GIB:.2f} GiB {NO_ROOM}, got {free / _GIB:.2f}"
                 )
-        bucket = Bucket(torch.empty(total_bytes(entries), dtype=torch.uint8), entries)
-        self.channel.broadcast(bucket.data, info.seconds)
-        self.staged.append(bucket)
+        data = self.stage.room(total_bytes(entries))
+        self.channel.broadcast(data, info.seconds)
+        left = info.seconds - (time.monotonic() - began)
+        self.staged.append(Bucket(self.stage.keep(data, left), entries))
         if info.manifest is not None:
             self._compare(info)
             self.tied = info.tied
+            self.first, self.last = info.first, info.last
             self.whole = True
 
     def _compare(self, info: Update) -> None:
@@ -132,6 +137,8 @@ class Receiver:
         """Give everything that has arrived to `load`. ValueError if that is not all."""
         staged, whole = self.staged or [], self.whole
         self.staged, self.whole = None, False
+        if self.stage is not None:
+            self.stage.close()
         if not whole:
             raise ValueError("rft: expected a whole update before its end, got a part")
         load(self._tensors(staged))
@@ -148,7 +155,9 @@ class Receiver:
 
     def close(self) -> None:
         """Leave the trainer, and drop what is staged."""
-        self.channel, self.staged, self.whole = None, None, False
+        if self.stage is not None:
+            self.stage.close()
+        self.channel, self.stage, self.staged, self.whole = None, None, None, False
 
     def _sender_lives(self) -> bool:
         return self.channel is not None and self.channel.alive()

@@ -2,9 +2,12 @@
 
 The phases are requests; the weights go over a channel beside them. All of it has one deadline for each
 server, and after any failure the channel to that server is given up: the next load makes another one. While
-the server reloads its model it holds back what others ask, where it can.
+the server reloads its model it holds back what others ask, where it can. One without room for all weights
+gets them in parts of whole layers, and holds back until the last of them.
 """
 
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +23,7 @@ import torch
 from rft_fn import border
 from rft_fn.engine.server_protocol import Client, Fault, Refused, expected
 from rft_fn.engine.weight_channel import (
-    Bucket,
+    NO_ROOM,
     Channel,
     Connect,
     Parcel,
@@ -29,6 +32,7 @@ from rft_fn.engine.weight_channel import (
     listen,
     own_address,
 )
+from rft_fn.text import printable
 
 __all__ = [
     "HOLD", "Request", "Senders", "answered", "hold_back", "line", "seconds_left", "together",
@@ -76,6 +80,7 @@ class Senders:
         self.holds = holds
         self.run = uuid4().hex[:8]  # another one's weights are refused
         self.open: dict[str, Channel] = {}
+        self.parts: dict[str, int] = {}  # into how many the weights are cut for a server without room
 
     def has(self, server: str) -> bool:
         """Ask whether a server has the backend: no other one takes the question."""
@@ -87,19 +92,14 @@ class Senders:
         The server's version is none that anyone samples from until the protocol's `settle` has set `label`.
         """
         end = time.monotonic() + self.seconds
-        try:
-            channel = self.open[server] = self._begin(server, end)
-            for bucket in parcel.buckets:
-                update = self._update(parcel, bucket, end)
-                move = partial(channel.broadcast, bucket.data, update.seconds)
-                body = {"update_info": asdict(update)}
-                together(UPDATE, partial(self._post, server, UPDATE, body, end), move, end, channel.ready)
-        except BaseException:
-            self.open.pop(server, None)
-            raise
+        parts = self._begin(server, parcel, end)
         try:
             with hold_back(self.client, server, HOLD, {}, end) if self.holds else nullcontext():
-                self._post(server, FINISH, {"weight_version": f"{label} arrived"}, end)
+                for i in range(len(parts)):
+                    if i > 0:
+                        self._stage(server, parts, i, end)
+                    said = "arriving" if i + 1 < len(parts) else "arrived"
+                    self._post(server, FINISH, {"weight_version": f"{label} {said}"}, end)
         except (Fault, Refused):
             self.open.pop(server, None)
             # it may have begun to load: its old version is true no more
@@ -111,11 +111,40 @@ class Senders:
         """Leave the channels."""
         self.open.clear()
 
-    def _update(self, parcel: Parcel, bucket: Bucket, end: float) -> Update:
-        update = Update(self.run, bucket.described(), parcel.total, SHARE * seconds_left(end))
-        if bucket is parcel.buckets[-1]:
-            update.manifest, update.tied = parcel.manifest(), parcel.tied
-        return update
+    def _begin(self, server: str, parcel: Parcel, end: float) -> list[Parcel]:
+        """Stage all of the weights, or a first part for which there is room; return all parts."""
+        parts = parcel.parts(self.parts.get(server, 1))
+        while True:
+            try:
+                self._stage(server, parts, 0, end)
+                return parts
+            except (Fault, Refused) as error:
+                finer = parcel.parts(2 * len(parts))
+                lacks = re.search(rf"expected [\d.]+ GiB {NO_ROOM}, got [\d.]+", str(error))
+                if lacks is None or len(finer) <= len(parts):
+                    raise
+                parts, self.parts[server] = finer, 2 * len(parts)
+                told = f"note: {server}: {lacks[0]}; weights come to it in {len(parts)} parts"
+                print(printable(told), file=sys.stderr, flush=True)
+
+    def _stage(self, server: str, parts: list[Parcel], number: int, end: float) -> None:
+        """Send one of the parts."""
+        part = parts[number]
+        first, last = number == 0, number + 1 == len(parts)
+        most = max(each.total for each in parts)
+        try:
+            channel = self.open[server] = self._start(server, end)
+            for bucket in part.buckets:
+                update = Update(self.run, bucket.described(), most, first, last)
+                update.seconds = SHARE * seconds_left(end)
+                if bucket is part.buckets[-1]:
+                    update.manifest, update.tied = part.manifest(), part.tied
+                move = partial(channel.broadcast, bucket.data, update.seconds)
+                body = {"update_info": asdict(update)}
+                together(UPDATE, partial(self._post, server, UPDATE, body, end), move, end, channel.ready)
+        except BaseException:
+            self.open.pop(server, None)
+            raise
 
     def _connect(self, server: str, end: float) -> Channel:
         """Meet the workers of a server."""
@@ -145,7 +174,7 @@ class Senders:
             return False
         return True
 
-    def _begin(self, server: str, end: float) -> Channel:
+    def _start(self, server: str, end: float) -> Channel:
         """Begin an update; return the channel to use for it."""
         channel = self.open.get(server) or self._connect(server, end)
         try:

@@ -20,8 +20,8 @@ from rft_fn.engine.weight_folder import LoadCheck
 from rft_fn.text import error_text
 
 __all__ = [
-    "MissingElements", "WeightsFromFolder", "check_same", "checked", "drafts_of", "reload", "replace",
-    "without_place",
+    "MissingElements", "WeightsFromFolder", "check_same", "checked", "drafts_of", "in_both", "reload",
+    "replace", "without_place",
 ]  # fmt: skip
 
 
@@ -93,6 +93,23 @@ def reload(
             raise
         layerwise.finalize_layerwise_reload(model, model_config)
     return missing
+
+
+def in_both(one: MissingElements, other: MissingElements) -> MissingElements:
+    """Return the layers that lack elements after two parts of the weights.
+
+    ValueError for one that got elements of both: vLLM puts a layer together from one load.
+    """
+    found: MissingElements = {}
+    for name in one.keys() & other.keys():
+        few, many = sorted((one[name][0], other[name][0]))
+        if few:
+            raise ValueError(
+                f"weights: {name}: expected all that vLLM's layer gets in one part, got {few} and {many} "
+                f"elements in two"
+            )
+        found[name] = many, one[name][1]
+    return found
 
 
 def check_same(missing: MissingElements, expected: MissingElements) -> None:

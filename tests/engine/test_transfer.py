@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import tiny
@@ -41,6 +42,18 @@ def made(*urls, timeout=60.0, **options):
     return engine.get_engine(config, tiny.llama(), tiny.tokenizer())
 
 
+def target(link):
+    """What a descriptor is of, or None for one that is closed by now."""
+    try:
+        return link.readlink()
+    except OSError:
+        return None
+
+
+def denied(*_):
+    raise PermissionError
+
+
 def paths(server):
     return [path for path, _ in server.calls]
 
@@ -75,6 +88,56 @@ def test_tensors_of_all_types_and_sizes_come_out_of_buckets_as_they_went_in():
     ):
         with pytest.raises(ValueError, match=r"^weights: x: expected a type and a shape, got "):
             entries_of([wrong])
+
+
+def test_parts_have_whole_layers_and_share_the_memory():
+    whole = transfer_ends.parcel(5)
+    whole.tied = {"lm_head.weight": "model.embed_tokens.weight"}
+    sent = dict(whole.tensors())
+    for count in (1, 2, 3, 8, 100):
+        parts = whole.parts(count)
+        assert len(parts) <= count and (len(parts) > 1) == (count > 1)
+        got = [dict(part.tensors()) for part in parts]
+        assert sum(map(len, got)) == len(sent) and sum(part.total for part in parts) <= whole.total
+        for part, found in zip(parts, got, strict=True):
+            assert part.manifest() == {name: whole.manifest()[name] for name in found}
+            assert part.tied == (whole.tied if "model.embed_tokens.weight" in found else {})
+            assert all(x.data_ptr() == sent[name].data_ptr() for name, x in found.items())
+            assert all(torch.equal(x, sent[name]) for name, x in found.items())
+        for layer in ("model.layers.0.", "model.layers.1.", "model.embed_tokens."):
+            assert sum(any(name.startswith(layer) for name in found) for found in got) == 1
+    assert max(part.total for part in whole.parts(2)) < 0.8 * whole.total
+    assert [part.total for part in whole.parts(100)] == [part.total for part in whole.parts(200)]
+
+
+def test_workers_of_a_machine_stage_one_copy():
+    """Three workers load the same memory, which is gone afterwards."""
+    with serving(fake(world=3)) as (server,):
+        eng = made(server.url, transfer="rft")
+        for version in (1, 2):
+            load(eng, version, version)
+            assert holds(server, version) and samples(eng, version)
+            assert len(server.seen) == 3 and server.seen[0] == server.seen[1] == server.seen[2]
+            assert all(place is not None for place, x in server.seen[0].values() if x)
+            assert "memfd:rft" not in Path("/proc/self/maps").read_text()
+            assert not [x for x in Path("/proc/self/fd").iterdir() if "memfd:rft" in str(target(x))]
+        eng.close()
+
+
+def test_workers_that_see_nothing_of_each_other_stage_their_own(monkeypatch):
+    from rft_fn.engine import weight_stage
+
+    # on two machines; and where the descriptors of the first one cannot be opened
+    for name, value in (("_machine", lambda: f"{threading.get_ident()}"), ("open", denied)):
+        monkeypatch.setattr(weight_stage, name, value, raising=False)
+        with serving(fake(world=2)) as (server,):
+            eng = made(server.url, transfer="rft")
+            load(eng, 5)
+            places = [{place for place, _ in worker.values()} for worker in server.seen]
+            assert holds(server, 5) and samples(eng, 5) and {None} in places
+            assert [x for _, x in server.seen[0].values()] == [x for _, x in server.seen[1].values()]
+            eng.close()
+        monkeypatch.undo()
 
 
 @each("transfer", ["auto", "rft"])
@@ -131,7 +194,7 @@ def test_a_server_that_comes_back_empty_is_sent_the_weights():
         eng = made(server.url, transfer="rft")
         load(eng, 5)
         server.end()
-        server.lm, server.label, server.receiver, server.updating = tiny.llama(), "default", None, False
+        server.lm, server.label, server.receivers, server.updating = tiny.llama(), "default", [], False
         server.begin()
         assert samples(eng, 5) and holds(server, 5)
         eng.close()
@@ -245,6 +308,70 @@ def test_a_stage_that_does_not_fit_is_refused_and_the_folder_taken(monkeypatch, 
         with pytest.raises(pool.ServersFailed, match=line):
             load(eng, 7)
         assert holds(server, 6)
+
+
+def test_weights_come_in_parts_where_all_of_them_do_not_fit(monkeypatch, capsys):
+    """Nobody samples between the parts, and the next load begins with as many."""
+    from rft_fn.engine import weight_receiver
+
+    parts = transfer_ends.parcel(5).parts(2)
+    monkeypatch.setattr(weight_receiver, "host_free", lambda: max(part.total for part in parts))
+    with serving(fake(world=2)) as (server,):
+        eng = made(server.url, transfer="rft")
+        seen = []
+        server.phase = FINISH, lambda: seen.append((server.paused, server.label))
+        for version in (1, 2):
+            load(eng, 4 + version, version)
+            assert holds(server, 4 + version) and samples(eng, 4 + version) and not server.paused
+            (paused, old), (still, between) = seen
+            assert paused == still == "wait" and "arriving" not in old
+            assert between.endswith(f":{version} arriving")
+            seen.clear()
+        assert paths(server).count("/pause?mode=wait") == paths(server).count("/resume") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"note: {server.url}: expected 0.00 GiB of free host memory for the stage, ")
+        assert line.endswith("; weights come to it in 2 parts")
+        eng.close()
+
+
+@each("path", [START, UPDATE, FINISH])
+def test_after_a_part_that_does_not_arrive_nobody_samples(path):
+    with serving(fake()) as (server,):
+        senders = Senders(Client(), 60.0)
+        senders.parts[server.url] = 2
+
+        def strikes():
+            assert paths(server).count(FINISH) < (2 if path == FINISH else 1), "in the second part"
+
+        server.phase = path, strikes
+        with pytest.raises(Fault, match=f"^{path}: "):
+            senders.send(server.url, transfer_ends.parcel(6), "run:1")
+        assert server.label == "run:1 failed" and not server.paused and not holds(server, 6)
+        server.phase = None
+        senders.send(server.url, transfer_ends.parcel(5), "run:2")
+        assert holds(server, 5) and server.label == "run:2 arrived"
+
+
+@pytest.mark.slow
+@each("path", [START, UPDATE, FINISH])
+def test_a_trainer_that_is_killed_between_parts_leaves_a_paused_server(path):
+    with serving(fake()) as (server,), transfer_ends.processes() as begin:
+        (pid,) = begin("send", server.url, 60, "rft", 2)
+
+        def kills():
+            if paths(server).count(FINISH) >= (2 if path == FINISH else 1):
+                server.phase = None
+                os.kill(int(pid), signal.SIGKILL)
+
+        server.phase = path, kills
+        transfer_ends.gone(pid)
+        time.sleep(0.5)  # for what is under way
+        assert server.paused and server.label == f"other:1 {'arrived' if path == FINISH else 'arriving'}"
+        eng = made(server.url, transfer="rft")
+        assert not server.paused
+        load(eng, 5)
+        assert holds(server, 5) and samples(eng, 5)
+        eng.close()
 
 
 def test_a_second_trainer_is_refused_while_the_first_one_sends():

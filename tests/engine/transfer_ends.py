@@ -1,7 +1,7 @@
 """The two ends of a transfer of weights in processes of their own, which a test kills.
 
 Run as a program it reads a line for each process that it forks off: `serve PHASE KIND` or
-`send SERVER SECONDS KIND`, where the kind is that of the fake server.
+`send SERVER SECONDS KIND PARTS`, where the kind is that of the fake server.
 """
 
 import os
@@ -74,11 +74,13 @@ def serve(path, kind="rft"):
         time.sleep(60)
 
 
-def send(url, seconds, kind="rft"):
+def send(url, seconds, kind="rft", parts=1):
     """A trainer that sends one load."""
     print(os.getpid(), flush=True)
-    sender = Senders if kind == "rft" else TorchGroups
-    sender(Client(), float(seconds)).send(url, parcel(6), "other:1")
+    sender = (Senders if kind == "rft" else TorchGroups)(Client(), float(seconds))
+    if kind == "rft":
+        sender.parts[url] = int(parts)
+    sender.send(url, parcel(6), "other:1")
 
 
 @contextmanager

@@ -233,7 +233,7 @@ def test_weights_that_do_not_arrive_whole_leave_the_old_ones(eng, servers, monke
         patch.setattr(Channel, "broadcast", lambda *_: None)
         refused(parcel(new), f"^{UPDATE}: ", 8)
     dead = Senders(Client(), 30.0)
-    dead._begin(url, time.monotonic() + 30)
+    dead._start(url, time.monotonic() + 30)
     del dead
 
     # the next trainer, who also finds a layer that got too little: by vLLM's own count

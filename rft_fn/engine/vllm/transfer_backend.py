@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine  # pyrigh
 
 from rft_fn.engine.weight_channel import Connect, Update
 from rft_fn.engine.weight_receiver import Receiver
-from rft_fn.engine.worker import MissingElements, check_same, reload
+from rft_fn.engine.worker import MissingElements, check_same, in_both, reload
 
 __all__ = ["TransferBackend"]
 
@@ -30,6 +30,7 @@ class TransferBackend(WeightTransferEngine):
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self.receiver = Receiver(rank, str(self.device))
         self.usual: MissingElements | None = None  # layers that lack elements in a whole load
+        self.missing: MissingElements = {}  # in the parts that have come
 
     def init_transfer_engine(self, init_info: Connect) -> None:
         """Meet a trainer."""
@@ -53,9 +54,11 @@ class TransferBackend(WeightTransferEngine):
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         missing = reload(self.model, weights, self.vllm_config, self.model_config)
-        if self.usual is None:  # the first one is whole: its names were those of the trainer's manifest
-            self.usual = missing
-        check_same(missing, self.usual)
+        self.missing = missing if self.receiver.first else in_both(self.missing, missing)
+        if self.receiver.last:
+            if self.usual is None:  # the first one is whole: its names were those of the trainer's manifest
+                self.usual = self.missing
+            check_same(self.missing, self.usual)
 
     def shutdown(self) -> None:
         """Leave the trainer."""
