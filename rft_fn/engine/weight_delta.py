@@ -105,7 +105,9 @@ def write(writer: Writer, version: str, new: Parcel, old: Parcel | None, base: s
 class Kept:
     """The last version of the weights in a worker of a server, which the next difference is from."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = 1) -> None:
+        """`workers` of the server keep theirs in the memory of one host."""
+        self.workers = workers
         self.version = ""
         self.tensors: dict[str, Tensor] = {}
 
@@ -122,7 +124,7 @@ class Kept:
         else:
             size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
             self.tensors = {}
-            if not about["version"] or size > host_free():
+            if not about["version"] or size * self.workers > host_free():
                 self.version = ""
                 return weight_folder.read(folder)
             self.tensors = {name: x.clone() for name, x in weight_folder.read(folder, tied=False)}

@@ -222,7 +222,7 @@ class WeightsFromFolder:
                 yield name, x
 
         try:
-            self.rft_kept = self.rft_kept or Kept()
+            self.rft_kept = self.rft_kept or Kept(self.vllm_config.parallel_config.world_size)
             weights = self.rft_kept.read(Path(folder))  # all of a difference, before the model is touched
             missing = replace(self, counted(), None)
             self.model_runner.reset_encoder_cache()

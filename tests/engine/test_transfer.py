@@ -511,6 +511,20 @@ def test_a_difference_that_gives_other_weights_is_refused_before_the_model_is_to
         eng.close()
 
 
+def test_weights_are_kept_where_those_of_all_workers_have_room(tmp_path, monkeypatch):
+    lm, g = tiny.llama(5).bfloat16(), torch.Generator().manual_seed(0)
+    size = sum(p.nbytes for p in lm.parameters())
+    monkeypatch.setattr(weight_delta, "host_free", lambda: 3 * size)
+    with serving(fake(transfer="", kept=Kept(2)), fake(transfer="", kept=Kept(4))) as fakes:
+        eng = made(*(f.url for f in fakes), weights=str(tmp_path))
+        for version in range(2):
+            eng.load(lm.named_parameters(), version=version)
+            stepped(lm, g)
+        assert [[x.name[-1] for x in f.folders] for f in fakes] == [["0", "e"], ["0", "e", "1"]]
+        assert fakes[0].kept.tensors and not fakes[1].kept.tensors
+        eng.close()
+
+
 # ------------------------------------------------------------------- kill -9
 
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from inprocess import needs_vllm
 from serving import Server
 from test_server import NOISE, gap, made, parcel, shaken
@@ -81,4 +82,21 @@ def test_both_workers_load_what_is_staged_once(server, parts, monkeypatch):
             first, second = files.values()
             assert first == second and len(first) == len(part.buckets)
         seen.clear()
+    eng.close()
+
+
+def test_both_workers_read_a_folder_and_what_has_changed_since(server, tmp_path):
+    """bfloat16 travels as a difference, by the second load."""
+    eng = made(server, transfer="folder", weights=str(tmp_path), batch=16)
+    lm = shaken(5)
+    with torch.no_grad():
+        for p in lm.parameters():
+            p.copy_(p.bfloat16())
+    for version in range(2):
+        eng.load(((name, p.bfloat16()) for name, p in lm.named_parameters()), version=version)
+        rollout = eng.generate(PROMPTS, KEYS, n=4, sampling=SAMPLING)
+        assert gap(rollout, SAMPLING, lm) < NOISE
+        assert [x.suffix for x in tmp_path.iterdir()] == ["", ".difference"][version : version + 1]
+        with torch.no_grad():
+            lm.lm_head.weight[:2] *= 2
     eng.close()
