@@ -90,6 +90,11 @@ def check_config(config: EngineConfig) -> None:
             f"engine: a base in {config.base}: expected engine_type vllm or openai, engine_adapters alone, "
             f"got {config.type} and {config.adapters}"
         )
+    if config.base and config.tp_size != 1:
+        raise ValueError(
+            f"engine_tp_size: expected 1 for a base in {config.base}, got {config.tp_size}: each rank would "
+            "find the scales of its own parts of rows"
+        )
     if (config.actors, config.actor_type) != (1, "hf") and config.type != "ray":
         raise ValueError(
             f"engine_actors, engine_actor_type: expected 1 and hf for {config.type}, which has no actors, "

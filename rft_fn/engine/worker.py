@@ -165,7 +165,7 @@ def _room_for_adapters(config: Any, worker: Any) -> dict[str, Any] | None:
     """Return the largest rank of adapters, how many are held, whether the head takes some, and their base.
 
     None where there is no room for any. The base is int8 as the trainer has it, another precision that vLLM
-    names, or empty where it is full.
+    names or that has other scales, or empty where it is full.
     """
     if config is None:
         return None
@@ -175,6 +175,9 @@ def _room_for_adapters(config: Any, worker: Any) -> dict[str, Any] | None:
     torchao = getattr(quantised, "torchao_config", None)
     rows = type(torchao).__name__ == "Int8WeightOnlyConfig" and getattr(torchao, "group_size", 0) is None
     base = "" if quantised is None else "int8" if rows else str(quantised.get_name())
+    workers = worker.vllm_config.parallel_config.tensor_parallel_size
+    if base and workers > 1:  # a worker finds the scales of the parts that it has
+        base = f"{base} in {workers} parts (--tensor-parallel-size)"
     return {"rank": config.max_lora_rank, "slots": config.max_cpu_loras, "head": head, "base": base}
 
 

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -19,6 +20,7 @@ from rft_fn.engine.adapters_alone import AdapterLoad
 from rft_fn.engine.pool import ServersFailed
 from rft_fn.engine.vllm.adapter_slots import AdapterSlots
 from rft_fn.engine.weight_folder import manifest
+from rft_fn.engine.worker import _room_for_adapters
 from rft_fn.model import lora, lora_alone
 from rft_fn.sync.canary import CanaryError
 
@@ -430,6 +432,7 @@ def test_a_server_without_room_is_refused_at_the_start(room, label, line, capsys
         ("int8", ROOM, ""),  # an older extension, which does not tell: the canary does
         ("int8", ROOM | {"base": ""}, r"a base in int8 \(--quantization torchao, .*got full precision"),
         ("int8", ROOM | {"base": "fp8"}, r"a base in int8 \(--quantization torchao, .*got fp8"),
+        ("int8", ROOM | {"base": "int8 in 2 parts"}, r"a base in int8 .*, got int8 in 2 parts"),
         ("", ROOM | {"base": "fp8"}, ""),  # as the whole model of such a server would be
     ],
 )
@@ -455,6 +458,23 @@ def test_a_base_in_low_precision_is_for_engines_that_get_adapters_alone(kind, ho
     config = engine.EngineConfig(type=kind, adapters=how, lora_rank=4, base="int8", servers=servers)
     with pytest.raises(ValueError, match=f"^engine: a base in int8: .* alone, got {kind} and {how}"):
         engine.check_config(config)
+
+
+def test_a_base_in_int8_is_the_trainers_where_no_row_is_cut():
+    """A worker that has a part of each row finds the scale of that part."""
+    config = engine.EngineConfig(type="vllm", adapters="alone", lora_rank=4, base="int8", tp_size=2)
+    with pytest.raises(ValueError, match=r"^engine_tp_size: expected 1 for a base in int8, got 2: each rank"):
+        engine.check_config(config)
+    lora = SimpleNamespace(max_lora_rank=8, max_cpu_loras=2)
+    scheme = SimpleNamespace(torchao_config=type("Int8WeightOnlyConfig", (), {"group_size": None})())
+    places = SimpleNamespace(_adapter_manager=SimpleNamespace(modules={"layers.0.qkv_proj": None}))
+    for workers, base in ((1, "int8"), (2, "int8 in 2 parts (--tensor-parallel-size)")):
+        parallel = SimpleNamespace(tensor_parallel_size=workers)
+        held = SimpleNamespace(
+            model_runner=SimpleNamespace(lora_manager=places),
+            vllm_config=SimpleNamespace(quant_config=scheme, parallel_config=parallel),
+        )
+        assert _room_for_adapters(lora, held) == {"rank": 8, "slots": 2, "head": False, "base": base}
 
 
 def test_servers_whose_requests_would_not_know_new_adapters_are_refused_at_the_start(tmp_path):
