@@ -5,6 +5,7 @@ import atexit
 import gc
 import os
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -19,6 +20,10 @@ from hypothesis import settings
 
 settings.register_profile("rft", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("rft")
+
+# a shell's background job ignores Ctrl-C, and so would the processes whose tests send it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish():
