@@ -191,7 +191,9 @@ class Objects(NamedTuple):
             return _arguments(name, arguments)
         name = next((value[key] for key in (self.name, "name") if isinstance(value.get(key), str)), "")
         keys = [key for key in (self.arguments, "arguments", "parameters") if key in value]
-        if not name or (self.is_bare and not keys and not {*value} <= {self.name, "name", "type", "id"}):
+        if not name or not (
+            keys or {*value} <= {self.name, "name", "type", "id", "tool_call_id", "function"}
+        ):
             return wrong
         named = next((value[key] for key in ("id", "tool_call_id") if isinstance(value.get(key), str)), "")
         return _arguments(name, value[keys[0]] if keys else {}, named)
@@ -263,7 +265,9 @@ class _NameAndObject(NamedTuple):
         return [_arguments(name[1], value, call_id)], end
 
 
-_HARMONY = r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?\s*json\s*<\|message\|>"
+_HARMONY = (
+    r"(?:<\|channel\|>(?:commentary|analysis))?\s*(?:<\|constrain\|>)?\s*(?:json|code)?\s*<\|message\|>"
+)
 """What gpt-oss writes before arguments: its template, or the model, with the channel before the name."""
 
 
@@ -310,15 +314,24 @@ class _Pieces(NamedTuple):
             cut = not text[at:].strip()
             return [_nameless(self.opening, cut)], at
 
-        # an argument, the end of the call, or another call, whatever is next
-        head = rf"{re.escape(self.head)}\s*(?P<key>[^\s<>=\"']+?)\s*{re.escape(self.middle)}\n?"
+        # an argument, a broken one, the end of the call, or another call, whatever is next
+        middle = re.escape(self.middle).replace('"true"', '"(?:true|false)"')  # whether the value is a text
+        head = rf"{re.escape(self.head)}\s*(?P<key>[^\s<>=\"']+?)\s*{middle}\n?"
         end = _flexible(self.closing) if self.closing else r"\Z"
-        step = re.compile(rf"(?P<arg>{head})|(?P<end>{end})|(?P<next>{_flexible(self.opening)})")
+        step = re.compile(
+            rf"(?P<arg>{head})|(?P<broken>{re.escape(self.head)})|(?P<end>{end})"
+            rf"|(?P<next>{_flexible(self.opening)})"
+        )
         arguments: dict[str, str] = {}
         at = name.end()
         while (found := step.search(text, at)) is not None:
             if found["end"] is not None:
                 return [Call(name[1], arguments)], found.end()
+            if found["broken"] is not None and self.tail in text[found.end() :]:
+                error = f"expected the name of an argument behind {self.head!r}"
+                return [Call(name[1], {}, error)], found.end()
+            if found["broken"] is not None:
+                break
             if found["arg"] is None:
                 return [Call(name[1], {}, "the call has no end")], found.start()
             value = text.find(self.tail, found.end())
@@ -344,8 +357,9 @@ def _as_pieces(opening: str, one: str, two: str) -> Form | None:
     size -= max(between[len(between) - size :].find("<"), 0)  # a tag is whole
     head = between[len(between) - size :].strip()
     tail = between[: len(between) - size].strip()
-    if not (opening and head and tail):
+    if not (opening and head and tail) or any(key in head + tail for key in _KEYS):
         return None
+    opening = opening[max(opening.rfind("<"), 0) :]  # models leave out the tag around calls
     rest = one.partition(_VALUES[0])[2].strip().removeprefix(tail).strip()
     closing = re.match(r"[^\s>]*>?", rest)
     return _Pieces(opening, head, middle.strip(), tail, closing[0] if closing else "")
