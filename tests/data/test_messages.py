@@ -371,6 +371,18 @@ def test_a_turn_without_an_end_of_its_own_is_ended():
     assert (first, second) == ("Q: a\nA: «b<eos>»", "Q: a\nA: b\nQ: c\nA: «d<eos>»")
 
 
+def test_a_header_that_is_written_unasked_is_not_learned():
+    """Llama 3's first template has it behind every conversation."""
+    asked = "{%- if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\n\n' }}{% endif %}"
+    always = chats.LLAMA3.replace(asked, "{{ '<|head|>assistant<|/head|>\n\n' }}")
+    turns = talk(user("a"), says("b"), user("c"), says("d"))
+    texts = []
+    for template in (chats.LLAMA3, always):
+        chat = Chat(chats.tokenizer(template), {})
+        texts.append([chats.shown(chat.tokenizer, x) for x in chat.lessons(turns, "all")])
+    assert always != chats.LLAMA3 and texts[0] == texts[1]
+
+
 def test_marks_that_are_not_one_a_turn_are_not_followed():
     """Two of the four turns have none: both turns are learned by what comes after their prompts."""
     tokenizer = chats.tokenizer(chats.MARKED.replace("m.role == 'assistant'", "m.content == 'b'"))
