@@ -66,6 +66,11 @@ def sizes(b):
     return tuple(x.clamp(min=1) for x in packing.sides(b.mask.double(), b))
 
 
+def means(o, b):
+    """Mean log-probs of chosen and rejected."""
+    return tuple(x / n for x, n in zip(sides(o, b), sizes(b)))
+
+
 def spread(x, b):
     """A number of each pair, on its tokens."""
     return x[b.seq // 2]
@@ -201,6 +206,11 @@ WRONG = {
         "built anew": lambda o, b: -torch.tensor(r(o, b).tolist()).double() * b.adv,
         "nothing but the detached": lambda o, b: -r(o, b).detach() * b.adv + 0 * o.logp,
     },
+    "not detached": {
+        "ratio": lambda o, b: -r(o, b) * b.adv * o.logp,
+        "capped ratio": lambda o, b: -r(o, b).clamp(max=1.28) * b.adv * o.logp,
+        "half of it": lambda o, b: 0.5 * pg(o, b) * (1 + r(o, b)),
+    },
     "mean or a sum inside": {
         "a pair": (lambda o, b: -torch.nn.functional.logsigmoid(h(o, b)), PAIRS),
         "scalar mean": lambda o, b: (clip(o, b) * b.mask).mean(),
@@ -317,6 +327,15 @@ WRONG = {
         "divides outside the mask": lambda o, b: clip(o, b) * torch.where(b.mask, o.logp / o.logp, 0.0),
         "log of a probability": lambda o, b: clip(o, b) + 0 * torch.log(1 - (o.logp - 50).exp() / 0.0),
         "root of nothing": lambda o, b: clip(o, b) + 1e-9 * (o.logp - b.old_logp).abs().sqrt(),
+        "odds in a sigmoid": (
+            lambda o, b: spread(
+                -torch.nn.functional.logsigmoid(
+                    sum(x * y for x, y in zip((1, -1), (c - torch.log(1 - c.exp()) for c in means(o, b))))
+                ),
+                b,
+            ),
+            PAIRS,
+        ),
         "log of a distance": lambda o, b: clip(o, b) + 1e-9 * torch.log((o.logp - b.old_logp).abs()),
     },
     "the place of a row": {
@@ -358,6 +377,7 @@ WRONG = {
     },
     "a running sum": {
         "ratios over the pack": lambda o, b: clip(o, b) * running(o.logp - b.old_logp).detach(),
+        "advantages alone": lambda o, b: -r(o, b) * b.adv.flip(0).cumsum(0).flip(0),
         "advantages to go": lambda o, b: -r(o, b) * (b.adv * r(o, b).detach()).flip(0).cumsum(0).flip(0),
         "ratio of the prefix": lambda o, b: -running(o.logp - b.old_logp) * b.adv,
     },
