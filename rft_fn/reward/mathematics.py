@@ -53,6 +53,8 @@ def extract_number(text: str) -> str | None:
 
 def _plain(text: str) -> str:
     text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
+    text = re.sub(r"(\\[dt]?frac)\s*([0-9])", r"\1{\2}", text)  # \frac12
+    text = re.sub(r"(\\[dt]?frac\s*\{[0-9\s]*\})\s*([0-9])", r"\1{\2}", text)
     return _FRAC.sub(r"\1/\2", text)
 
 
@@ -160,6 +162,7 @@ def _latex(text: str) -> str:
     text = re.sub("[\u00bc-\u00be\u2150-\u215e]", _vulgar, text)
     text = re.sub(r"([0-9]{0,30})\.([0-9]{0,30})\\overline\s*\{\s*([0-9]{1,30})\s*\}", _repeating, text)
     text = re.sub(rf"\\({'|'.join(_COMMANDS)})\b\s*", lambda x: _COMMANDS[x[1]], text)
+    text = re.sub(r"(?<=[0-9])[eE]([+-]?[0-9]+)\b", r"\\times 10^{\1}", text)
     text = re.sub(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi", text)
     return re.sub(r"(?<=[\w)])\*\*(?=[\w(-])", "^", text)
 

@@ -135,6 +135,8 @@ def test_math_reads_the_usual_ways_to_write_a_reference(answer):
         ("2024-01-05", "2024-1-5", 1),
         (r"0.\overline{3}", r"\frac13", 1),
         (r"1.2\overline{3}", "37/30", 1),
+        ("1e-07", "10^{-7}", 1),
+        ("1e-07", "10^{-8}", 0),
         (r"0.\overline{3}", "0.3", 0),
         ("\u00bd", "0.5", 1),
         ("2\u00bd", "2.5", 1),
@@ -161,6 +163,11 @@ def test_a_list_has_alternatives():
     for fn in (reward.exact(), reward.math()):
         assert [one(fn, x, ["Paris", "paris"]) for x in ("Paris", "paris", "London")] == [1, 1, 0]
     assert [one(reward.numeric(), x, ["1", "#### 2"]) for x in ("it is 1", "2", "3")] == [1, 1, 0]
+    for cell in ('["7", "8"]', ['["7"]', "8"]):  # as JSON text too, which a text that is compared is not
+        assert [one(reward.math(), rf"\boxed{{{x}}}", cell) for x in "789"] == [1, 1, 0]
+        assert [one(reward.numeric(), x, cell) for x in "789"] == [1, 1, 0]
+    assert [one(reward.exact(), x, '["7"]') for x in ("7", '["7"]')] == [0, 1]
+    assert one(reward.math(), r"\boxed{[1,2]}", "[1,2]") == 1
     for cell, got in (([], "an empty list"), ({"a": 1}, "dict"), ([["a"]], "list"), ([None], "NoneType")):
         with pytest.raises(ValueError, match=f"^column 'answer': expected .* got {got}$"):
             one(reward.exact(), "a", cell)
