@@ -174,8 +174,8 @@ def numeric(column: str = "answer", *, boxed: bool = False) -> Reward:
     r"""Return 1 if the last numbers of completion and reference are equal; else 0.
 
     "0.50" is "1/2", and JSON text of a list of texts has alternatives. So GSM8K's references ("... #### 72")
-    need no change. With `boxed`, only the number inside the last \boxed{} counts, and a completion without one
-    scores 0. ValueError for a reference without a number.
+    need no change. With `boxed`, only the number inside the last \boxed{} counts, and a completion without
+    one scores 0. ValueError for a reference without a number.
     """
 
     def same(completion: str, reference: Reference) -> bool:
