@@ -240,7 +240,7 @@ class _NameAndObject(NamedTuple):
 
     def read(self, text: str, place: re.Match[str], /) -> tuple[list[Call], int]:
         at = place.end()
-        name = re.compile(rf"\s*({_NAMED})").match(text, at)
+        name = re.compile(rf"\s*(?:functions\.)?({_NAMED})").match(text, at)
         if name is None:
             cut = not text[at:].strip()
             return [_nameless(self.opening, cut)], at
@@ -289,6 +289,7 @@ def _as_name_and_object(one: str, opening: str, call_id: str) -> Form | None:
     if found:
         pattern = rf"(?:{_flexible(before_id)}\s*(?P<id>[\w.\-]*)\s*)?{_flexible(after_id)}"
     elif call_id.endswith(":0") and between.startswith(":0"):
+        opening = opening.removesuffix("functions.")  # Kimi leaves it out at times
         pattern = rf"(?P<number>:\d+)\s*{_flexible(between[2:])}"
     elif between.startswith("<|channel|>commentary"):
         pattern = _HARMONY

@@ -196,6 +196,13 @@ def test_the_tag_around_calls_may_be_left_out_or_hold_several():
     assert [c.name for c in pieces(f"<tool_call>\n{f}\n{g}\n</tool_call>")] == ["f", "g"]
 
 
+def test_kimi_may_leave_out_the_space_of_names():
+    text = "<|tool_call_begin|>{}f:3<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    parse = call_parser(call_templates.tokenizer("Kimi K2"))
+    for space in ("functions.", ""):
+        assert parse(text.format(space)) == [Call("f", {}, id="functions.f:3")]
+
+
 def test_a_value_may_be_said_to_be_no_text():
     """As DeepSeek V3.2 has it: string="true" or "false"."""
     call = call_templates.FAMILIES["MiniMax M2"].replace(
