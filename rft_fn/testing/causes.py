@@ -299,6 +299,9 @@ CAUSES: dict[str, Callable[[_Facts], bool]] = {
     "the reference with a wrong sign, or of the other side: log pi - log ref of each": lambda f: (
         "reference" in f.codes.values()
     ),
+    "the sign of the value's error, or a clip with min in place of max": lambda f: (
+        "values" in f.codes.values()
+    ),
     "the sign of the KL: a loss adds it": lambda f: (
         "sign of the KL" in f.codes.values() or (_beside(f) and f.terms is not None and f.terms.kl < 0)
     ),

@@ -128,6 +128,10 @@ def of_label(o, b):
     return (o.value - b.ret).square()
 
 
+def clipped_value(o, b):
+    return b.old_value + (o.value - b.old_value).clamp(-0.2, 0.2)
+
+
 def kl(o, b):
     return loss.kl(o.logp, b.ref_logp)
 
@@ -210,6 +214,15 @@ WRONG = {
         "ratio": lambda o, b: -r(o, b) * b.adv * o.logp,
         "capped ratio": lambda o, b: -r(o, b).clamp(max=1.28) * b.adv * o.logp,
         "half of it": lambda o, b: 0.5 * pg(o, b) * (1 + r(o, b)),
+    },
+    "the value's error": {
+        "minus": (lambda o, b: -of_label(o, b), MIXED),
+        "min in a clip": (
+            lambda o, b: torch.minimum(of_label(o, b), (clipped_value(o, b) - b.ret).square()),
+            MIXED,
+        ),
+        "clip alone": (lambda o, b: (clipped_value(o, b) - b.ret).square(), MIXED),
+        "in a policy's loss": (lambda o, b: clip(o, b) - 0.5 * of_label(o, b), MIXED),
     },
     "mean or a sum inside": {
         "a pair": (lambda o, b: -torch.nn.functional.logsigmoid(h(o, b)), PAIRS),
