@@ -149,7 +149,15 @@ _SIGNS: dict[str | int, str] = {
     "\u00b7": r"\cdot ", **{0xFF10 + i: str(i) for i in range(10)},
 }  # fmt: skip
 _POWERS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
-_COMMANDS = {"langle": "(", "rangle": ")", "lbrace": r"\{", "rbrace": r"\}", "varnothing": r"\emptyset"}
+_COMMANDS = {
+    "langle": "(",
+    "rangle": ")",
+    "lbrace": r"\{",
+    "rbrace": r"\}",
+    "varnothing": r"\emptyset",
+    "mid": "|",
+}
+_THOUSANDS = re.compile(r"(?<![\w.,^{])[0-9]{1,3}((?:\\[,;:! ]|[~\s])[0-9]{3})+(?![0-9/]|\s*\\?[/f])")
 
 
 def _latex(text: str) -> str:
@@ -160,7 +168,13 @@ def _latex(text: str) -> str:
     )
     text = re.sub("\u221a\\s*([0-9.]+|\\w)", r"\\sqrt{\1}", text)
     text = re.sub("[\u00bc-\u00be\u2150-\u215e]", _vulgar, text)
-    text = re.sub(r"([0-9]{0,30})\.([0-9]{0,30})\\overline\s*\{\s*([0-9]{1,30})\s*\}", _repeating, text)
+    text = re.sub(
+        r"([0-9]{0,30})\.([0-9]{0,30})\\(?:overline|dot)\s*\{\s*([0-9]{1,30})\s*\}", _repeating, text
+    )
+    text = _THOUSANDS.sub(lambda x: re.sub("[^0-9]", "", x[0]), text)
+    text = re.sub(rf"(?<!\\)\\[,;: ](?=\s*\\(?:{_FONT})\b)|(?<=\}})\s*\\[,;:](?=\s)", " ", text)
+    text = re.sub(rf"(\\(?:{_FONT}|mbox))\s+\{{", r"\1{", text)
+    text = re.sub(r"\\operatorname\*?\s*\{(\w+)\}", r"\\\1 ", text)
     text = re.sub(rf"\\({'|'.join(_COMMANDS)})\b\s*", lambda x: _COMMANDS[x[1]], text)
     text = re.sub(r"(?<=[0-9])[eE]([+-]?[0-9]+)\b", r"\\times 10^{\1}", text)
     text = re.sub(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi", text)
