@@ -242,7 +242,9 @@ def _unwrapped(text: str) -> str:
     before = None
     while text != before:
         before = text
-        text = text.strip().removesuffix(r"\\").removesuffix(r"\,").removesuffix("\N{DEGREE SIGN}")
+        text = text.strip()
+        while end := next((x for x in ("\\\\", r"\,", "\N{DEGREE SIGN}") if text.endswith(x)), ""):
+            text = text.removesuffix(end).rstrip()
         if text.endswith(".") and not text.endswith(".."):
             text = text[:-1]
         for pattern in _WRAPPED:
