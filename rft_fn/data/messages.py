@@ -112,8 +112,12 @@ def system_of(row: Row, turns: Sequence[Turn], system: str | None) -> str | None
     ValueError for a column that holds no text, and for turns with another system prompt.
     """
     cell = row.get("system")
-    if cell is None or cell == "" or are_messages(cell):  # messages are read where they are named
+    if cell is None or cell == "":
         return system
+    if are_messages(cell):  # they are read where they are named
+        if any(turn in turns for turn in turns_of(row, "system")):
+            return system
+        raise ValueError("column 'system' holds messages: name it in --messages, before the others")
     if not isinstance(cell, str):
         raise ValueError(f"column 'system': expected text, got {type(cell).__name__}")
     if turns[0]["role"] in ("system", "developer") and text_of(turns[0]) != cell:

@@ -113,6 +113,10 @@ def test_a_column_holds_the_system_prompt_of_a_conversation():
         assert conversation(row | none, ["c"]).turns == row["c"]
     same = row | {"c": [turn("system", "call: add"), user("2")]}
     assert conversation(same, ["c"]).turns == same["c"]
+    spoken = row | {"system": [turn("system", "S")]}
+    assert conversation(spoken, ["system", "c"]).turns == [turn("system", "S"), *row["c"]]
+    with pytest.raises(ValueError, match=r"^column 'system' holds messages: name it in --messages, before"):
+        conversation(spoken, ["c"])
     for bad, message in (({"system": 3}, "column 'system': expected text, got int"), (
         {"c": [turn("system", "no"), user("2")]}, "got 'call: add' in column 'system' and 'no' in turn 1",
     )):  # fmt: skip
