@@ -299,7 +299,7 @@ class Chat:
         turn = {name: x for name, x in turn.items() if name != "weight"}
         thought = turn.pop("reasoning_content", None)
         if thought is not None and (key := template_probe.thought_key(self.tokenizer)):
-            turn[key] = thought
+            turn = dict(template_probe.with_thought(turn, key, thought))
         if turn.get("tool_calls") and template_probe.arguments_form(self.tokenizer) == "text":
             turn["tool_calls"] = [_with_text_arguments(call) for call in turn["tool_calls"]]
         as_parts = template_probe.content_form(self.tokenizer, turn["role"]) == "parts"

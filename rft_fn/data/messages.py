@@ -155,6 +155,10 @@ def extra_keys(cell: Any) -> set[tuple[str, str]]:
         if not isinstance(message, Mapping) or not ("role" in message or "from" in message):
             continue
         role = _ROLES.get(str(message.get("role", message.get("from"))), "")
+        parts = _listed(message.get("content")) if not isinstance(message.get("content"), str) else None
+        found |= {
+            (role, x["type"]) for x in parts or () if isinstance(x, Mapping) and x.get("type") in _OF_THOUGHT
+        }
         for key, x in message.items():
             of_result = key == "name" and role == "tool"
             if key in _READ or of_result or key in _REFUSED or _is_nothing(x):

@@ -17,7 +17,8 @@ from rft_fn.data.template_variables import MARK
 __all__ = [
     "CALL_ID", "THOUGHTS", "TOOL", "arguments_form", "as_json", "call_turn", "content_form", "id_of_call",
     "keywords", "lacks_ids", "own_names", "reads_key", "reads_keyword", "rendered", "thought_key",
-    "thought_marks", "thought_starts", "with_ids", "with_names", "wrapped_tools",
+    "thought_marks", "thought_starts", "with_ids", "with_names", "with_thought",
+    "wrapped_tools",
 ]  # fmt: skip
 
 Turn = Mapping[str, Any]
@@ -249,7 +250,10 @@ def _forms_of_tools(tokenizer: Any, template: str) -> tuple[bool, bool]:
 
 
 def thought_key(tokenizer: Any) -> str:
-    """Return the key of a turn that the template reads a thought from, "" where it reads none."""
+    """Return the key of a turn that the template reads a thought from, "" where it reads none.
+
+    "content" stands for a part of the content, as Mistral's templates have it.
+    """
     return _thought_key(tokenizer, _key_of(tokenizer))
 
 
@@ -258,7 +262,18 @@ def _thought_key(tokenizer: Any, template: str) -> str:
     for key in THOUGHTS:
         if reads_key(tokenizer, "assistant", key):
             return key
-    return ""
+    text = rendered(tokenizer, [_user(), with_thought(_assistant(), "content", _FOUND)]) or ""
+    printed = re.search(f"['\"]{_FOUND}", text)  # as Python or JSON
+    return "content" if _FOUND in text and _SAID in text and not printed else ""
+
+
+def with_thought(turn: Turn, key: str, thought: str) -> Turn:
+    """Return a turn of text with a thought, by a key of `thought_key`."""
+    if key != "content":
+        return {**turn, key: thought}
+    text = turn["content"]
+    parts = [{"type": "text", "text": text}] if isinstance(text, str) else text
+    return {**turn, "content": [{"type": "thinking", "thinking": thought}, *parts]}
 
 
 def thought_marks(tokenizer: Any) -> list[tuple[str, str]]:
@@ -266,7 +281,7 @@ def thought_marks(tokenizer: Any) -> list[tuple[str, str]]:
     marks = [("<think>", "</think>")]
     key = thought_key(tokenizer)
     if key:
-        text = rendered(tokenizer, [_user(), _assistant(**{key: _FOUND})]) or ""
+        text = rendered(tokenizer, [_user(), with_thought(_assistant(), key, _FOUND)]) or ""
         plain = rendered(tokenizer, [_user(), _assistant()]) or ""
         before, _, after = text.partition(_FOUND)
         plain = plain.partition(_SAID)[0]

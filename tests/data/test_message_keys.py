@@ -9,6 +9,7 @@ import pytest
 from each_case import each
 
 from rft_fn import data
+from rft_fn.data import template_probe
 from rft_fn.data.chat import Chat
 from rft_fn.data.messages import _LEARNED, conversation
 
@@ -124,6 +125,26 @@ def test_a_thought_may_be_a_part_of_the_content():
     for part in ({"type": "thinking", "thinking": "x"}, {"type": "reasoning", "text": "x"}):
         found = conversation({"m": [user("a"), says([part, {"type": "text", "text": "b"}])]}, ["m"])
         assert found.turns[1] == says("b", reasoning_content="x")
+
+
+def test_a_thought_of_the_content_is_shown_or_announced():
+    """Mistral's templates read it where rows have it; others by a key, or not."""
+    shown = "{% if p.type == 'thinking' %}[T]{{ p.thinking }}[/T]{% else %}{{ p.text }}{% endif %}"
+    parts = "{% for p in m.content %}" + shown + "{% endfor %}"
+    template = chats.CHATML.replace(
+        "{{ m['content'] }}", "{% if m.content is string %}{{ m.content }}{% else %}" + parts + "{% endif %}"
+    )
+    part = {"type": "thinking", "thinking": "x"}
+    for said in (says([part, {"type": "text", "text": "b"}]), says("b", reasoning="x")):
+        (text,), told = learned(chats.tokenizer(template), [user("a"), said])
+        assert text.endswith(f"{A}«[T]x[/T]b{B}»") and told == []
+    assert ("[T]", "[/T]") in template_probe.thought_marks(chats.tokenizer(template))
+    (text,), told = learned(
+        chats.tokenizer(chats.CHATML), [user("a"), says([part, {"type": "text", "text": "b"}])]
+    )
+    assert text.endswith(f"{A}«b{B}»") and told[0].startswith(
+        "data: 'thinking' in messages of assistant is not"
+    )
 
 
 def test_a_turn_of_nothing_but_a_thought_that_is_not_shown_is_empty():
