@@ -225,6 +225,13 @@ def _not_detached(f: _Facts) -> bool:
     return "on-policy" in f.failed and _constant((f.slope / -f.adv - 1) / f.b.old_logp[counts])
 
 
+def _left_out(f: _Facts) -> bool:
+    """Return whether some tokens of either sign have no slope, and all others -A."""
+    zero = f.slope == 0
+    both = bool((f.adv[zero] > 0).any() and (f.adv[zero] < 0).any()) and not zero.all()
+    return "on-policy" in f.failed and both and _close(f.slope[~zero], -f.adv[~zero])
+
+
 def _cut(f: _Facts) -> bool:
     none = "on-policy" in f.failed and not f.slope.any() and not f.of_row[0].any()
     return none or "cut" in f.codes.values()
@@ -320,6 +327,7 @@ CAUSES: dict[str, Callable[[_Facts], bool]] = {
     "a statistic of the sequence in its advantages, such as whitening: adv is of the batch": lambda f: (
         "on-policy" in f.failed and f.coupled > 1
     ),
+    "tokens that are left out whatever their advantage: the mask and w say which ones count": _left_out,
     "max in place of min in a clip, which stops tokens on the wrong side": lambda f: (
         "dead" in f.codes.values() and f.runs_on
     ),

@@ -357,6 +357,10 @@ WRONG = {
         "place in the pack": lambda o, b: clip(o, b) * (1 + torch.arange(len(b.mask)) / 10),
         "number of the row": lambda o, b: clip(o, b) * (1 + b.seq),
     },
+    "left out whatever": {
+        "all but the last": lambda o, b: clip(o, b) * (b.seq != torch.cat([b.seq[1:], b.seq[:1] - 1])),
+        "improbable ones": lambda o, b: clip(o, b) * (o.logp.detach() > -2),
+    },
     "a random draw": {
         "noise": lambda o, b: clip(o, b) * (1 + 0.1 * torch.randn(len(b.mask))),
         "dropout": lambda o, b: clip(o, b) * (torch.rand(len(b.mask)) > 0.1),
