@@ -105,13 +105,15 @@ def tokenizer(template: str | None, *, end: str = "<eos>", more: tuple[str, ...]
     return PreTrainedTokenizerFast(tokenizer_object=_core(more), chat_template=template, **names)
 
 
-def ending() -> Any:
-    """A tokenizer without a chat template that puts <bos> before and <eos> behind every text."""
+def ending(ends: str = "<eos>") -> Any:
+    """A tokenizer without a chat template that puts <bos> before and `ends` behind every text."""
     from tokenizers.processors import TemplateProcessing
 
     tok = tokenizer(None)
-    ends = [(x, tok.convert_tokens_to_ids(x)) for x in ("<bos>", "<eos>")]
-    tok.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=ends)
+    special = [(x, tok.convert_tokens_to_ids(x)) for x in {"<bos>", *ends.split()}]
+    tok.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"<bos> $A {ends}", special_tokens=special
+    )
     return tok
 
 

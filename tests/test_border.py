@@ -524,6 +524,7 @@ FREE = {
     "model/pretrained.py:unreadable": "a header, to say which file is broken",
     "option_help.py:_comments": "the source of this package",
     "reward/from_spec.py:_arguments": "what the user has typed",
+    "reward/verifiable.py:_listed": "a list of texts alone; anything else stays the text that it is",
     "reward/mathematics.py:_serve": "lines that its parent writes",
     "rng.py:_words": "a digest that it has computed",
     "run/claim.py:Claim._first_difference": "marks of rows, compared as bytes",

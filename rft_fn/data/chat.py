@@ -202,6 +202,16 @@ class Chat:
                 return list(ids[: i + 1])
         return usual
 
+    @cached_property
+    def _unasked(self) -> list[int]:
+        """The ids of the header of an answer, where the template writes it behind any turn, asked or not."""
+        try:
+            text, asked = (self.behind_response([], ask=ask) for ask in (False, True))
+        except ValueError:
+            return []
+        end, ids = self.turn_end(), self.tokenizer.encode(text, add_special_tokens=False)
+        return list(ids[len(end) :]) if text == asked and ids[: len(end)] == end else []
+
     def behind_response(
         self, turns: Sequence[Turn], *, ask: bool, exchange: Sequence[Turn] = EXCHANGE
     ) -> str:
@@ -244,6 +254,7 @@ class Chat:
         if template := dated(self.tokenizer, tools):
             options["chat_template"] = template
         tools = template_probe.wrapped_tools(self.tokenizer, tools)
+        turns = template_probe.with_names(turns)
 
         def rendered(turns: Sequence[Turn]) -> Any:
             return render(
@@ -288,7 +299,7 @@ class Chat:
         turn = {name: x for name, x in turn.items() if name != "weight"}
         thought = turn.pop("reasoning_content", None)
         if thought is not None and (key := template_probe.thought_key(self.tokenizer)):
-            turn[key] = thought
+            turn = dict(template_probe.with_thought(turn, key, thought))
         if turn.get("tool_calls") and template_probe.arguments_form(self.tokenizer) == "text":
             turn["tool_calls"] = [_with_text_arguments(call) for call in turn["tool_calls"]]
         as_parts = template_probe.content_form(self.tokenizer, turn["role"]) == "parts"
@@ -325,9 +336,12 @@ class Chat:
         return self._is_same(talk, talk._replace(turns=turns))
 
     def _is_same(self, talk: Conversation, other: Conversation) -> bool:
-        """Return whether the template writes the same for two conversations."""
-        texts = [self._rendered(x.turns, x.tools, False, tokenize=False) for x in (talk, other)]
-        return texts[0] == texts[1]
+        """Return whether the template writes the same for two conversations; it may refuse the other."""
+        text = self._rendered(talk.turns, talk.tools, False, tokenize=False)
+        try:
+            return text == self._rendered(other.turns, other.tools, False, tokenize=False)
+        except ValueError:
+            return False
 
     def _by_marks(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
         """Return the sequence by the marks {% generation %}, [] unless each turn has one pair of marks."""
@@ -377,6 +391,8 @@ class Chat:
             # the conversation up to the end of this turn, and where the turn begins in it
             through = self.ids(talk.turns[: i + 1], talk.tools, ask=False) if i < spoken[-1] else whole
             start, through = self._asked(talk, i, through)
+            if self._unasked and through[-len(self._unasked) :] == self._unasked:
+                through = through[: -len(self._unasked)]
 
             # it shares a sequence if it ends with a special token and later turns do not change it
             end = self._end(through, start, len(through))

@@ -14,6 +14,7 @@ from rft_fn import border
 from rft_fn.data.medium import KINDS, part_of
 from rft_fn.data.table import Row
 from rft_fn.foreign_json import parse_json
+from rft_fn.text import check_text
 
 __all__ = [
     "Conversation", "Turn", "advice", "are_messages", "conversation", "extra_keys", "is_learned", "opened",
@@ -111,8 +112,12 @@ def system_of(row: Row, turns: Sequence[Turn], system: str | None) -> str | None
     ValueError for a column that holds no text, and for turns with another system prompt.
     """
     cell = row.get("system")
-    if cell is None or cell == "" or are_messages(cell):  # messages are read where they are named
+    if cell is None or cell == "":
         return system
+    if are_messages(cell):  # they are read where they are named
+        if any(turn in turns for turn in turns_of(row, "system")):
+            return system
+        raise ValueError("column 'system' holds messages: name it in --messages, before the others")
     if not isinstance(cell, str):
         raise ValueError(f"column 'system': expected text, got {type(cell).__name__}")
     if turns[0]["role"] in ("system", "developer") and text_of(turns[0]) != cell:
@@ -150,6 +155,10 @@ def extra_keys(cell: Any) -> set[tuple[str, str]]:
         if not isinstance(message, Mapping) or not ("role" in message or "from" in message):
             continue
         role = _ROLES.get(str(message.get("role", message.get("from"))), "")
+        parts = _listed(message.get("content")) if not isinstance(message.get("content"), str) else None
+        found |= {
+            (role, x["type"]) for x in parts or () if isinstance(x, Mapping) and x.get("type") in _OF_THOUGHT
+        }
         for key, x in message.items():
             of_result = key == "name" and role == "tool"
             if key in _READ or of_result or key in _REFUSED or _is_nothing(x):
@@ -202,7 +211,7 @@ def tools_of(row: Row) -> list[Any] | None:
     unless the list has holes elsewhere too. ValueError for text that is not JSON.
     """
     cell = row.get("tools")
-    if cell is None or (isinstance(cell, str) and not cell.strip()):
+    if cell is None or (isinstance(cell, str) and cell.strip() in ("", "null")):
         return None
     given = _listed(cell)
     if given is None:
@@ -262,11 +271,13 @@ def _listed(cell: Any) -> list[Any] | None:
 
 
 def _json(text: str) -> Any:
-    """Return the value of JSON text; None for other text."""
+    """Return the value of JSON text; None for other text. ValueError for half of a surrogate pair in it."""
     try:
-        return parse_json(text)
+        value = parse_json(text)
     except ValueError:
         return None
+    check_text(value)
+    return value
 
 
 def _turn(message: Any, media: bool) -> Turn:
@@ -293,7 +304,7 @@ def _turn(message: Any, media: bool) -> Turn:
     thought = _thought(given)
 
     # a turn that calls tools needs no text
-    calls = _calls(given.pop("tool_calls", []))
+    calls = _calls(given.pop("tool_calls", None) or [])
     if not _is_nothing(given.get("function_call")):
         calls += _calls(given["function_call"])
     given.pop("function_call", None)
@@ -413,6 +424,10 @@ def _calls(cell: Any) -> list[Turn]:
     return [_call(call) for call in calls]
 
 
+_OTHER_ARGUMENTS = ("input", "args", "kwargs", "params", "tool_input", "action_input")
+"""Names that other schemas have for the arguments of a call."""
+
+
 def _call(call: Any) -> Turn:
     """One call in OpenAI's form. Arguments that are JSON text of an object become that object."""
     if not isinstance(call, Mapping):
@@ -423,9 +438,12 @@ def _call(call: Any) -> Turn:
     if not isinstance(function, Mapping) or not function.get("name"):
         raise ValueError(f"tool_calls: expected a call with a name, got {call!r:.60}")
     given = [function[name] for name in ("arguments", "parameters") if function.get(name) is not None]
+    if others := [name for name in _OTHER_ARGUMENTS if not given and not _is_nothing(function.get(name))]:
+        raise ValueError(f"tool_calls: expected a call with arguments, got {others[0]!r} in their place")
     arguments = _solid(given[0]) if given else {}
     if isinstance(arguments, str):
         read = _json(arguments) if arguments.strip() not in ("", "null") else {}
+        read = _json(read) if isinstance(read, str) else read  # written as JSON twice
         if isinstance(read, dict):
             arguments = read
 

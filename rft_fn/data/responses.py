@@ -173,13 +173,13 @@ def render(
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a prompt that no chat template renders, with the tokenizer's own beginning.
 
-    Some tokenizers put their end of sequence after every text. It is left out, as nothing is to be said
-    after it.
+    Some tokenizers put their end of sequence, or other special tokens, after every text. They are left out,
+    as nothing is to be said after them.
     """
     ids = list(tokenizer.encode(text))
-    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
-        ids.pop()
-    return ids
+    own = list(tokenizer.encode(text, add_special_tokens=False))
+    ends = (end for end in range(len(own), len(ids) + 1) if ids[end - len(own) : end] == own)
+    return ids[: next(ends, len(ids))]
 
 
 def prompt_of_text(

@@ -17,7 +17,8 @@ from rft_fn.data.template_variables import MARK
 __all__ = [
     "CALL_ID", "THOUGHTS", "TOOL", "arguments_form", "as_json", "call_turn", "content_form", "id_of_call",
     "keywords", "lacks_ids", "own_names", "reads_key", "reads_keyword", "rendered", "thought_key",
-    "thought_marks", "thought_starts", "with_ids", "wrapped_tools",
+    "thought_marks", "thought_starts", "with_ids", "with_names", "with_thought",
+    "wrapped_tools",
 ]  # fmt: skip
 
 Turn = Mapping[str, Any]
@@ -198,6 +199,21 @@ def with_ids(tokenizer: Any, turns: Sequence[Turn]) -> list[Turn] | None:
     return numbered if made else None
 
 
+def with_names(turns: Sequence[Turn]) -> list[Turn]:
+    """Return turns in which the results of calls have the names of these, by their ids, else in order."""
+    named: list[Turn] = []
+    left: list[Any] = []  # calls without a result
+    for turn in turns:
+        if turn.get("tool_calls"):
+            left = [*turn["tool_calls"]]
+        elif turn["role"] == "tool" and left:
+            own = next((call for call in left if call.get("id") == turn.get("tool_call_id")), left[0])
+            left.remove(own)
+            turn = {**turn, "name": turn.get("name") or own["function"]["name"]}
+        named.append(turn)
+    return named
+
+
 def lacks_ids(tokenizer: Any, turns: Sequence[Turn]) -> bool:
     """Return whether turns have no ids, or no names in them, where the template writes these."""
     calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
@@ -213,23 +229,31 @@ def lacks_ids(tokenizer: Any, turns: Sequence[Turn]) -> bool:
 
 
 def wrapped_tools(tokenizer: Any, tools: Sequence[Any] | None) -> list[Any] | None:
-    """Return the schemas of tools as the template reads them: bare ones in OpenAI's form if need be."""
+    """Return the schemas of tools as the template reads them: bare ones, or in OpenAI's form."""
     if tools is None:
         return None
-    bare = [tool for tool in tools if "function" not in tool and "name" in tool]
-    if not bare or _reads_bare_tools(tokenizer, _key_of(tokenizer)):
-        return list(tools)
-    return [{"type": "function", "function": tool} if tool in bare else tool for tool in tools]
+    bare, wrapped = _forms_of_tools(tokenizer, _key_of(tokenizer))
+    if wrapped and not bare:
+        return [
+            x if "function" in x or "name" not in x else {"type": "function", "function": x} for x in tools
+        ]
+    if bare and not wrapped:
+        return [x["function"] if isinstance(x.get("function"), Mapping) else x for x in tools]
+    return list(tools)
 
 
 @lru_cache(64)
-def _reads_bare_tools(tokenizer: Any, template: str) -> bool:
+def _forms_of_tools(tokenizer: Any, template: str) -> tuple[bool, bool]:
+    """Return whether the template writes the name of a bare tool, and of one in OpenAI's form."""
     texts = [rendered(tokenizer, [_user()], [tool]) or "" for tool in (TOOL["function"], TOOL)]
-    return "rftfntool" in texts[0] or "rftfntool" not in texts[1]
+    return "rftfntool" in texts[0], "rftfntool" in texts[1]
 
 
 def thought_key(tokenizer: Any) -> str:
-    """Return the key of a turn that the template reads a thought from, "" where it reads none."""
+    """Return the key of a turn that the template reads a thought from, "" where it reads none.
+
+    "content" stands for a part of the content, as Mistral's templates have it.
+    """
     return _thought_key(tokenizer, _key_of(tokenizer))
 
 
@@ -238,7 +262,18 @@ def _thought_key(tokenizer: Any, template: str) -> str:
     for key in THOUGHTS:
         if reads_key(tokenizer, "assistant", key):
             return key
-    return ""
+    text = rendered(tokenizer, [_user(), with_thought(_assistant(), "content", _FOUND)]) or ""
+    printed = re.search(f"['\"]{_FOUND}", text)  # as Python or JSON
+    return "content" if _FOUND in text and _SAID in text and not printed else ""
+
+
+def with_thought(turn: Turn, key: str, thought: str) -> Turn:
+    """Return a turn of text with a thought, by a key of `thought_key`."""
+    if key != "content":
+        return {**turn, key: thought}
+    text = turn["content"]
+    parts = [{"type": "text", "text": text}] if isinstance(text, str) else text
+    return {**turn, "content": [{"type": "thinking", "thinking": thought}, *parts]}
 
 
 def thought_marks(tokenizer: Any) -> list[tuple[str, str]]:
@@ -246,7 +281,7 @@ def thought_marks(tokenizer: Any) -> list[tuple[str, str]]:
     marks = [("<think>", "</think>")]
     key = thought_key(tokenizer)
     if key:
-        text = rendered(tokenizer, [_user(), _assistant(**{key: _FOUND})]) or ""
+        text = rendered(tokenizer, [_user(), with_thought(_assistant(), key, _FOUND)]) or ""
         plain = rendered(tokenizer, [_user(), _assistant()]) or ""
         before, _, after = text.partition(_FOUND)
         plain = plain.partition(_SAID)[0]

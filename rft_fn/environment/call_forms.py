@@ -191,7 +191,9 @@ class Objects(NamedTuple):
             return _arguments(name, arguments)
         name = next((value[key] for key in (self.name, "name") if isinstance(value.get(key), str)), "")
         keys = [key for key in (self.arguments, "arguments", "parameters") if key in value]
-        if not name or (self.is_bare and not keys and not {*value} <= {self.name, "name", "type", "id"}):
+        if not name or not (
+            keys or {*value} <= {self.name, "name", "type", "id", "tool_call_id", "function"}
+        ):
             return wrong
         named = next((value[key] for key in ("id", "tool_call_id") if isinstance(value.get(key), str)), "")
         return _arguments(name, value[keys[0]] if keys else {}, named)
@@ -238,7 +240,7 @@ class _NameAndObject(NamedTuple):
 
     def read(self, text: str, place: re.Match[str], /) -> tuple[list[Call], int]:
         at = place.end()
-        name = re.compile(rf"\s*({_NAMED})").match(text, at)
+        name = re.compile(rf"\s*(?:functions\.)?({_NAMED})").match(text, at)
         if name is None:
             cut = not text[at:].strip()
             return [_nameless(self.opening, cut)], at
@@ -263,7 +265,9 @@ class _NameAndObject(NamedTuple):
         return [_arguments(name[1], value, call_id)], end
 
 
-_HARMONY = r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?\s*json\s*<\|message\|>"
+_HARMONY = (
+    r"(?:<\|channel\|>(?:commentary|analysis))?\s*(?:<\|constrain\|>)?\s*(?:json|code)?\s*<\|message\|>"
+)
 """What gpt-oss writes before arguments: its template, or the model, with the channel before the name."""
 
 
@@ -285,6 +289,7 @@ def _as_name_and_object(one: str, opening: str, call_id: str) -> Form | None:
     if found:
         pattern = rf"(?:{_flexible(before_id)}\s*(?P<id>[\w.\-]*)\s*)?{_flexible(after_id)}"
     elif call_id.endswith(":0") and between.startswith(":0"):
+        opening = opening.removesuffix("functions.")  # Kimi leaves it out at times
         pattern = rf"(?P<number>:\d+)\s*{_flexible(between[2:])}"
     elif between.startswith("<|channel|>commentary"):
         pattern = _HARMONY
@@ -310,15 +315,24 @@ class _Pieces(NamedTuple):
             cut = not text[at:].strip()
             return [_nameless(self.opening, cut)], at
 
-        # an argument, the end of the call, or another call, whatever is next
-        head = rf"{re.escape(self.head)}\s*(?P<key>[^\s<>=\"']+?)\s*{re.escape(self.middle)}\n?"
+        # an argument, a broken one, the end of the call, or another call, whatever is next
+        middle = re.escape(self.middle).replace('"true"', '"(?:true|false)"')  # whether the value is a text
+        head = rf"{re.escape(self.head)}\s*(?P<key>[^\s<>=\"']+?)\s*{middle}\n?"
         end = _flexible(self.closing) if self.closing else r"\Z"
-        step = re.compile(rf"(?P<arg>{head})|(?P<end>{end})|(?P<next>{_flexible(self.opening)})")
+        step = re.compile(
+            rf"(?P<arg>{head})|(?P<broken>{re.escape(self.head)})|(?P<end>{end})"
+            rf"|(?P<next>{_flexible(self.opening)})"
+        )
         arguments: dict[str, str] = {}
         at = name.end()
         while (found := step.search(text, at)) is not None:
             if found["end"] is not None:
                 return [Call(name[1], arguments)], found.end()
+            if found["broken"] is not None and self.tail in text[found.end() :]:
+                error = f"expected the name of an argument behind {self.head!r}"
+                return [Call(name[1], {}, error)], found.end()
+            if found["broken"] is not None:
+                break
             if found["arg"] is None:
                 return [Call(name[1], {}, "the call has no end")], found.start()
             value = text.find(self.tail, found.end())
@@ -344,8 +358,9 @@ def _as_pieces(opening: str, one: str, two: str) -> Form | None:
     size -= max(between[len(between) - size :].find("<"), 0)  # a tag is whole
     head = between[len(between) - size :].strip()
     tail = between[: len(between) - size].strip()
-    if not (opening and head and tail):
+    if not (opening and head and tail) or any(key in head + tail for key in _KEYS):
         return None
+    opening = opening[max(opening.rfind("<"), 0) :]  # models leave out the tag around calls
     rest = one.partition(_VALUES[0])[2].strip().removeprefix(tail).strip()
     closing = re.match(r"[^\s>]*>?", rest)
     return _Pieces(opening, head, middle.strip(), tail, closing[0] if closing else "")

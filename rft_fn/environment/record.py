@@ -92,7 +92,7 @@ def as_messages(observation: Observation) -> list[Turn]:
         known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not known or not isinstance(message.get("content"), str):
             raise ValueError(f"expected messages with role and content to observe, got {message!r:.80}")
-    return [{**message, "content": writable(message["content"])} for message in observation]
+    return [{k: writable(x) if isinstance(x, str) else x for k, x in turn.items()} for turn in observation]
 
 
 # ---------- observations as tokens, after sampled tokens that do not change

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -52,6 +53,8 @@ def extract_number(text: str) -> str | None:
 
 def _plain(text: str) -> str:
     text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
+    text = re.sub(r"(\\[dt]?frac)\s*([0-9])", r"\1{\2}", text)  # \frac12
+    text = re.sub(r"(\\[dt]?frac\s*\{[0-9\s]*\})\s*([0-9])", r"\1{\2}", text)
     return _FRAC.sub(r"\1/\2", text)
 
 
@@ -64,13 +67,15 @@ def value_of(number: str | None) -> Fraction | None:
     return Fraction(top) / divisor if divisor else None
 
 
-_POWER = re.compile(r"\s*(?:\\times|\\cdot|\u00d7|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?[0-9]+)\s*\}?$")
+_POWER = re.compile(
+    r"\s*(?:\\times|\\cdot|\u00d7|\*|(?<=\s)x(?=\s))\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?[0-9]+)\s*\}?$"
+)
 
 
 def whole_value(text: str) -> Fraction | None:
     """Return the value of a text that is one plain number, also with a power of ten; None for any other."""
-    plain = re.sub(r"[,$\\]", "", _POWER.sub(r"e\1", _plain(text).strip().removeprefix("+")))
-    return value_of(plain) if _NUMBER.fullmatch(plain) else None
+    plain = re.sub(r"[$\\]", "", _POWER.sub(r"e\1", _plain(text).strip().removeprefix("+")))
+    return value_of(plain.replace(",", "")) if _NUMBER.fullmatch(plain) else None  # "1,2" are two
 
 
 _ROUNDED = Fraction(1, 10**6)
@@ -87,16 +92,23 @@ def close(a: Fraction, b: Fraction) -> bool:
     return abs(a - b) <= _ROUNDED * min(1, max(abs(a), abs(b)))
 
 
+_FONT = "text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf)"
 _WRAPPED = [
     re.compile(pattern, re.DOTALL)
     for pattern in (
         r"\$\$?([^$]*)\$\$?", r"\\\((.*)\\\)", r"\\\[(.*)\\\]", r"\*\*([^*]*)\*\*",
-        r"\\(?:text|textbf|mathrm|mathbf|mbox|textit)\s*\{([^{}]*)\}",
+        rf"\\(?:{_FONT}|mbox|fbox|boldsymbol|bm|underline|textcolor\s*\{{\w+\}})\s*\{{([^{{}}]*)\}}",
     )
 ]  # fmt: skip
-_CURRENCY = r"(?:\\?\$|[\u20ac\u00a3\u00a5\u20b9])"
+_CURRENCY = (
+    r"(?:(?:\bUS)?\\?\$|[\u20ac\u00a3\u00a5\u20b9\u00a2]|\b(?:USD|EUR|GBP|INR|CHF|Rs\b\.?)(?=\s*[0-9.]))"
+)
 _MONEY = re.compile(rf"(-?)\s*{_CURRENCY}\s*(?=[0-9.])|(?<=[0-9])\s*{_CURRENCY}$")
 _LABEL = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*(.*)", re.DOTALL)
+_MARKED_LABEL = re.compile(
+    rf"(?:\\(?:{_FONT})\s*\{{\s*(?P<in>\([A-Z]\)|[A-Z][).:])\s*\}}"
+    r"|(?i:option|choice)\s+(?P<of>\([A-Z]\)|[A-Z]\b)[.:]?)(?:\\[ ,;:]|\\q?quad\b|[~\s])*"
+)
 _SAID = re.compile(
     r"(?:(?:so|thus|hence|therefore)\b\W*)?(?:the\s+)?(?:(?:final|correct|right)\s+)?(?:answer|ans|result|solution)"
     r"\s*(?:is\b|:|=)\s*:?\s*(.+)",
@@ -104,11 +116,13 @@ _SAID = re.compile(
 )
 _MIXED = re.compile(r"(-?[0-9]+)\s+([0-9]+)/([0-9]+)")
 _CLOCK = re.compile(r"([0-9]{1,2}):([0-9]{2})(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}|[0-9]{1,2}/[0-9]{1,2}/[0-9]{4}")
+_IN_BASE = re.compile(r"([0-9A-F]+)_\{?([0-9]+)\}?")
 _WORDS = re.compile(r"[^\W\d_]{3,}(?:[\s'-]+[^\W\d_]+)*|[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*[\s'-]+[^\W\d_]{3,}")
 _VARIABLES = re.compile(r"[u-z\s]*|.*\b(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|pi|inf)\b.*", re.IGNORECASE)
 _UNIT = re.compile(
     rf"(?P<number>-?(?:[0-9]+\s+(?=[0-9]+/))?(?:{_UNSIGNED})(?:/[0-9]+)?)(?P<gap>[\s~]*)(?P<unit>[^\W\d_][^\W\d_/^.\s]*"
-    r"(?:\s*[\s/^.]\s*[\w.]+)*)"
+    r"(?:\s*[/^]\s*\{?[\w.]+\}?|[\s.]+[^\W\d_]+)*)"
 )
 _TEXT_IN = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
 
@@ -127,6 +141,56 @@ _UNITS = {
     )
     for name in names.split()
 }  # fmt: skip
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+
+# characters and commands that math-verify does not read, as it does
+_SIGNS: dict[str | int, str] = {
+    "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00d7": r"\times ",
+    "\u00b7": r"\cdot ", **{0xFF10 + i: str(i) for i in range(10)},
+}  # fmt: skip
+_POWERS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
+_COMMANDS = {
+    "langle": "(",
+    "rangle": ")",
+    "lbrace": r"\{",
+    "rbrace": r"\}",
+    "varnothing": r"\emptyset",
+    "mid": "|",
+}
+_THOUSANDS = re.compile(r"(?<![\w.,^{])[0-9]{1,3}((?:\\[,;:! ]|[~\s])[0-9]{3})+(?![0-9/]|\s*\\?[/f])")
+
+
+def _latex(text: str) -> str:
+    """Return a text with its signs, roots, powers, fractions and repeating decimals in LaTeX."""
+    text = re.sub(r"\s{2,}", " ", text.translate(str.maketrans(_SIGNS)))
+    text = re.sub(
+        "[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+", lambda x: f"^{{{x[0].translate(_POWERS)}}}", text
+    )
+    text = re.sub("\u221a\\s*([0-9.]+|\\w)", r"\\sqrt{\1}", text)
+    text = re.sub("[\u00bc-\u00be\u2150-\u215e]", _vulgar, text)
+    text = re.sub(
+        r"([0-9]{0,30})\.([0-9]{0,30})\\(?:overline|dot)\s*\{\s*([0-9]{1,30})\s*\}", _repeating, text
+    )
+    text = _THOUSANDS.sub(lambda x: re.sub("[^0-9]", "", x[0]), text)
+    text = re.sub(rf"(?<!\\)\\[,;: ](?=\s*\\(?:{_FONT})\b)|(?<=\}})\s*\\[,;:](?=\s)", " ", text)
+    text = re.sub(rf"(\\(?:{_FONT}|mbox))\s+\{{", r"\1{", text)
+    text = re.sub(r"\\operatorname\*?\s*\{(\w+)\}", r"\\\1 ", text)
+    text = re.sub(rf"\\({'|'.join(_COMMANDS)})\b\s*", lambda x: _COMMANDS[x[1]], text)
+    text = re.sub(r"(?<=[0-9])[eE]([+-]?[0-9]+)\b", r"\\times 10^{\1}", text)
+    text = re.sub(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi", text)
+    return re.sub(r"(?<=[\w)])\*\*(?=[\w(-])", "^", text)
+
+
+def _vulgar(sign: re.Match[str]) -> str:
+    top, _, bottom = unicodedata.normalize("NFKC", sign[0]).partition("\u2044")
+    return rf"\frac{{{top}}}{{{bottom}}}"
+
+
+def _repeating(number: re.Match[str]) -> str:
+    """Return 1.2\\overline{3} as the fraction 111/90."""
+    whole, once, again = number.groups()
+    top = int(whole + once + again) - int(whole + once or 0)
+    return rf"\frac{{{top}}}{{{(10 ** len(again) - 1) * 10 ** len(once)}}}"
 
 
 class _Read(NamedTuple):
@@ -141,10 +205,12 @@ class _Read(NamedTuple):
 @lru_cache(maxsize=4096)
 def _read(text: str) -> _Read:
     """Return what of a text is compared."""
-    whole = _unwrapped(text)
+    whole = _unwrapped(_latex(text))
     core, label, unit = whole, "", ""
     if match := _SAID.fullmatch(core):
         core = whole = _unwrapped(match[1])
+    if match := _MARKED_LABEL.match(core):
+        core = f"({(match['in'] or match['of']).strip('().:')}) {core[match.end() :]}"
     if match := _LABEL.fullmatch(core):
         label = match[1] or match[2]
         core = _unwrapped(match[3]) or label
@@ -153,11 +219,17 @@ def _read(text: str) -> _Read:
         if not re.search(r"[^\W\d_]", left) and r"\ne" not in match[1]:
             core = _unwrapped(match[2])
     if match := _UNIT.fullmatch(_TEXT_IN.sub(r" \1", _plain(core)).strip()):
-        name = re.sub(r"\s*([/^])\s*", r"\1", match["unit"].strip(" .").casefold())
-        known = _UNITS.get(name) or _UNITS.get(name.removesuffix("s")) or ""
+        name = re.sub(r"\s*([/^])\s*|[{}]", r"\1", match["unit"].strip(" .").casefold())
+        base, raised, power = name.partition("^")
+        known = _UNITS.get(base) or _UNITS.get(base.removesuffix("s")) or ""
         words = bool(match["gap"]) and len(match["unit"]) > 2 and not _VARIABLES.fullmatch(match["unit"])
-        if known and (len(name) > 1 or match["gap"]):
-            core, unit = match["number"], known
+        scale = _SCALES.get(name.split()[0])
+        if scale and "/" not in match["number"]:
+            core = rf"{match['number']}\times 10^{{{scale}}}"
+        elif name in ("percent", "per cent"):
+            core = f"{match['number']}%"
+        elif known and (len(name) > 1 or match["gap"]):
+            core, unit = match["number"], known + raised + power
         elif words:
             core = match["number"]
     if match := _MIXED.fullmatch(core):
@@ -170,7 +242,9 @@ def _unwrapped(text: str) -> str:
     before = None
     while text != before:
         before = text
-        text = text.strip().removesuffix(r"\\").removesuffix(r"\,").removesuffix("\N{DEGREE SIGN}")
+        text = text.strip()
+        while end := next((x for x in ("\\\\", r"\,", "\N{DEGREE SIGN}") if text.endswith(x)), ""):
+            text = text.removesuffix(end).rstrip()
         if text.endswith(".") and not text.endswith(".."):
             text = text[:-1]
         for pattern in _WRAPPED:
@@ -180,18 +254,29 @@ def _unwrapped(text: str) -> str:
     return text
 
 
+def _tight(text: str) -> str:
+    """Return a text without the spaces that part no words and numbers."""
+    return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", text)
+
+
 def _is_words(text: str) -> bool:
     return bool(_WORDS.fullmatch(text)) and not _VARIABLES.fullmatch(text)
 
 
 def _told_by_text(reference: _Read, answer: _Read) -> bool | None:
     """Return the verdict that needs no mathematics; None where it needs some."""
-    if reference.whole == answer.whole:
+    if _tight(reference.whole) == _tight(answer.whole):
         return bool(reference.whole)
-    if reference.label and re.fullmatch(r"\(?[A-Z]\)?", answer.whole):
-        return answer.core.strip("()") == reference.label
-    if re.fullmatch("[A-Z]", reference.core) and answer.label:
-        return answer.label == reference.core
+    both = reference, answer
+    letters = [bool(re.fullmatch("[A-Z]", x.core)) for x in both]
+    if any(letters) and all(x.label or letter for x, letter in zip(both, letters)):
+        return (reference.label or reference.core) == (answer.label or answer.core)
+    if _DATE.fullmatch(reference.whole):
+        days = [[*map(int, re.findall("[0-9]+", x.whole))] if _DATE.fullmatch(x.whole) else [] for x in both]
+        return days[0] == days[1]
+    bases = [_IN_BASE.fullmatch(x.core) for x in both]
+    if bases[0] and bases[1]:
+        return bases[0].groups() == bases[1].groups()
     clocks = _CLOCK.fullmatch(reference.whole), _CLOCK.fullmatch(answer.whole)
     if clocks[0] and clocks[1] and (clocks[0][3] or clocks[1][3]):
         times = [(int(x[1]), x[2], (x[3] or "").lower()) for x in clocks if x]
@@ -312,7 +397,7 @@ def _verified(reference: str, answer: str, boxed: bool, seconds: int) -> bool:
     gold = _read(reference)
     # in a box, so that nothing else of a text is taken for the answer
     golds = [rf"\boxed{{{x}}}" for x in dict.fromkeys((gold.core, gold.whole))]
-    texts = [answer]
+    texts = [_latex(answer)]
     if boxed:
         given = _read(answer)
         texts = [rf"\boxed{{{x}}}" for x in dict.fromkeys((given.core, given.whole))]

@@ -19,6 +19,7 @@ from typing import Any
 
 from rft_fn.data import reasoning_gym, tasks
 from rft_fn.data.row_paths import column_at
+from rft_fn.foreign_json import parse_json
 from rft_fn.reward import mathematics, references
 from rft_fn.reward.mathematics import extract_number, value_of
 from rft_fn.reward.references import Reference
@@ -101,16 +102,18 @@ def _compare(
     column: str,
     kind: Callable[[Reference], str],
     begin: Callable[[Iterable[Pair]], object] | None = None,
+    inside: Callable[[Reference], list[Reference]] = lambda reference: [reference],
 ) -> Reward:
     """Return the reward that scores each completion by same([(completion, reference), ...]).
 
-    A reference that is a list has alternatives, and the best one counts. `kind` says what a reference reads
-    as; see `references`. `begin` starts to compare pairs; see `early`.
+    A reference that is a list has alternatives, and the best one counts; `inside` finds those in a text.
+    `kind` says what a reference reads as; see `references`. `begin` starts to compare pairs; see `early`.
     """
 
     def pairs_of(completions: Sequence[str | Messages], columns: Columns) -> Iterator[list[Pair]]:
         for completion, cell in zip(completions, _column(columns, column, len(completions)), strict=True):
-            yield [(text(completion), right) for right in references.alternatives(cell, column)]
+            found = references.alternatives(cell, column)
+            yield [(text(completion), right) for reference in found for right in inside(reference)]
 
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
@@ -139,6 +142,17 @@ def _compare(
     )
 
 
+def _listed(reference: Reference) -> list[Reference]:
+    """Return the alternatives in JSON text of a list of texts, which some tables hold; else the reference."""
+    if not reference.text.startswith('["'):
+        return [reference]
+    try:
+        cell = parse_json(reference.text)
+    except ValueError:
+        return [reference]
+    return [Reference(x) for x in cell] if all(isinstance(x, str) for x in cell) else [reference]
+
+
 def _yes_or_no(value: Callable[[str], object]) -> Reward:
     """Return the reward that scores each completion with bool(value(completion))."""
 
@@ -159,9 +173,9 @@ def _answer(completion: str) -> str:
 def numeric(column: str = "answer", *, boxed: bool = False) -> Reward:
     r"""Return 1 if the last numbers of completion and reference are equal; else 0.
 
-    "0.50" is "1/2". So GSM8K's references ("... #### 72") need no change. With `boxed`, only the number
-    inside the last \boxed{} counts, and a completion without one scores 0. ValueError for a reference without
-    a number.
+    "0.50" is "1/2", and JSON text of a list of texts has alternatives. So GSM8K's references ("... #### 72")
+    need no change. With `boxed`, only the number inside the last \boxed{} counts, and a completion without
+    one scores 0. ValueError for a reference without a number.
     """
 
     def same(completion: str, reference: Reference) -> bool:
@@ -174,7 +188,8 @@ def numeric(column: str = "answer", *, boxed: bool = False) -> Reward:
         value = value_of(extract_number((extract_boxed(completion) or "") if boxed else completion))
         return None if value is None else str(value)
 
-    return replace(_compare(_each(same), column, partial(_kind_of_number, column=column)), answer=answer)
+    kind = partial(_kind_of_number, column=column)
+    return replace(_compare(_each(same), column, kind, inside=_listed), answer=answer)
 
 
 def _number_in(reference: Reference, column: str) -> Fraction:
@@ -276,8 +291,9 @@ def math(column: str = "answer", *, timeout: int = 5) -> Reward:
     "\frac{1}{2}" is "0.5", "1+x" is "x+1". The comparison is math-verify's, guarded: words are compared as
     words, units and times of the day must not contradict each other, and small numbers must agree in six
     digits (see `mathematics`). The answer is the content of the last \boxed{} where there is one, else what
-    math-verify finds in the last 1,000 characters. The reference is LaTeX or plain text, boxed or not, "7
-    apples." is 7, and of "2+5=7" only the 7 counts; of GSM8K's only what follows "####". Any failure of the
+    math-verify finds in that of the last <answer></answer>, else in the last 1,000 characters. The reference
+    is LaTeX or plain text, boxed, in such tags or not, "7 apples." is 7, and of "2+5=7" only the 7 counts; of
+    GSM8K's only what follows "####". JSON text of a list of texts has alternatives. Any failure of the
     comparison scores 0.
 
     A response such as "10^{10^{10}}" keeps sympy busy for ever, so parsing and comparing get `timeout`
@@ -293,7 +309,7 @@ def math(column: str = "answer", *, timeout: int = 5) -> Reward:
 
     def question(completion: str, reference: Reference) -> mathematics.Question:
         boxed = extract_boxed(completion)
-        answer = completion[-_UNBOXED_TAIL:] if boxed is None else boxed
+        answer = _tagged(completion)[-_UNBOXED_TAIL:] if boxed is None else boxed
         return mathematics.Question(_gold(reference), answer, boxed is not None)
 
     def same(pairs: Iterable[Pair]) -> list[float]:
@@ -304,18 +320,18 @@ def math(column: str = "answer", *, timeout: int = 5) -> Reward:
         mathematics.begin_all([question(*pair) for pair in pairs], seconds=timeout)
 
     kind = partial(_kind_of_mathematics, seconds=timeout, tried=itertools.count())
-    return replace(_compare(same, column, kind, begin), answer=_mathematical_answer)
+    return replace(_compare(same, column, kind, begin, _listed), answer=_mathematical_answer)
 
 
 def _mathematical_answer(completion: str) -> str | None:
     """Return the content of the last box, else the last number: what is equal as text counts as equal."""
     boxed = extract_boxed(completion)
-    return extract_number(completion) if boxed is None else boxed
+    return extract_number(_tagged(completion)) if boxed is None else boxed
 
 
 def _gold(reference: Reference) -> str:
     """Return the answer in a reference: what follows "####", and of a box its content."""
-    return _answer(reference.text.rpartition("####")[2])
+    return _tagged(reference.text.rpartition("####")[2])
 
 
 _TRIED = 1000  # formulas among the references of a file that are parsed before the run
@@ -323,7 +339,7 @@ _TRIED = 1000  # formulas among the references of a file that are parsed before 
 
 def _kind_of_mathematics(reference: Reference, seconds: int, tried: Iterator[int]) -> str:
     """Return what a reference reads as; the first formulas are parsed, which takes some ms each."""
-    gold = _gold(reference)
+    gold = _gold(_listed(reference)[0])
     kind = mathematics.kind_of(gold)
     parsed = kind != "a formula" or next(tried) >= _TRIED or mathematics.parses(gold, seconds=seconds)
     return kind if parsed and kind != "nothing" else references.UNREADABLE

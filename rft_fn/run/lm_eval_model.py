@@ -9,6 +9,7 @@ from lm_eval.models.utils import normalize_gen_kwargs  # pyright: ignore[reportM
 from torch import Tensor
 
 from rft_fn import rng
+from rft_fn.data.responses import prompt_ids
 from rft_fn.types import Rollout, Sampling
 
 __all__ = ["EngineModel"]
@@ -56,7 +57,9 @@ class EngineModel(TemplateLM):
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and string.startswith(bos))
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        if add_special_tokens:
+            return prompt_ids(self.tokenizer, string)
+        return self.tokenizer.encode(string, add_special_tokens=False)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True

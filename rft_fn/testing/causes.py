@@ -36,12 +36,14 @@ class _FirstInfinite(TorchDispatchMode):
         given = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
         wrong = [x for x in given if not x.isfinite().all()]
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.is_floating_point():
-            name = func.overloadpacket.__name__
-            self.narrowed |= bool(given) and name == "_to_copy" and out.itemsize < given[0].itemsize
-            if given and not out.isfinite().all():
-                before = [self.name(x) for x in wrong if self.name(x)]
-                self._made[id(out)] = (before or [name])[0], out
+        name = func.overloadpacket.__name__
+        for x in out if isinstance(out, tuple) else (out,):
+            if not (isinstance(x, Tensor) and x.is_floating_point()):
+                continue
+            self.narrowed |= bool(given) and name == "_to_copy" and x.itemsize < given[0].itemsize
+            before = [self.name(y) for y in wrong if self.name(y)]
+            if given and (before or not x.isfinite().all()):
+                self._made[id(x)] = (before or [name])[0], x
         return out
 
     def name(self, x: Tensor) -> str:
@@ -111,8 +113,9 @@ def _runs_on(loss_fn: LossFn, c: Case, exp: Experience, unit: Unit) -> bool:
     if unit != 1:
         return False
     rows, middle = list(range(len(exp.mask))), len(exp.mask) // 2
-    old = exp.old_logp.index_add(0, torch.tensor([middle]), 0.3 * exp.mask[[middle]].double())
-    here, there = (_losses(loss_fn, c, e, rows, unit) for e in (exp, tree.replace(exp, old_logp=old)))
+    more = torch.zeros_like(exp.adv).index_add(0, torch.tensor([middle]), 0.3 * exp.mask[[middle]].double())
+    other = tree.replace(exp, old_logp=exp.old_logp + more, adv=exp.adv + more)
+    here, there = (_losses(loss_fn, c, e, rows, unit) for e in (exp, other))
     moved = (here - there).abs().amax(-1) > 1e-9
     before, after = int(moved[:middle].sum()), int(moved[middle + 1 :].sum())
     return (before == 0) != (after == 0) and before + after > 1
@@ -216,6 +219,19 @@ def _old(f: _Facts) -> bool:
     return _close(f.slope, -f.adv * f.b.old_logp[counts].exp())
 
 
+def _not_detached(f: _Facts) -> bool:
+    """Return whether the slopes are -A (1 + c log pi), as those of c r A log pi with r not detached."""
+    counts = f.b.mask & (f.b.w > 0)
+    return "on-policy" in f.failed and _constant((f.slope / -f.adv - 1) / f.b.old_logp[counts])
+
+
+def _left_out(f: _Facts) -> bool:
+    """Return whether some tokens of either sign have no slope, and all others -A."""
+    zero = f.slope == 0
+    both = bool((f.adv[zero] > 0).any() and (f.adv[zero] < 0).any()) and not zero.all()
+    return "on-policy" in f.failed and both and _close(f.slope[~zero], -f.adv[~zero])
+
+
 def _cut(f: _Facts) -> bool:
     none = "on-policy" in f.failed and not f.slope.any() and not f.of_row[0].any()
     return none or "cut" in f.codes.values()
@@ -290,6 +306,9 @@ CAUSES: dict[str, Callable[[_Facts], bool]] = {
     "the reference with a wrong sign, or of the other side: log pi - log ref of each": lambda f: (
         "reference" in f.codes.values()
     ),
+    "the sign of the value's error, or a clip with min in place of max": lambda f: (
+        "values" in f.codes.values()
+    ),
     "the sign of the KL: a loss adds it": lambda f: (
         "sign of the KL" in f.codes.values() or (_beside(f) and f.terms is not None and f.terms.kl < 0)
     ),
@@ -301,12 +320,14 @@ CAUSES: dict[str, Callable[[_Facts], bool]] = {
         "k1" in f.codes.values() or (_beside(f) and f.terms is not None and f.terms.k1 > 0 and not f.terms.kl)
     ),
     "another coefficient of the KL or of the entropy than declared": lambda f: "terms" in f.codes.values(),
+    "a factor of a log-prob that is not detached, so that its own gradient is added": _not_detached,
     "the sign: a loss is minus what is to grow": lambda f: (
         "on-policy" in f.failed and _close(f.slope.abs(), f.adv.abs()) and not _close(f.slope, -f.adv)
     ),
     "a statistic of the sequence in its advantages, such as whitening: adv is of the batch": lambda f: (
         "on-policy" in f.failed and f.coupled > 1
     ),
+    "tokens that are left out whatever their advantage: the mask and w say which ones count": _left_out,
     "max in place of min in a clip, which stops tokens on the wrong side": lambda f: (
         "dead" in f.codes.values() and f.runs_on
     ),
@@ -314,7 +335,7 @@ CAUSES: dict[str, Callable[[_Facts], bool]] = {
         "dead" in f.codes.values()
     ),
     "limits on other sides than claimed: low and high exchanged": lambda f: "limits" in f.codes.values(),
-    "a constant factor, which belongs in the learning rate": lambda f: (
+    "a constant factor: of the learning rate, or of a part of the ratio that should be detached": lambda f: (
         "on-policy" in f.failed and _constant(_factor(f)) and not _close(f.slope, -f.adv)
     ),
     "an exponential without a limit": _unlimited,

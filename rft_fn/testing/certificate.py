@@ -43,7 +43,8 @@ def certify(
     losses also have the on-policy identity, the sides of a clip and a bound. `kl` and `entropy` declare that
     the loss has +kl KL(pi, ref) and -entropy H in it: their signs and sizes are checked, and what is left is
     the policy loss. `on_policy=False` leaves the three checks of policy losses out, for a loss that learns no
-    policy or has other terms; a KL or an entropy of the wrong sign is found there too. `low` and `high` are
+    policy or has other terms; a KL or an entropy of the wrong sign is found there too, and a value that is
+    pushed away from its return, or stopped off it. `low` and `high` are
     claims about the limits (see `check_sides`).
 
     `weight(mask [B, S]) -> w [B, S]` is the normaliser that the loss is used with. `extra(exp) -> {name:

@@ -25,7 +25,7 @@ from rft_fn.testing.invariance import (
     check_permutation_invariance,
 )
 from rft_fn.testing.policy_losses import check_finite, check_on_policy_identity
-from rft_fn.testing.sides import check_bounded, check_masked, check_sides
+from rft_fn.testing.sides import check_bounded, check_masked, check_sides, check_values, learns_value
 from rft_fn.types import LossFn, WeightFn
 from rft_fn.weight import token_mean
 
@@ -88,6 +88,8 @@ def verdicts(
         calls["on-policy"] = partial(_identity, rest, weight=weight, extra=extra, seed=seed)
         calls["sides"] = partial(check_sides, rest, weight=weight, extra=extra, seed=seed, low=low, high=high)
         calls["bound"] = partial(check_bounded, rest, weight=weight, extra=extra, seed=seed)
+    if unit == 1 and not on_policy and _learns_value(loss_fn, weight, extra, seed):
+        calls["values"] = partial(check_values, loss_fn, weight=weight, extra=extra, seed=seed)
     if unit == 2 and not reads:
         calls["pairs"] = partial(
             check_pairs, loss_fn, weight=weight, extra=extra, seed=seed, chosen_falls=chosen_falls
@@ -134,6 +136,14 @@ def _reads(loss_fn: LossFn, weight: WeightFn, extra: ExtraFn | None, seed: int, 
     """Return whether a loss reads the advantages; False where it does not run."""
     try:
         return reads_advantage(loss_fn, weight=weight, extra=extra, seed=seed, unit=unit)
+    except Exception:
+        return False
+
+
+def _learns_value(loss_fn: LossFn, weight: WeightFn, extra: ExtraFn | None, seed: int) -> bool:
+    """Return whether a loss teaches a value; False where it does not run."""
+    try:
+        return learns_value(loss_fn, weight=weight, extra=extra, seed=seed)
     except Exception:
         return False
 

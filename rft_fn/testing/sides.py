@@ -1,4 +1,4 @@
-"""Checks of a policy loss off-policy, token by token: its sides, its limits, its bound, its mask."""
+"""Checks of a loss token by token: sides, limits and bound off-policy, its mask, the sides of a value."""
 
 import math
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rft_fn import rng, tree
-from rft_fn.loss.evaluate import token_gradient
+from rft_fn import check, rng, tree
+from rft_fn.loss.evaluate import evaluate, token_gradient
 from rft_fn.testing.cases import (
     ROWS,
     ExtraFn,
@@ -24,7 +24,7 @@ from rft_fn.testing.cases import (
 from rft_fn.types import LossFn, Packed, TokenOut, WeightFn
 from rft_fn.weight import token_mean
 
-__all__ = ["check_bounded", "check_masked", "check_sides", "slopes_at"]
+__all__ = ["check_bounded", "check_masked", "check_sides", "check_values", "learns_value", "slopes_at"]
 
 
 FADED = 1e-30  # a slope that fell so far has faded, as soft weights of long responses do: no clip
@@ -211,3 +211,50 @@ def _losses(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, Tensor]:
     """Return (loss, gradient with respect to its log-prob) of each token in mask."""
     loss, _ = token_losses(loss_fn, out, b)
     return loss.detach()[b.mask], token_gradient(loss_fn, out, b)[b.mask]
+
+
+def _value_slopes(
+    loss_fn: LossFn, weight: WeightFn, extra: ExtraFn | None, seed: int
+) -> Callable[..., Tensor]:
+    """Return a function from (distance of values from old values, and of returns) to d loss / d value [N]."""
+    c = case(seed, weight=weight, extra=extra)
+    (b,) = whole(c.exp)
+    with torch.no_grad():
+        out = c.apply(c.params, b)
+    (old,) = check.given(ret=b.ret)
+    counts = b.mask & (b.w > 0)
+
+    def slopes(far: float, ret: float = 0.0) -> Tensor:
+        value = (old + far).requires_grad_()
+        x, _ = evaluate(
+            loss_fn, tree.replace(out, value=value), tree.replace(b, old_value=old, ret=old + ret * b.mask)
+        )
+        if not x.requires_grad:
+            return torch.zeros_like(x)[counts]
+        (slope,) = torch.autograd.grad((b.w * x).sum(), [value], materialize_grads=True)
+        return slope[counts]
+
+    return slopes
+
+
+def learns_value(
+    loss_fn: LossFn, *, weight: WeightFn = token_mean, extra: ExtraFn | None = None, seed: int = 0
+) -> bool:
+    """Return whether a loss teaches a value what `ret` says."""
+    slopes = _value_slopes(loss_fn, weight, extra, seed)
+    return not torch.equal(slopes(0.1), slopes(0.1, 10.0))
+
+
+def check_values(
+    loss_fn: LossFn, *, weight: WeightFn = token_mean, extra: ExtraFn | None = None, seed: int = 0
+) -> None:
+    """Check that a value that has moved away from its return by 0.5 to 3 is pushed back.
+
+    The old value is the return, so that a clip that stops such a value is on the wrong side.
+    """
+    slopes = _value_slopes(loss_fn, weight, extra, seed)
+    for far in (-3.0, -0.5, 0.5, 3.0):
+        push = slopes(far) * math.copysign(1, far)  # > 0: back
+        if not (push > 0).all():
+            how = "away from them" if (push < 0).any() else "nowhere"
+            raise Failure("values", f"values: values that are off their returns by {far:+g} are pushed {how}")

@@ -208,6 +208,10 @@ def test_no_prompt_ends_with_the_end_that_a_tokenizer_adds():
         pair = data.pairs_from_rows(rows, tok, **options).prompt(0)
         assert chats.shown(tok, pair.chosen).replace(" ", "") == "<bos>1+1=«2<eos>»"
     assert data.responses.prompt_ids(chats.tokenizer(None), "<eos>") == [tok.eos_token_id]
+    for ends in ("<eos> <eos>", "<pad>"):
+        tok = chats.ending(ends)
+        assert tok.decode(tok.encode("1+1=")) == f"<bos>1+1={ends.replace(' ', '')}"
+        assert tok.decode(data.responses.prompt_ids(tok, "1+1=")) == "<bos>1+1="
 
 
 def test_the_share_of_unknown_text_is_announced_once():

@@ -9,6 +9,7 @@ import pytest
 from each_case import each
 
 from rft_fn import data
+from rft_fn.data import template_probe
 from rft_fn.data.chat import Chat
 from rft_fn.data.messages import _LEARNED, conversation
 
@@ -126,6 +127,26 @@ def test_a_thought_may_be_a_part_of_the_content():
         assert found.turns[1] == says("b", reasoning_content="x")
 
 
+def test_a_thought_of_the_content_is_shown_or_announced():
+    """Mistral's templates read it where rows have it; others by a key, or not."""
+    shown = "{% if p.type == 'thinking' %}[T]{{ p.thinking }}[/T]{% else %}{{ p.text }}{% endif %}"
+    parts = "{% for p in m.content %}" + shown + "{% endfor %}"
+    template = chats.CHATML.replace(
+        "{{ m['content'] }}", "{% if m.content is string %}{{ m.content }}{% else %}" + parts + "{% endif %}"
+    )
+    part = {"type": "thinking", "thinking": "x"}
+    for said in (says([part, {"type": "text", "text": "b"}]), says("b", reasoning="x")):
+        (text,), told = learned(chats.tokenizer(template), [user("a"), said])
+        assert text.endswith(f"{A}«[T]x[/T]b{B}»") and told == []
+    assert ("[T]", "[/T]") in template_probe.thought_marks(chats.tokenizer(template))
+    (text,), told = learned(
+        chats.tokenizer(chats.CHATML), [user("a"), says([part, {"type": "text", "text": "b"}])]
+    )
+    assert text.endswith(f"{A}«b{B}»") and told[0].startswith(
+        "data: 'thinking' in messages of assistant is not"
+    )
+
+
 def test_a_turn_of_nothing_but_a_thought_that_is_not_shown_is_empty():
     with pytest.raises(ValueError, match="turn 2: the response is empty"):
         learned(chats.tokenizer(chats.CHATML), [user("a"), says("", reasoning="x")])
@@ -166,6 +187,23 @@ def test_the_call_of_an_older_schema_is_a_call():
         assert found["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
 
 
+def test_arguments_are_read_or_refused():
+    def calls(given):
+        return conversation({"m": [user("a"), says("x", tool_calls=given)]}, ["m"]).turns[1].get("tool_calls")
+
+    assert calls("") is calls([]) is calls("[]") is None
+    twice = {"name": "f", "arguments": json.dumps(json.dumps({"a": 1}))}
+    assert calls([twice])[0]["function"]["arguments"] == {"a": 1}
+    for name in ("input", "args", "kwargs"):
+        with pytest.raises(ValueError, match=f"expected a call with arguments, got '{name}' in their place"):
+            calls([{"name": "f", name: {"a": 1}}])
+        assert calls([{"name": "f", name: None}])[0]["function"]["arguments"] == {}
+    with pytest.raises(
+        ValueError, match=r"^column 'm', turn 2: expected Unicode text, got half of .*\['a'\]"
+    ):
+        calls([{"name": "f", "arguments": json.dumps({"a": "\ud83d"})}])
+
+
 # ---------- tools
 
 
@@ -197,6 +235,29 @@ def test_tools_are_shown_or_refused():
         assert "type f" in oss.decode(Chat(oss, {}).prompt(talk._replace(tools=[tool])))
     with pytest.raises(ValueError, match=r"^the row has tools, and the chat template reads none"):
         Chat(chats.tokenizer(chats.BARE), {}).prompt(talk)
+    listed = "{% for t in tools %}{{ t.name }}: {{ t.description }}{% endfor %}" + chats.MARKED
+    for tool in (TOOL, TOOL["function"]):  # it fails without tools, and reads bare ones
+        text = chats.tokenizer(listed).decode(
+            Chat(chats.tokenizer(listed), {}).prompt(talk._replace(tools=[tool]))
+        )
+        assert text.startswith("f: d<|im_start|>")
+    assert conversation({"m": [user("a")], "tools": "null"}, ["m"]).tools is None
+
+
+def test_results_have_the_names_of_their_calls():
+    """Some templates write them, and rows of OpenAI's form have none."""
+    tok = chats.tokenizer(
+        "{% for m in messages %}{% if m.role == 'tool' %}<{{ m.name }}>{% endif %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments }}]{% endfor %}<end>"
+        "{% endfor %}"
+    )
+    calls = [{"id": x, "function": {"name": f"of_{x}", "arguments": "{}"}} for x in "ab"]
+    results = [turn("tool", x, tool_call_id=x) for x in "ba"]
+    (text,), _ = learned(tok, [user("q"), says("", tool_calls=calls), *results, says("x")])
+    assert "<of_b>b<end><of_a>a<end>" in text
+    unnamed = [{"function": call["function"]} for call in calls]
+    (text,), _ = learned(tok, [user("q"), says("", tool_calls=unnamed), turn("tool", "1"), says("x")])
+    assert "<of_a>1<end>" in text
 
 
 def test_a_keyword_is_valid_if_the_template_looks_at_it():

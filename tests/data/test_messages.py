@@ -113,6 +113,10 @@ def test_a_column_holds_the_system_prompt_of_a_conversation():
         assert conversation(row | none, ["c"]).turns == row["c"]
     same = row | {"c": [turn("system", "call: add"), user("2")]}
     assert conversation(same, ["c"]).turns == same["c"]
+    spoken = row | {"system": [turn("system", "S")]}
+    assert conversation(spoken, ["system", "c"]).turns == [turn("system", "S"), *row["c"]]
+    with pytest.raises(ValueError, match=r"^column 'system' holds messages: name it in --messages, before"):
+        conversation(spoken, ["c"])
     for bad, message in (({"system": 3}, "column 'system': expected text, got int"), (
         {"c": [turn("system", "no"), user("2")]}, "got 'call: add' in column 'system' and 'no' in turn 1",
     )):  # fmt: skip
@@ -369,6 +373,18 @@ def test_thoughts_and_calls_are_learned():
 def test_a_turn_without_an_end_of_its_own_is_ended():
     first, second = learned("BARE", user("a"), says("b"), user("c"), says("d \n"))
     assert (first, second) == ("Q: a\nA: «b<eos>»", "Q: a\nA: b\nQ: c\nA: «d<eos>»")
+
+
+def test_a_header_that_is_written_unasked_is_not_learned():
+    """Llama 3's first template has it behind every conversation."""
+    asked = "{%- if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\n\n' }}{% endif %}"
+    always = chats.LLAMA3.replace(asked, "{{ '<|head|>assistant<|/head|>\n\n' }}")
+    turns = talk(user("a"), says("b"), user("c"), says("d"))
+    texts = []
+    for template in (chats.LLAMA3, always):
+        chat = Chat(chats.tokenizer(template), {})
+        texts.append([chats.shown(chat.tokenizer, x) for x in chat.lessons(turns, "all")])
+    assert always != chats.LLAMA3 and texts[0] == texts[1]
 
 
 def test_marks_that_are_not_one_a_turn_are_not_followed():

@@ -108,6 +108,14 @@ def test_the_thoughts_and_calls_of_gpt_oss_have_channels():
     assert parse(thought) == []
 
 
+@pytest.mark.parametrize("head", [
+    "<|channel|>commentary to=functions.f<|message|>", "<|channel|>commentary to=functions.f code<|message|>",
+    " to=functions.f<|channel|>analysis code<|message|>",
+])  # fmt: skip
+def test_gpt_oss_names_other_types_of_content_too(head):
+    assert call_parser(call_templates.tokenizer("gpt-oss"))(f'{head}{{"a": 1}}') == [Call("f", {"a": 1})]
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -137,6 +145,8 @@ def test_a_bare_object_is_a_call_if_it_looks_like_one(text, found):
         ('<tool_call>{"name": "f", "arguments": ""}</tool_call>', [Call("f", {})]),
         ('<tool_call>[{"name": "f"}, {"name": "g", "id": "x"}]</tool_call>',
          [Call("f", {}), Call("g", {}, id="x")]),
+        *((f'<tool_call>{{"name": "f", "{key}": {{"a": 1}}}}</tool_call>',
+           [Call("", {}, "expected an object with 'name' and 'arguments'")]) for key in ("args", "a")),
         ('<|python_tag|>{"name": "list", "parameters": {"path": "/"}}', [Call("list", {"path": "/"})]),
         ('<tool_call>{"name": "f", "arguments": {"x": "<tool_call>{\'name\': 3}"}}</tool_call>',
          [Call("f", {"x": "<tool_call>{'name': 3}"})]),
@@ -169,3 +179,43 @@ def test_an_argument_that_is_cut_off_is_not_left_out():
     pieces = call_parser(call_templates.tokenizer("Qwen 3 Coder, Qwen 3.5"))
     cut = "<tool_call>\n<function=delete>\n<parameter=path>\n/data\n</parameter>\n<parameter=dry_run>\ntru"
     assert pieces(cut) == [Call("delete", {}, "the call is cut off", complete=False)]
+
+
+def test_an_argument_whose_name_cannot_be_read_is_not_left_out():
+    pieces = call_parser(call_templates.tokenizer("Qwen 3 Coder, Qwen 3.5"))
+    for name in ("dry run", ""):
+        text = f"<parameter=path>\n/\n</parameter>\n<parameter={name}>\ntrue\n</parameter>\n</function>"
+        (call,) = pieces(f"<tool_call>\n<function=delete>\n{text}\n</tool_call>")
+        assert call == Call("delete", {}, "expected the name of an argument behind '<parameter='")
+
+
+def test_the_tag_around_calls_may_be_left_out_or_hold_several():
+    pieces = call_parser(call_templates.tokenizer("Qwen 3 Coder, Qwen 3.5"))
+    f, g = (f"<function={x}>\n<parameter=a>\n1\n</parameter>\n</function>" for x in "fg")
+    assert pieces(f"{f}\n</tool_call>") == [Call("f", {"a": "1"})]
+    assert [c.name for c in pieces(f"<tool_call>\n{f}\n{g}\n</tool_call>")] == ["f", "g"]
+
+
+def test_kimi_may_leave_out_the_space_of_names():
+    text = "<|tool_call_begin|>{}f:3<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    parse = call_parser(call_templates.tokenizer("Kimi K2"))
+    for space in ("functions.", ""):
+        assert parse(text.format(space)) == [Call("f", {}, id="functions.f:3")]
+
+
+def test_a_value_may_be_said_to_be_no_text():
+    """As DeepSeek V3.2 has it: string="true" or "false"."""
+    call = call_templates.FAMILIES["MiniMax M2"].replace(
+        '<parameter name="{{ k }}">',
+        "<parameter name=\"{{ k }}\" string=\"{{ 'true' if v is string else 'false' }}\">",
+    )
+    tok = chats.tokenizer(call)
+    found = call_parser(tok)(written(tok, [("f", {"a": "x", "b": 5})]))
+    assert found == [Call("f", {"a": "x", "b": "5"})]
+
+
+def test_a_form_with_the_key_behind_its_value_is_none():
+    form = call_templates.FAMILIES["Seed-OSS"]
+    form = form.replace("<parameter={{ k }}>", "<{{ k }}>").replace("</parameter>", "</{{ k }}>")
+    with pytest.warns(UserWarning, match="no form of a call of tools was found"):
+        call_parser(chats.tokenizer(form))

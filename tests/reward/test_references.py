@@ -111,6 +111,57 @@ def test_math_reads_the_usual_ways_to_write_a_reference(answer):
         ("50%", "0.5", 1),
         ("50", r"50\%", 1),
         ("50%", "5", 0),
+        ("1,2", "12", 0),
+        ("10,20", "20,10", 1),
+        ("2,3,5", "5,3,2", 1),
+        ("1,234", "1234", 1),
+        (r"\textbf{(C)}\ 12", "12", 1),
+        ("C", r"\textbf{(C)}\ 12", 1),
+        ("C", r"\text{(C) } \frac{1}{2}", 1),
+        ("C", r"\mathrm{(D)}\ 12", 0),
+        ("C", "Option C", 1),
+        ("option (C)", "C", 1),
+        ("1011_2", "1011_{2}", 1),
+        ("1011_2", "1011_{3}", 0),
+        ("2 hours 30 minutes", "2 hours 45 minutes", 0),
+        ("5 feet 3 inches", "5 feet 4 inches", 0),
+        (r"7 \text{ cm}^3", r"7 \text{ cm}^2", 0),
+        (r"7 \text{ cm}^{2}", "7 cm^2", 1),
+        ("3 million", "3", 0),
+        ("$3.5 million", "3500000", 1),
+        (r"10\text{ million}", r"1 \times 10^7", 1),
+        ("50 percent", "0.5", 1),
+        ("2024-01-05", "2023-01-04", 0),
+        ("2024-01-05", "2024-1-5", 1),
+        (r"0.\overline{3}", r"\frac13", 1),
+        (r"1.2\overline{3}", "37/30", 1),
+        ("1e-07", "10^{-7}", 1),
+        ("4 000", "4000", 1),
+        (r"12\ 345\,678", "12345678", 1),
+        ("4 00", "400", 0),
+        ("1 234/567", "1234/567", 0),
+        (r"6 \text { or } 7", "7, 6", 1),
+        (r"7 \, \text{and} \, 8", "7, 8", 1),
+        (r"\operatorname{arctan} 2", r"\arctan 2", 1),
+        (r"0.\dot{3}", "1/3", 1),
+        (r"\{x \mid x>1\}", r"\{x|x>1\}", 1),
+        ("1e-07", "10^{-8}", 0),
+        (r"0.\overline{3}", "0.3", 0),
+        ("\u00bd", "0.5", 1),
+        ("2\u00bd", "2.5", 1),
+        ("\u221a12", r"2\sqrt{3}", 1),
+        ("x\u00b2", "x^2", 1),
+        ("x\u00b2", "x2", 0),
+        ("2.5 \u00d7 10\u207b\u00b3", "0.0025", 1),
+        ("x \u2264 5", r"x \le 5", 1),
+        ("2*pi", r"2\pi", 1),
+        ("x**2", "x^2", 1),
+        ("US$7", "7", 1),
+        ("Rs. 7", "7", 1),
+        (r"\boldsymbol{7}", "7", 1),
+        (r"\langle 1,2\rangle", r"\langle 1, 2\rangle", 1),
+        (r"\langle 1,2\rangle", r"\langle 2, 1\rangle", 0),
+        (r"\varnothing", r"\emptyset", 1),
     ],
 )  # fmt: skip
 def test_math_is_not_taken_in_by_words_units_times_and_small_numbers(answer, box, score):
@@ -121,6 +172,11 @@ def test_a_list_has_alternatives():
     for fn in (reward.exact(), reward.math()):
         assert [one(fn, x, ["Paris", "paris"]) for x in ("Paris", "paris", "London")] == [1, 1, 0]
     assert [one(reward.numeric(), x, ["1", "#### 2"]) for x in ("it is 1", "2", "3")] == [1, 1, 0]
+    for cell in ('["7", "8"]', ['["7"]', "8"]):  # as JSON text too, which a text that is compared is not
+        assert [one(reward.math(), rf"\boxed{{{x}}}", cell) for x in "789"] == [1, 1, 0]
+        assert [one(reward.numeric(), x, cell) for x in "789"] == [1, 1, 0]
+    assert [one(reward.exact(), x, '["7"]') for x in ("7", '["7"]')] == [0, 1]
+    assert one(reward.math(), r"\boxed{[1,2]}", "[1,2]") == 1
     for cell, got in (([], "an empty list"), ({"a": 1}, "dict"), ([["a"]], "list"), ([None], "NoneType")):
         with pytest.raises(ValueError, match=f"^column 'answer': expected .* got {got}$"):
             one(reward.exact(), "a", cell)

@@ -2,6 +2,7 @@
 
 import json
 
+import chats
 import pytest
 import torch
 from test_house import load_script
@@ -111,6 +112,13 @@ def planted(texts, asked):
     return EngineModel(
         generate, None, sampling, Letters(), seed=0, window=200, batch=8, chat_template_kwargs={}
     )
+
+
+def test_no_context_ends_with_the_end_that_a_tokenizer_adds():
+    model = planted({}, [])
+    model.tokenizer = chats.ending()
+    assert model.tokenizer.decode(model.tok_encode("1+1=")) == "<bos>1+1="
+    assert model.tok_encode("1", add_special_tokens=False) == model.tokenizer.encode("1")[1:-1]
 
 
 def test_each_answer_is_graded_by_the_task(tmp_path):

@@ -66,6 +66,11 @@ def sizes(b):
     return tuple(x.clamp(min=1) for x in packing.sides(b.mask.double(), b))
 
 
+def means(o, b):
+    """Mean log-probs of chosen and rejected."""
+    return tuple(x / n for x, n in zip(sides(o, b), sizes(b)))
+
+
 def spread(x, b):
     """A number of each pair, on its tokens."""
     return x[b.seq // 2]
@@ -121,6 +126,10 @@ def soft_corners(o, b):
 def of_label(o, b):
     """A regression on the value."""
     return (o.value - b.ret).square()
+
+
+def clipped_value(o, b):
+    return b.old_value + (o.value - b.old_value).clamp(-0.2, 0.2)
 
 
 def kl(o, b):
@@ -200,6 +209,20 @@ WRONG = {
         "log-probs detached": lambda o, b: clip(tree.replace(o, logp=o.logp.detach()), b),
         "built anew": lambda o, b: -torch.tensor(r(o, b).tolist()).double() * b.adv,
         "nothing but the detached": lambda o, b: -r(o, b).detach() * b.adv + 0 * o.logp,
+    },
+    "not detached": {
+        "ratio": lambda o, b: -r(o, b) * b.adv * o.logp,
+        "capped ratio": lambda o, b: -r(o, b).clamp(max=1.28) * b.adv * o.logp,
+        "half of it": lambda o, b: 0.5 * pg(o, b) * (1 + r(o, b)),
+    },
+    "the value's error": {
+        "minus": (lambda o, b: -of_label(o, b), MIXED),
+        "min in a clip": (
+            lambda o, b: torch.minimum(of_label(o, b), (clipped_value(o, b) - b.ret).square()),
+            MIXED,
+        ),
+        "clip alone": (lambda o, b: (clipped_value(o, b) - b.ret).square(), MIXED),
+        "in a policy's loss": (lambda o, b: clip(o, b) - 0.5 * of_label(o, b), MIXED),
     },
     "mean or a sum inside": {
         "a pair": (lambda o, b: -torch.nn.functional.logsigmoid(h(o, b)), PAIRS),
@@ -317,6 +340,15 @@ WRONG = {
         "divides outside the mask": lambda o, b: clip(o, b) * torch.where(b.mask, o.logp / o.logp, 0.0),
         "log of a probability": lambda o, b: clip(o, b) + 0 * torch.log(1 - (o.logp - 50).exp() / 0.0),
         "root of nothing": lambda o, b: clip(o, b) + 1e-9 * (o.logp - b.old_logp).abs().sqrt(),
+        "odds in a sigmoid": (
+            lambda o, b: spread(
+                -torch.nn.functional.logsigmoid(
+                    sum(x * y for x, y in zip((1, -1), (c - torch.log(1 - c.exp()) for c in means(o, b))))
+                ),
+                b,
+            ),
+            PAIRS,
+        ),
         "log of a distance": lambda o, b: clip(o, b) + 1e-9 * torch.log((o.logp - b.old_logp).abs()),
     },
     "the place of a row": {
@@ -324,6 +356,10 @@ WRONG = {
         "first row twice": lambda o, b: clip(o, b) * (1 + (b.seq == 0)),
         "place in the pack": lambda o, b: clip(o, b) * (1 + torch.arange(len(b.mask)) / 10),
         "number of the row": lambda o, b: clip(o, b) * (1 + b.seq),
+    },
+    "left out whatever": {
+        "all but the last": lambda o, b: clip(o, b) * (b.seq != torch.cat([b.seq[1:], b.seq[:1] - 1])),
+        "improbable ones": lambda o, b: clip(o, b) * (o.logp.detach() > -2),
     },
     "a random draw": {
         "noise": lambda o, b: clip(o, b) * (1 + 0.1 * torch.randn(len(b.mask))),
@@ -358,6 +394,7 @@ WRONG = {
     },
     "a running sum": {
         "ratios over the pack": lambda o, b: clip(o, b) * running(o.logp - b.old_logp).detach(),
+        "advantages alone": lambda o, b: -r(o, b) * b.adv.flip(0).cumsum(0).flip(0),
         "advantages to go": lambda o, b: -r(o, b) * (b.adv * r(o, b).detach()).flip(0).cumsum(0).flip(0),
         "ratio of the prefix": lambda o, b: -running(o.logp - b.old_logp) * b.adv,
     },

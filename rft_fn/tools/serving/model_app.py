@@ -18,6 +18,7 @@ from starlette.routing import Route
 from rft_fn import rng
 from rft_fn.collect.calls import Answer, Calls
 from rft_fn.collect.recorder import Ask, Session, TooLong
+from rft_fn.data.responses import prompt_ids
 from rft_fn.engine.requests import BadRequest
 from rft_fn.environment import Renderer
 from rft_fn.environment.tool_calls import ParseCalls
@@ -146,7 +147,7 @@ class _Handlers(NamedTuple):
         data = await arrived(request, self.rules)
         prompts, asked = _read(wire.read_completion, data, self.policy.sampling, self.policy.sampling.max_new)
         tokenizer = self.policy.renderer.tokenizer
-        ids = [tokenizer.encode(x) if isinstance(x, str) else x for x in prompts]
+        ids = [prompt_ids(tokenizer, x) if isinstance(x, str) else x for x in prompts]
         if (largest := max(max(x, default=0) for x in ids)) >= len(tokenizer):
             raise _Refused(400, f"prompt: expected token ids below {len(tokenizer)}, got {largest}")
         answers = await _sampled(request, self.policy, ids, asked)
