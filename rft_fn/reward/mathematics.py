@@ -162,7 +162,7 @@ _THOUSANDS = re.compile(r"(?<![\w.,^{])[0-9]{1,3}((?:\\[,;:! ]|[~\s])[0-9]{3})+(
 
 def _latex(text: str) -> str:
     """Return a text with its signs, roots, powers, fractions and repeating decimals in LaTeX."""
-    text = re.sub(r"\s{2,}", " ", text.translate(str.maketrans(_SIGNS)))
+    text = re.sub(r"\s{2,}", lambda x: "\n" if "\n" in x[0] else " ", text.translate(str.maketrans(_SIGNS)))
     text = re.sub(
         "[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+", lambda x: f"^{{{x[0].translate(_POWERS)}}}", text
     )
@@ -171,7 +171,6 @@ def _latex(text: str) -> str:
     text = re.sub(
         r"([0-9]{0,30})\.([0-9]{0,30})\\(?:overline|dot)\s*\{\s*([0-9]{1,30})\s*\}", _repeating, text
     )
-    text = _THOUSANDS.sub(lambda x: re.sub("[^0-9]", "", x[0]), text)
     text = re.sub(rf"(?<!\\)\\[,;: ](?=\s*\\(?:{_FONT})\b)|(?<=\}})\s*\\[,;:](?=\s)", " ", text)
     text = re.sub(rf"(\\(?:{_FONT}|mbox))\s+\{{", r"\1{", text)
     text = re.sub(r"\\operatorname\*?\s*\{(\w+)\}", r"\\\1 ", text)
@@ -205,7 +204,7 @@ class _Read(NamedTuple):
 @lru_cache(maxsize=4096)
 def _read(text: str) -> _Read:
     """Return what of a text is compared."""
-    whole = _unwrapped(_latex(text))
+    whole = _unwrapped(_THOUSANDS.sub(lambda x: re.sub("[^0-9]", "", x[0]), _latex(text)))
     core, label, unit = whole, "", ""
     if match := _SAID.fullmatch(core):
         core = whole = _unwrapped(match[1])
