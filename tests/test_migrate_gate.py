@@ -314,3 +314,15 @@ def test_an_estimator_without_a_row_is_said(said):
     text = f"python3 -m verl.trainer.main_ppo {ROLLOUTS}".replace("estimator=grpo", "estimator=gvpo")
     first = said("a.sh", text)[1].partition("python train_scripts/")[0]
     assert "adv_estimator=gvpo" in first
+
+
+# ------------------------------------------------------------------------------ scripts as they stand
+
+
+def test_recomputed_activations_are_translated(said):
+    """The option takes a kind too, so that the parser writes --NAME as --NAME=True."""
+    for kind in ("True", "False"):
+        text = f"{ROLLOUTS} actor_rollout_ref.model.enable_gradient_checkpointing={kind}"
+        status, printed = said("a.sh", f"python3 -m verl.trainer.main_ppo {text}")
+        assert status == 0 and options(printed)[1].gradient_checkpointing is (kind == "True")
+        assert f"--{'no-' * (kind == 'False')}gradient-checkpointing" in printed and "left out" not in printed
