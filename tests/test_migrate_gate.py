@@ -326,3 +326,56 @@ def test_recomputed_activations_are_translated(said):
         status, printed = said("a.sh", f"python3 -m verl.trainer.main_ppo {text}")
         assert status == 0 and options(printed)[1].gradient_checkpointing is (kind == "True")
         assert f"--{'no-' * (kind == 'False')}gradient-checkpointing" in printed and "left out" not in printed
+
+
+PYTHON = """
+import argparse
+from dataclasses import dataclass, field
+from trl import GRPOConfig, GRPOTrainer
+from my_rewards import f
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", "--learning_rate", default=3e-6)
+parser.add_argument("--beta", required=True)
+parser.add_argument("-g", "--num-generations", dest="group", default=16)
+parser.add_argument("--no-vllm", dest="use_vllm", action="store_false")
+parser.add_argument("--mask", action="store_true")
+parser.add_argument("--model", default="m")
+args = parser.parse_args()
+steps = 500
+if args.debug:
+    steps = 5
+
+@dataclass
+class Adapters:
+    targets: list = field(default_factory=lambda: ["q_proj"])
+
+if __name__ == "__main__":
+    quantized = BitsAndBytesConfig(load_in_4bit=True)
+    lora = LoraConfig(r=8, target_modules=Adapters().targets, use_dora=True)
+    config = GRPOConfig(
+        learning_rate=args.lr, beta=args.beta, num_generations=args.group, use_vllm=args.use_vllm,
+        mask_truncated_completions=args.mask, per_device_train_batch_size=args.group * 2, max_steps=steps,
+    )
+    config.epsilon_high = 0.28
+    if args.short:
+        config.max_completion_length = 9
+    GRPOTrainer(args.model, reward_funcs=[f], args=config, train_dataset=load_dataset("d"), peft_config=lora)
+"""
+
+
+def test_a_config_is_read_from_its_parser_and_later_assignments(said):
+    """What only a command line, a condition or the second of two values decides is told, and is no value."""
+    status, printed = said("a.py", PYTHON)
+    cfg = options(printed)[1]
+    assert status == 0 and (cfg.lr, cfg.group, cfg.prompts, cfg.mask_truncated) == (3e-6, 16, 2, False)
+    assert (cfg.model, cfg.loss.high, cfg.max_new, cfg.lora_targets) == ("m", 0.28, 512, "q_proj")
+    assert (cfg.strategy.engine_type, cfg.quantize) == ("vllm", "nf4")
+    assert "beta=args.beta: of its command line, so it is left out" in printed
+    assert "max_steps=steps: not a constant" in printed and cfg.steps is None
+    assert "config.max_completion_length = 9: under a condition, so it is left out" in printed
+    assert "use_dora=True" in printed.partition("python train_scripts/")[0]
+
+    # the command in its docstring has the value
+    status, printed = said("a.py", f'"""\npython a.py --beta 0.04\n"""\n{PYTHON}')
+    assert options(printed)[1].kl == 0.04 and "beta=args.beta" not in printed

@@ -282,14 +282,19 @@ def _of_python(file: Path, text: str) -> list[Config]:
         except ValueError:
             commands = []
     if not commands:
-        return [own]
+        return [own._replace(notes=[*own.notes, *_open(module, own.options)])]
     # the parser of the script reads the command, so that its options are those of the command
     return [
         x._replace(
             options={**own.options, **x.options},
             programs=own.programs or x.programs,
-            notes=[*own.notes, *x.notes],
+            notes=[*own.notes, *_open(module, {**own.options, **x.options}), *x.notes],
             started=own.started or x.started,
         )
         for x in commands
     ]
+
+
+def _open(module: python_source.Module, options: Mapping[str, Any]) -> list[str]:
+    """Return the notes on options of the module's own command line that have no value."""
+    return [note for name, note in module.parsed.items() if name not in options]
