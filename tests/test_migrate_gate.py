@@ -379,3 +379,31 @@ def test_a_config_is_read_from_its_parser_and_later_assignments(said):
     # the command in its docstring has the value
     status, printed = said("a.py", f'"""\npython a.py --beta 0.04\n"""\n{PYTHON}')
     assert options(printed)[1].kl == 0.04 and "beta=args.beta" not in printed
+
+
+def test_only_nothing_is_off(said):
+    """A pattern for 0 is none for 0.1."""
+    for value, off in (("0.", True), ("0.0", True), ("0", True), ("0.1", False), ("0.05", False)):
+        more = f"actor_rollout_ref.model.override_config.attention_dropout={value}"
+        printed = said("a.sh", f"python3 -m verl.trainer.main_ppo {ROLLOUTS} {more}")[1]
+        assert (more in printed.partition("python train_scripts/")[0]) is not off, value
+
+
+def test_a_mapping_in_an_override_is_its_entries(said):
+    """As hydra writes it, and as YAML has what the reward and the chat template get."""
+    text = f"python3 -m verl.trainer.main_ppo {ROLLOUTS} '+actor_rollout_ref.actor.optim={{lr:2e-6}}' "
+    given = "'custom_reward_function={path: r.py, name: f, reward_kwargs: {a: 0.5, b: false}}'"
+    reward = ("verl:r.py:f(a=0.5, b=False)",)
+    cfg = options(said("a.sh", f"{text}{given} +data.apply_chat_template_kwargs.enable_thinking=False")[1])[1]
+    assert (cfg.lr, cfg.reward, cfg.chat_template_kwargs) == (2e-6, reward, ("enable_thinking=False",))
+    kwargs = "custom_reward_function.path=r.py custom_reward_function.name=f "
+    kwargs += (
+        "'+custom_reward_function.reward_kwargs={a:0.5,b:False}' 'data.apply_chat_template_kwargs={x:1}'"
+    )
+    cfg = options(said("a.sh", text + kwargs)[1])[1]
+    assert (cfg.reward, cfg.chat_template_kwargs) == (reward, ("x=1",))
+    yaml = "algorithm: {adv_estimator: grpo}\ndata: {train_files: a}\nactor_rollout_ref: {rollout: {n: 4}}\n"
+    yaml += "custom_reward_function: {path: r.py, name: f, reward_kwargs: {a: 0.5, b: false}}\n"
+    assert options(said("a.yaml", yaml)[1])[1].reward == reward
+    trl = "trl grpo --model_name_or_path m --dataset_name d --num_generations 4 --chat_template_kwargs "
+    assert options(said("b.sh", f"""{trl}'{{"x": 1}}'""")[1])[1].chat_template_kwargs == ("x=1",)

@@ -229,11 +229,14 @@ def _of_words(words: Sequence[str]) -> dict[str, Any]:
             if equals:
                 name = ""
         elif assigned and ("." in assigned[1] or not name) and not word.startswith("~"):
-            found[assigned[1]] = _value(assigned[2])
+            found |= _flat({assigned[1]: _mapping(assigned[2])})
             name = ""
         elif name:
             found[name] = _with(found[name], word)
-    return found
+    kwargs = {
+        name: _mapping(x) for name, x in found.items() if name.endswith("kwargs") and isinstance(x, str)
+    }
+    return {**found, **kwargs}
 
 
 def _value(text: str) -> Any:
@@ -245,6 +248,20 @@ def _value(text: str) -> Any:
     if plain.startswith("[") and plain.endswith("]") and "{" not in plain and plain.count("[") == 1:
         return [item.strip().strip("'\"") for item in text[1:-1].split(",") if item.strip()]
     return text
+
+
+def _mapping(text: str) -> Any:
+    """Return the mapping of a text of JSON, or as hydra has it, {a:1,b:{c:2}}; the value of another text."""
+    import yaml
+
+    if text[:1] != "{":
+        return _value(text)
+    # hydra needs no space behind a name, YAML does
+    try:
+        found = _of_yaml(re.sub(r"([{,]\s*['\"]?[\w.]+['\"]?)\s*:", r"\1: ", text))
+    except (ValueError, yaml.YAMLError):
+        return text
+    return found if isinstance(found, Mapping) else text
 
 
 def _with(value: Any, word: str) -> Any:

@@ -121,7 +121,8 @@ def _with_places(script: str, arguments: Sequence[str]) -> tuple[list[str], list
 
 def _harmless(library: Library, name: str, value: Any) -> str | None:
     """Return why an option of a library changes no objective; None where that is not known."""
-    told = f"{name}={str(value).lower()}"
+    is_zero = not isinstance(value, bool) and _is_number(value) and float(value) == 0
+    told = f"{name}={'0' if is_zero else str(value).lower()}"
     for why, patterns in library.harmless.items():
         if any(fnmatchcase(told if "=" in x else name, x) for x in patterns):
             return why

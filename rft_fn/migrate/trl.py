@@ -1,6 +1,5 @@
 """Options of TRL that only count together."""
 
-import json
 import math
 import shlex
 from collections.abc import Mapping
@@ -61,11 +60,6 @@ def _shared(options: Mapping[str, Any]) -> r.Combined:
 
     # a schedule with a floor
     more = options.get("lr_scheduler_kwargs")
-    if isinstance(more, str):  # of a command line
-        try:
-            more = json.loads(more)
-        except ValueError:
-            more = None
     if str(options.get("lr_scheduler_type")) == "cosine_with_min_lr" and isinstance(more, Mapping):
         used |= {"lr_scheduler_type"}
         floor = r.number(more, "min_lr_rate")

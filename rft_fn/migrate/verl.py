@@ -96,6 +96,14 @@ def rollouts(options: Mapping[str, Any]) -> r.Combined:
     used |= {x for x in options if x.startswith(ROLLOUT + "multi_turn.")} - {ROLLOUT + "multi_turn.enable"}
     more = rewards.verl(options)
 
+    # what the chat template gets, by one mapping or by dotted names
+    head = "data.apply_chat_template_kwargs"
+    given = options.get(head) if isinstance(options.get(head), Mapping) else {}
+    given = {**given, **{x.removeprefix(f"{head}."): options[x] for x in options if x.startswith(f"{head}.")}}
+    if given:
+        used |= {x for x in options if x.startswith(head)}
+        arguments.append(f"--chat-template-kwargs {' '.join(r.word(f'{k}={x}') for k, x in given.items())}")
+
     # EasyR1's prompts are texts
     if "easyr1.prompt_key" in options:
         used |= {"data.prompt_key", "easyr1.prompt_key", "easyr1.answer_key"}
