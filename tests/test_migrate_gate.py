@@ -407,3 +407,53 @@ def test_a_mapping_in_an_override_is_its_entries(said):
     assert options(said("a.yaml", yaml)[1])[1].reward == reward
     trl = "trl grpo --model_name_or_path m --dataset_name d --num_generations 4 --chat_template_kwargs "
     assert options(said("b.sh", f"""{trl}'{{"x": 1}}'""")[1])[1].chat_template_kwargs == ("x=1",)
+
+
+def test_older_names_of_openrlhf_are_those_with_dots(said):
+    text = "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d --advantage_estimator rloo "
+    text += "--n_samples_per_prompt 4 --lr_scheduler constant --use_dynamic_batch --train_max_tokens_per_gpu "
+    text += "9000 --rollout_max_tokens_per_gpu 9 --param_dtype bf16 --eval_dataset e --async_queue_size 2 "
+    text += "--attn_implementation x --overlong_penalty_factor 1.0 --prompt_split train --actor_init_on_gpu"
+    status, printed = said("a.sh", text)
+    cfg = options(printed)[1]
+    assert status == 0 and "may change" not in printed
+    assert (cfg.schedule, cfg.budget, cfg.eval_data, cfg.ahead) == ("constant", 9000, ("e",), 2)
+    assert options(said("a.sh", text.replace("queue_size 2", "train"))[1])[1].ahead == 1
+
+
+def test_a_source_of_a_mixture_has_its_config_and_split(said):
+    each = "{id: a/b, config: c, split: train_prefs, weight: 0.5}, {path: d, name: e, split: train}"
+    text = f"model_name_or_path: m\nbeta: 0.1\nrpo_alpha: 1.0\ndataset_mixture: {{datasets: [{each}]}}\n"
+    cfg = options(said("dpo/a.yaml", text, "--trainer", "dpo")[1])[1]
+    assert cfg.data == ("a/b:c@train_prefs=0.5", "d:e@train=1")
+
+
+def test_a_value_may_refer_to_another_as_in_hydra(said):
+    text = (
+        "data: {train_files: '${oc.env:HOME}/a', train_batch_size: 64, max_prompt_length: '${oc.env:P,99}'}\n"
+    )
+    text += "algorithm: {adv_estimator: grpo}\nactor_rollout_ref:\n  actor: {ppo_mini_batch_size: 16}\n"
+    text += (
+        "  rollout: {n: '${data.other}', prompt_length: '${data.max_prompt_length}'}\n  model: {path: m}\n"
+    )
+    text += "critic: {ppo_mini_batch_size: '${actor_rollout_ref.actor.ppo_mini_batch_size}'}\n"
+    text += "trainer: {total_epochs: '${oc.select:data.nothing,3}', save_freq: '${data.train_batch_size}'}\n"
+    printed = said("a.yaml", text)[1]
+    cfg = options(printed)[1]
+    assert (cfg.data, cfg.max_prompt, cfg.data_epochs, cfg.save_every) == (("${HOME}/a",), 99, 3, 64)
+    assert "rollout.n=${data.other}: of another place of the config, so it is left out" in printed
+
+
+def test_older_names_of_prime_rl_have_their_meaning(said, tmp_path):
+    """Three files, each of a part; what no function reads of the loss is told."""
+    (tmp_path / "orch.toml").write_text(
+        "batch_size = 64\nrollouts_per_example = 8\n[sampling]\nmax_tokens = 99\ntemperature = 0.7\n"
+        "[[env]]\nid = 'reverse'\n"
+    )
+    (tmp_path / "train.toml").write_text("[optim]\nlr = 3e-6\n[loss]\nratio_type = 'sequence'\n")
+    printed = said("a.sh", "uv run rl --trainer @ train.toml --orchestrator @ orch.toml --max-steps 9")[1]
+    cfg = options(printed)[1]
+    assert (cfg.prompts, cfg.group, cfg.max_new, cfg.temperature, cfg.lr) == (8, 8, 99, 0.7, 3e-6)
+    first = printed.partition("python train_scripts/")[0]
+    assert "trainer.loss.ratio_type=sequence" in first and "of an older release" in first
+    assert "of the environment reverse;" in printed and "'@'" not in printed

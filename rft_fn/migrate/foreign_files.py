@@ -70,7 +70,7 @@ def _read(path: str) -> list[Config]:
         found = _of_python(file, text)
     else:
         found = _of_text(file, text)
-    found = [x for x in found if x.options]
+    found = [x._replace(options=_resolved(x.options)) for x in found if x.options]
     if not found:
         raise ValueError(f"{path}: expected options, and there are none")
     size = len(pickle.dumps([[x.options, x.notes] for x in found]))
@@ -138,6 +138,29 @@ def _flat(options: Mapping[str, Any], head: str = "") -> dict[str, Any]:
     return found
 
 
+_REFERENCE = re.compile(r"\$\{(oc\.select:|oc\.env:)?([A-Za-z_][\w.]*)(?:,([^{}]*))?\}")
+
+
+def _resolved(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with the values of those that they refer to as hydra does: ${data.train_batch_size}."""
+
+    def value(match: re.Match[str]) -> Any:
+        kind, name, default = match.groups()
+        if kind == "oc.env:":
+            return f"${{{name}}}" if default is None else default
+        return options.get(name, match[0] if default is None else default)
+
+    found = dict(options)
+    for name, x in options.items():
+        for _ in range(5):  # of one to another
+            if not isinstance(x, str):
+                break
+            whole = _REFERENCE.fullmatch(x)
+            x = value(whole) if whole else _REFERENCE.sub(lambda match: str(value(match)), x)
+        found[name] = x
+    return found
+
+
 def _of_text(file: Path, text: str) -> list[Config]:
     """Return what each training command of a shell script says."""
     try:
@@ -166,12 +189,12 @@ def _of_command(file: Path, command: shell.Command) -> Config:
             processes *= int(value) if value.isdigit() else 1
 
     # a file with further options, which the command's own win over
-    for path in _files(options, words[at:]):
+    for path, head in _files(options, words[at:]):
         inner = _near(file, path)
         if inner is None:
             notes.append(f"{path}, line {command.line}: it has more options, and is not here")
         else:
-            options = {**_flat(_parsed(inner, inner.read_text())), **options}
+            options = {**_flat(_parsed(inner, inner.read_text()), head), **options}
     programs = [started.removesuffix(".py").rpartition("/")[2].rpartition(".")[2]] if started else []
     return Config(options, programs, notes, command.unknown, processes, started=started)
 
@@ -191,8 +214,8 @@ def _program(words: Sequence[str]) -> tuple[int, str]:
     return 0, ""
 
 
-def _files(options: dict[str, Any], words: Sequence[str]) -> list[str]:
-    """Take the names of files with further options out of `options`."""
+def _files(options: dict[str, Any], words: Sequence[str]) -> list[tuple[str, str]]:
+    """Take the names of files with further options out of `options`; each with what begins its names."""
     found = [
         str(options.pop(name)) for name in ("config",) if str(options.get(name)).endswith((".yaml", ".yml"))
     ]
@@ -202,7 +225,12 @@ def _files(options: dict[str, Any], words: Sequence[str]) -> list[str]:
     # before all options, as alignment-handbook has it
     plain = takewhile(lambda word: not word.startswith("--"), words)
     found += [word for word in plain if word.endswith((".yaml", ".yml"))]
-    return found + [words[k + 1] for k, word in enumerate(words[:-1]) if word == "@"]
+    named = [(path, "") for path in found]
+    for k in (k for k, word in enumerate(words[:-1]) if word == "@"):  # --trainer @ a.toml
+        part = words[k - 1][2:].replace("-", "_") if k and words[k - 1].startswith("--") else ""
+        options.pop(part, None)
+        named.append((words[k + 1], f"{part}." if part else ""))
+    return named
 
 
 def _near(file: Path, path: str) -> Path | None:

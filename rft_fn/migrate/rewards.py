@@ -76,7 +76,7 @@ def openrlhf(options: Mapping[str, Any]) -> r.Combined:
             "--reward: no model; theirs is the rule that the column label names, reward_fn of the file "
             "reward_models_utils.py beside train_colocate.py, here as --reward lightrft:FILE.py:reward_fn"
         )
-    if not found and options.get("train.agent_func_path"):
+    if not found and (options.get("train.agent_func_path") or options.get("agent_func_path")):
         notes.append("--reward: the agent gives it; the rewards of --environment are its own")
     arguments = [f"--reward {' '.join(map(shlex.quote, found))}"] if found else []
     return r.Combined(arguments, used, notes)

@@ -348,6 +348,7 @@ def _open(options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     for name, x in options.items():
         if isinstance(x, str) and _NEVER.search(x):
             what = "an argument of the script" if re.search(r"\$\{?\d", x) else "what a command prints"
+            what = "of another place of the config" if re.search(r"\$\{[\w:]*\.", x) else what
             notes.append(f"{name}={x}: {what}, so it is left out")
         else:
             given[name] = x

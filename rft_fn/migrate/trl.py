@@ -37,7 +37,7 @@ def _shared(options: Mapping[str, Any]) -> r.Combined:
     if isinstance(mixture, list):
         used |= {name for name in options if name.startswith("dataset_mixture.")}
         each = [x for x in mixture if isinstance(x, Mapping)]
-        named = [f"{x.get('id')}={x.get('weight', 1)}" for x in each]
+        named = [f"{_source(x)}={x.get('weight', 1)}" for x in each]
         arguments.append(f"--data {' '.join(map(shlex.quote, named))}")
         notes.append("--data: theirs takes a share of each source, ours draws from each by its share")
 
@@ -69,6 +69,12 @@ def _shared(options: Mapping[str, Any]) -> r.Combined:
 
     saves = _saves(options)
     return r.Combined([*arguments, *saves.arguments], used | saves.used, [*notes, *saves.notes])
+
+
+def _source(x: Mapping[str, Any]) -> str:
+    """Return a data set of a mixture, by the names of TRL or of alignment-handbook, with config and split."""
+    config, split = x.get("config") or x.get("name"), x.get("split")
+    return f"{x.get('id') or x.get('path')}{f':{config}' if config else ''}{f'@{split}' if split else ''}"
 
 
 def _saves(options: Mapping[str, Any]) -> r.Combined:

@@ -98,8 +98,9 @@ def rollouts(options: Mapping[str, Any]) -> r.Combined:
 
     # what the chat template gets, by one mapping or by dotted names
     head = "data.apply_chat_template_kwargs"
-    given = options.get(head) if isinstance(options.get(head), Mapping) else {}
-    given = {**given, **{x.removeprefix(f"{head}."): options[x] for x in options if x.startswith(f"{head}.")}}
+    given = {x.removeprefix(f"{head}."): options[x] for x in options if x.startswith(f"{head}.")}
+    if isinstance(mapping := options.get(head), Mapping):
+        given |= mapping
     if given:
         used |= {x for x in options if x.startswith(head)}
         arguments.append(f"--chat-template-kwargs {' '.join(r.word(f'{k}={x}') for k, x in given.items())}")
