@@ -457,3 +457,16 @@ def test_older_names_of_prime_rl_have_their_meaning(said, tmp_path):
     first = printed.partition("python train_scripts/")[0]
     assert "trainer.loss.ratio_type=sequence" in first and "of an older release" in first
     assert "of the environment reverse;" in printed and "'@'" not in printed
+
+
+def test_each_trainer_of_a_script_has_its_own_options(said):
+    """A warm-up by SFT before GRPO: two commands, and none has a number of the other."""
+    text = "from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer\n"
+    text += "args = SFTConfig(learning_rate=2e-4, num_train_epochs=2, seed=7)\nargs.max_length = 99\n"
+    text += "SFTTrainer(model='m', args=args, train_dataset=load_dataset('d')).train()\n"
+    text += "GRPOTrainer(model='m', args=GRPOConfig(max_steps=100, num_generations=4), reward_funcs=[f])\n"
+    printed = said("a.py", text)[1]
+    first, second = printed.split("python train_scripts/")[1:]
+    (name, sft), (other, grpo) = (options(f"python train_scripts/{x}") for x in (first, second))
+    assert (name, sft.lr, sft.epochs, sft.steps, sft.seed, sft.budget) == ("sft", 2e-4, 2, None, 7, 99)
+    assert (other, grpo.lr, grpo.steps, grpo.group, grpo.seed) == ("grpo", 1e-6, 100, 4, 0)

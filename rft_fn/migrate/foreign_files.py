@@ -314,11 +314,16 @@ def _of_notebook(file: Path, text: str) -> str:
 
 
 def _of_python(file: Path, text: str) -> list[Config]:
-    """Return what the calls of a Python file say, and each command in its docstring, with these calls."""
+    """Return what the calls of a Python file say for each kind of trainer in it."""
     try:
-        module = python_source.read(text, file.as_posix())
+        modules = python_source.read(text, file.as_posix())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{file}: expected Python, which cannot be read: {error}") from None
+    return [x for module in modules for x in _of_module(file, module)]
+
+
+def _of_module(file: Path, module: python_source.Module) -> list[Config]:
+    """Return what the calls say, and each command in the docstring, with these calls."""
     own = Config(module.options, module.programs, module.notes, started=module.started)
     commands: list[Config] = []
     if module.commands:

@@ -49,9 +49,22 @@ class _Unknown(Exception):
     """A value that is no constant."""
 
 
-def read(text: str, path: str) -> Module:
-    """Return the options of a script, of the first of each config; SyntaxError for a text that is none."""
+def read(text: str, path: str) -> list[Module]:
+    """Return the options of a script for each kind of trainer in it; SyntaxError for a text that is none."""
     tree = ast.parse(text)
+    calls = sorted((x for x in ast.walk(tree) if isinstance(x, ast.Call)), key=lambda x: x.lineno)
+    kinds = dict.fromkeys(kind for call in calls if (kind := _kind(call)))
+    return [_of_kind(tree, path, kind) for kind in kinds or [""]]
+
+
+def _kind(call: ast.Call) -> str:
+    """Return the kind of trainer that a call of a config or of a trainer is of; empty for another call."""
+    called = ast.unparse(call.func).rpartition(".")[2]
+    return _CONFIGS.get(called) or _TRAINERS.get(called) or ""
+
+
+def _of_kind(tree: ast.Module, path: str, kind: str) -> Module:
+    """Return the options of one kind of trainer, of the first of each config."""
     names: dict[str, ast.expr] = {}
     several = set()  # names with more values than one: which counts, a run tells
     for name, value in _assigned(tree):
@@ -63,15 +76,13 @@ def read(text: str, path: str) -> Module:
     }
     imported = dict(_imported(tree))
     options: dict[str, Any] = {}
-    programs: list[str] = []
     notes: list[str] = []
     parsed: dict[str, str] = {}
-    _take(options, notes, parsed, _set_later(tree, notes), names)
+    _take(options, notes, parsed, _set_later(tree, kind, notes), names)
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         called = ast.unparse(call.func).rpartition(".")[2]
-        if called in _CONFIGS or called in _TRAINERS:
-            kind = _CONFIGS.get(called) or _TRAINERS[called]
-            programs += [kind] if kind not in programs else []
+        if _kind(call) not in ("", kind):
+            continue
         given = {}
         for x in call.keywords:
             given |= {x.arg: x.value} if x.arg else _splatted(x.value, names, notes)
@@ -110,16 +121,19 @@ def read(text: str, path: str) -> Module:
         x.value.value for x in tree.body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)
     ]
     commands = _COMMAND.findall("\n".join(x for x in texts if isinstance(x, str)))
-    return Module(options, programs[:1], notes, started, "\n".join(commands), parsed)
+    return Module(options, [kind] if kind else [], notes, started, "\n".join(commands), parsed)
 
 
-def _set_later(tree: ast.AST, notes: list[str]) -> dict[str, ast.expr]:
+def _set_later(tree: ast.AST, kind: str, notes: list[str]) -> dict[str, ast.expr]:
     """Return what is assigned to attributes of a config after its call; note what a condition decides."""
     configs, found = {"training_args"}, {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            called = ast.unparse(node.value.func).rpartition(".")[2]
-            configs |= {x.id for x in node.targets if isinstance(x, ast.Name) and called in _CONFIGS}
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and _kind(node.value) == kind != ""
+        ):
+            configs |= {x.id for x in node.targets if isinstance(x, ast.Name)}
     forks = (x for x in ast.walk(tree) if isinstance(x, ast.If | ast.For | ast.While | ast.Try))
     forks = (x for x in forks if not (isinstance(x, ast.If) and "__name__" in ast.unparse(x.test)))
     conditional = {x for fork in forks for x in ast.walk(fork)}
