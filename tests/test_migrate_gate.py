@@ -470,3 +470,31 @@ def test_each_trainer_of_a_script_has_its_own_options(said):
     (name, sft), (other, grpo) = (options(f"python train_scripts/{x}") for x in (first, second))
     assert (name, sft.lr, sft.epochs, sft.steps, sft.seed, sft.budget) == ("sft", 2e-4, 2, None, 7, 99)
     assert (other, grpo.lr, grpo.steps, grpo.group, grpo.seed) == ("grpo", 1e-6, 100, 4, 0)
+
+
+def test_further_options_in_a_variable_are_no_value_of_the_last(said):
+    text = "trl sft --model_name_or_path m --dataset_name d --max_length 4096 $MORE --learning_rate $RATE"
+    printed = said("a.sh", text)[1]
+    assert options(printed)[1].budget == 4096 and "learning_rate=${RATE}" in printed
+    assert "line 1: ${MORE} has no value in the file; it may be further options" in printed
+
+
+def test_a_config_by_an_absolute_path_is_read(said, tmp_path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "x.yaml").write_text("data: {train_batch_size: 48}\n")
+    text = f"python3 -m verl.trainer.main_ppo --config-path={tmp_path / 'conf'} --config-name=x "
+    text += "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 algorithm.filter_groups.metric=acc"
+    printed = said("elsewhere/a.sh", text)[1]
+    assert (
+        options(printed)[1].prompts == 48 and "is not here" not in printed and "off, as here" not in printed
+    )
+
+
+def test_what_a_command_of_easyr1_sets_to_null_is_not_that_of_its_example(said):
+    text = (
+        "python3 -m verl.trainer.main config=examples/config.yaml worker.rollout.n=4 trainer.max_steps=null "
+    )
+    for more in ("", "data.format_prompt=null worker.reward.reward_function=null"):
+        printed = said("a.sh", text + more)[1]
+        assert options(printed)[1].group == 4 and "null" not in printed
+        assert ("theirs is the file" in printed, "compute_score" in printed) == (not more, not more)

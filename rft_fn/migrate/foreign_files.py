@@ -181,6 +181,11 @@ def _of_command(file: Path, command: shell.Command) -> Config:
     at, started = _program(words)
     options = _of_words(words[at:])
     notes = [f"line {command.line}: {x} has more values in a loop; here its first" for x in command.loops]
+    notes += [
+        f"line {command.line}: {x} has no value in the file; it may be further options"
+        for before, x in zip(words[at:], words[at + 1 :])
+        if _is_further(before, x)
+    ]
     processes = 1
     for k, word in enumerate(words[:at]):
         name, _, value = word.partition("=")
@@ -221,7 +226,7 @@ def _files(options: dict[str, Any], words: Sequence[str]) -> list[tuple[str, str
     ]
     folder, name = str(options.pop("config_path", "")), str(options.pop("config_name", ""))
     if name and name.removesuffix(".yaml") not in _OF_HYDRA:
-        found.append(f"{folder}/{name.removesuffix('.yaml')}.yaml".lstrip("/"))
+        found.append(f"{folder}{'/' * bool(folder)}{name.removesuffix('.yaml')}.yaml")
     # before all options, as alignment-handbook has it
     plain = takewhile(lambda word: not word.startswith("--"), words)
     found += [word for word in plain if word.endswith((".yaml", ".yml"))]
@@ -248,9 +253,11 @@ def _of_words(words: Sequence[str]) -> dict[str, Any]:
     # an option without a value is true, one with several values has a list
     found: dict[str, Any] = {}
     name = ""
-    for word in words:
+    for before, word in zip(["", *words], words):
         assigned = _ASSIGNED.fullmatch(word)
-        if re.match(r"--[A-Za-z]", word):
+        if _is_further(before, word):
+            name = ""
+        elif re.match(r"--[A-Za-z]", word):
             name = word[2:].partition("=")[0].replace("-", "_")
             _, equals, value = word.partition("=")
             found[name] = _value(value) if equals else True
@@ -265,6 +272,12 @@ def _of_words(words: Sequence[str]) -> dict[str, Any]:
         name: _mapping(x) for name, x in found.items() if name.endswith("kwargs") and isinstance(x, str)
     }
     return {**found, **kwargs}
+
+
+def _is_further(before: str, word: str) -> bool:
+    """Return whether a word is a variable without a value, and not the value of the option before it."""
+    named = before.startswith("--") and "=" not in before
+    return not named and re.fullmatch(r"\$(\{\w+\}|\d)", word) is not None
 
 
 def _value(text: str) -> Any:
