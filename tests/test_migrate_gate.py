@@ -498,3 +498,26 @@ def test_what_a_command_of_easyr1_sets_to_null_is_not_that_of_its_example(said):
         printed = said("a.sh", text + more)[1]
         assert options(printed)[1].group == 4 and "null" not in printed
         assert ("theirs is the file" in printed, "compute_score" in printed) == (not more, not more)
+
+
+def test_options_of_adapters_and_the_optimizer_are_not_how_it_computes(said):
+    toml = "max_steps = 5\n[model]\nname = 'm'\n[orchestrator]\nbatch_size = 32\ngroup_size = 4\n"
+    toml += (
+        "[trainer.model]\nattn = 'x'\nfreeze_router = true\n[trainer.model.experimental.lora]\nrank = 16\n"
+    )
+    printed = said("a.toml", toml)[1]
+    assert options(printed)[1].lora_rank == 16
+    assert "trainer.model.freeze_router=True" in printed.partition("python train_scripts/")[0]
+
+    more = "actor_rollout_ref.actor.optim.betas='[0.8,0.95]' actor_rollout_ref.model.exclude_modules=x "
+    text = f"python3 -m verl.trainer.main_ppo {ROLLOUTS} {more}"
+    printed = said("a.sh", text)[1]
+    cfg = options(printed)[1]
+    assert (cfg.beta1, cfg.beta2) == (
+        0.8,
+        0.95,
+    ) and "exclude_modules" not in printed  # nothing to exclude from
+    first = said("a.sh", f"{text} actor_rollout_ref.model.lora_rank=8")[1].partition("python train_scripts/")[
+        0
+    ]
+    assert "exclude_modules=x" in first

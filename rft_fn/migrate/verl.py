@@ -81,10 +81,12 @@ def rollouts(options: Mapping[str, Any]) -> r.Combined:
     if not r.integer(options, MODEL + "lora_rank", MODEL + "lora.rank"):
         used |= {
             MODEL + name for name in ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha", "target_modules")
-        }
+        } | {MODEL + "exclude_modules"}
     if str(options.get(ACTOR + "optim.lr_scheduler_type")) != "constant":
         arguments.append(f"--lr-end {options.get(ACTOR + 'optim.min_lr_ratio', 0.0)}")
-    used |= {ACTOR + "optim.min_lr_ratio"}
+    used |= {ACTOR + "optim.min_lr_ratio", ACTOR + "optim.betas"}
+    betas = _items(options.get(ACTOR + "optim.betas"))
+    arguments += [f"{name} {x}" for name, x in zip(("--beta1", "--beta2"), betas)]
 
     # tools are for conversations
     searched = any(name.startswith("retriever.") for name in options)
