@@ -521,3 +521,19 @@ def test_options_of_adapters_and_the_optimizer_are_not_how_it_computes(said):
         0
     ]
     assert "exclude_modules=x" in first
+
+
+def test_what_only_a_call_decides_is_told_first(said):
+    """Not so what a run is called, or where it is."""
+    text = "A=$1\nO=$2\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=$A data.train_files=t "
+    printed = said("a.sh", f"{text} actor_rollout_ref.rollout.n=4 trainer.default_local_dir=$O")[1]
+    first, _, rest = printed.partition("python train_scripts/")
+    assert first.startswith("# may change the objective") and "adv_estimator=$1" in first
+    assert "default_local_dir=$2: an argument of the script" in rest
+
+    text = "from trl import SFTConfig, SFTTrainer\nlr, epochs = 2e-4, 3\n"
+    text += "args = SFTConfig(learning_rate=lr, num_train_epochs=epochs)\n"
+    text += "SFTTrainer('m', args=args, train_dataset=load_dataset('d'), formatting_func=make)\n"
+    printed = said("a.py", text)[1]
+    assert (options(printed)[1].lr, options(printed)[1].epochs) == (2e-4, 3)
+    assert "line 4: formatting_func=make: code, which is not read" in printed

@@ -26,6 +26,7 @@ _ADAPTERS = {
     "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
     "bias": "lora_bias", "use_dora": "use_dora", "use_rslora": "use_rslora",
 }  # fmt: skip
+_CODE = ("formatting_func", "data_collator", "rollout_func", "tools", "optimizers", "compute_loss_func")
 _NAMING = (ast.Constant, ast.Attribute, ast.JoinedStr)  # expressions that a model's name may be
 
 
@@ -200,6 +201,11 @@ def _of_trainer(
     named = names.get(model.id) if isinstance(model, ast.Name) else model
     if model is not None and isinstance(named, _NAMING):
         _take(options, notes, parsed, {"model_name_or_path": model}, names)
+    notes += [
+        f"line {node.lineno}: {name}={ast.unparse(node)[:60]}: code, which is not read"
+        for name, node in given.items()
+        if name in _CODE
+    ]
     if "reward_funcs" not in given or "reward_funcs" in options:
         return
     node = given["reward_funcs"]
@@ -256,6 +262,13 @@ def _assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             yield node.targets[0].id, node.value
+        elif (
+            isinstance(node, ast.Assign)
+            and isinstance(names := node.targets[0], ast.Tuple)
+            and isinstance(node.value, ast.Tuple)
+        ):
+            pairs = zip(names.elts, node.value.elts)
+            yield from ((x.id, value) for x, value in pairs if isinstance(x, ast.Name))
         elif isinstance(node, ast.ClassDef):
             for field in node.body:
                 if isinstance(field, ast.AnnAssign) and field.value is not None:
