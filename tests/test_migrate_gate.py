@@ -537,3 +537,12 @@ def test_what_only_a_call_decides_is_told_first(said):
     printed = said("a.py", text)[1]
     assert (options(printed)[1].lr, options(printed)[1].epochs) == (2e-4, 3)
     assert "line 4: formatting_func=make: code, which is not read" in printed
+
+
+def test_a_mark_of_the_order_of_bytes_is_no_part_of_a_file(said):
+    for name, text in (
+        ("a.py", "from trl import GRPOConfig\nargs = GRPOConfig(num_generations=4)\n"),
+        ("a.sh", f"python3 -m verl.trainer.main_ppo {ROLLOUTS}"),
+        ("a.toml", "max_steps = 5\n[model]\nname = 'm'\n[orchestrator]\nbatch_size = 32\ngroup_size = 4\n"),
+    ):
+        assert options(said(name, f"\ufeff{text}")[1])[1].group == 4, name

@@ -201,6 +201,22 @@ later a; later b && python end
 """
 
 
+ARRAYS = r"""
+declare -A P=( [lr]=3e-6 [n]="4 5" )
+P[m]=7
+k=lr; L=(a b c); i=1
+L[3]=d
+python lr=${P[lr]} n="${P["n"]}" m=${P[m]} k=${P[$k]} "${L[i]}" ${L[0]} ${L[3]} "${L[@]}" \
+  `# a comment` $((2 ** 10)) $(( 3**2*2 ))
+"""
+
+
+def test_an_item_of_an_array_is_that_of_its_key(tmp_path):
+    (wanted,) = called([ARRAYS], tmp_path / "bash")
+    assert read(ARRAYS) == wanted and wanted[0][1] == "lr=3e-6"
+    assert read("declare -A P=( [a]=1 )\npython ${P[b]} $((2 ** 2 ** 99))\n")[0][1] == "${P[b]}"
+
+
 def test_a_function_is_read_where_it_is_called(tmp_path):
     """With the arguments of each call, as bash passes them; one that nothing calls is read at the end."""
     (wanted,) = called([FUNCTIONS], tmp_path / "bash")

@@ -56,7 +56,7 @@ def _read(path: str) -> list[Config]:
     """Return what a file says, in a child, which a bomb in it may end."""
     file = Path(path)
     try:
-        text = file.read_text()
+        text = file.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected a text, which cannot be read: {error}") from None
     if file.suffix in (".yaml", ".yml", ".json", ".toml"):
@@ -199,7 +199,7 @@ def _of_command(file: Path, command: shell.Command) -> Config:
         if inner is None:
             notes.append(f"{path}, line {command.line}: it has more options, and is not here")
         else:
-            options = {**_flat(_parsed(inner, inner.read_text()), head), **options}
+            options = {**_flat(_parsed(inner, inner.read_text("utf-8-sig")), head), **options}
     programs = [started.removesuffix(".py").rpartition("/")[2].rpartition(".")[2]] if started else []
     return Config(options, programs, notes, command.unknown, processes, started=started)
 

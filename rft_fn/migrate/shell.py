@@ -119,7 +119,11 @@ class _Reader:
                 return words, assigned, c
             elif (not words or words[0] in _DECLARE) and (match := _ASSIGNED.match(rest)):
                 self.i += match.end()
-                assigned.append((match[1], match[3], self.value()))
+                value = self.value()
+                if match[2] and isinstance(value, str):  # NAME[KEY]=value
+                    assigned.append((match[1], "+", [f"{match[2]}={value}"]))
+                else:
+                    assigned.append((match[1], match[3], value))
             else:
                 words += self.word()
                 if words in _BEFORE_COMMANDS:  # what follows is a command of its own
@@ -379,6 +383,8 @@ class _Reader:
         if rest[0] == "`":
             end = self.text.find("`", start + 1)
             self.i = end + 1 if end > 0 else len(self.text)
+            if rest[1:].lstrip().startswith("#"):  # a comment within a command
+                return []
             return [self.output(self.text[start + 1 : self.i - 1], self.text[start : self.i], line)]
         if rest.startswith("${"):
             self.i = end = closed(self.text, start + 1, "{", "}")
@@ -409,12 +415,19 @@ class _Reader:
             return [] if index in ("@", "*") else [self.kept(f"${{{name}}}", line)]
         if isinstance(value, str):
             return [value]
+        plain = [re.sub(r"^\[\w+\]=", "", x) for x in value]
         if index == "@" or (index == "*" and not quoted):
-            return list(value)
+            return plain
         if index == "*":
-            return [" ".join(value)]
-        chosen = int(index) if index.isdigit() else 0
-        return value[chosen : chosen + 1]
+            return [" ".join(plain)]
+        index = self.expanded_word(index, line)
+        if index in self.variables:  # of an array whose keys are numbers
+            index = " ".join(self.of(index, line, quoted=True))
+        if keyed := [item for x, item in zip(value, plain) if x.startswith(f"[{index}]=")]:
+            return keyed[-1:]
+        if index and not index.isdigit():
+            return [self.kept(f"${{{name}[{index}]}}", line)]
+        return plain[int(index or 0) : int(index or 0) + 1]
 
     def argument(self, name: str, rest: str, line: int, *, quoted: bool) -> list[str]:
         """Return an argument of a function, or all of them from the one that `rest` names, as in ${@:2}."""
