@@ -534,7 +534,6 @@ FREE = {
     "migrate/foreign_files.py:_parsed": PRINTED,
     "migrate/foreign_files.py:_of_yaml": PRINTED,
     "migrate/foreign_files.py:_of_notebook": PRINTED,
-    "migrate/trl.py:_shared": PRINTED,
     "migrate/tables.py:plain": "a table of this package",
     "migrate/tables.py:read": "a table of this package",
     "data/reasoning_gym.py:_options": "options of a command, refused in tests/data/test_reasoning_gym.py",

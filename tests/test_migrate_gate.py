@@ -314,3 +314,235 @@ def test_an_estimator_without_a_row_is_said(said):
     text = f"python3 -m verl.trainer.main_ppo {ROLLOUTS}".replace("estimator=grpo", "estimator=gvpo")
     first = said("a.sh", text)[1].partition("python train_scripts/")[0]
     assert "adv_estimator=gvpo" in first
+
+
+# ------------------------------------------------------------------------------ scripts as they stand
+
+
+def test_recomputed_activations_are_translated(said):
+    """The option takes a kind too, so that the parser writes --NAME as --NAME=True."""
+    for kind in ("True", "False"):
+        text = f"{ROLLOUTS} actor_rollout_ref.model.enable_gradient_checkpointing={kind}"
+        status, printed = said("a.sh", f"python3 -m verl.trainer.main_ppo {text}")
+        assert status == 0 and options(printed)[1].gradient_checkpointing is (kind == "True")
+        assert f"--{'no-' * (kind == 'False')}gradient-checkpointing" in printed and "left out" not in printed
+
+
+PYTHON = """
+import argparse
+from dataclasses import dataclass, field
+from trl import GRPOConfig, GRPOTrainer
+from my_rewards import f
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", "--learning_rate", default=3e-6)
+parser.add_argument("--beta", required=True)
+parser.add_argument("-g", "--num-generations", dest="group", default=16)
+parser.add_argument("--no-vllm", dest="use_vllm", action="store_false")
+parser.add_argument("--mask", action="store_true")
+parser.add_argument("--model", default="m")
+args = parser.parse_args()
+steps = 500
+if args.debug:
+    steps = 5
+
+@dataclass
+class Adapters:
+    targets: list = field(default_factory=lambda: ["q_proj"])
+
+if __name__ == "__main__":
+    quantized = BitsAndBytesConfig(load_in_4bit=True)
+    lora = LoraConfig(r=8, target_modules=Adapters().targets, use_dora=True)
+    config = GRPOConfig(
+        learning_rate=args.lr, beta=args.beta, num_generations=args.group, use_vllm=args.use_vllm,
+        mask_truncated_completions=args.mask, per_device_train_batch_size=args.group * 2, max_steps=steps,
+    )
+    config.epsilon_high = 0.28
+    if args.short:
+        config.max_completion_length = 9
+    GRPOTrainer(args.model, reward_funcs=[f], args=config, train_dataset=load_dataset("d"), peft_config=lora)
+"""
+
+
+def test_a_config_is_read_from_its_parser_and_later_assignments(said):
+    """What only a command line, a condition or the second of two values decides is told, and is no value."""
+    status, printed = said("a.py", PYTHON)
+    cfg = options(printed)[1]
+    assert status == 0 and (cfg.lr, cfg.group, cfg.prompts, cfg.mask_truncated) == (3e-6, 16, 2, False)
+    assert (cfg.model, cfg.loss.high, cfg.max_new, cfg.lora_targets) == ("m", 0.28, 512, "q_proj")
+    assert (cfg.strategy.engine_type, cfg.quantize) == ("vllm", "nf4")
+    assert "beta=args.beta: of its command line, so it is left out" in printed
+    assert "max_steps=steps: not a constant" in printed and cfg.steps is None
+    assert "config.max_completion_length = 9: under a condition, so it is left out" in printed
+    assert "use_dora=True" in printed.partition("python train_scripts/")[0]
+
+    # the command in its docstring has the value
+    status, printed = said("a.py", f'"""\npython a.py --beta 0.04\n"""\n{PYTHON}')
+    assert options(printed)[1].kl == 0.04 and "beta=args.beta" not in printed
+
+
+def test_only_nothing_is_off(said):
+    """A pattern for 0 is none for 0.1."""
+    for value, off in (("0.", True), ("0.0", True), ("0", True), ("0.1", False), ("0.05", False)):
+        more = f"actor_rollout_ref.model.override_config.attention_dropout={value}"
+        printed = said("a.sh", f"python3 -m verl.trainer.main_ppo {ROLLOUTS} {more}")[1]
+        assert (more in printed.partition("python train_scripts/")[0]) is not off, value
+
+
+def test_a_mapping_in_an_override_is_its_entries(said):
+    """As hydra writes it, and as YAML has what the reward and the chat template get."""
+    text = f"python3 -m verl.trainer.main_ppo {ROLLOUTS} '+actor_rollout_ref.actor.optim={{lr:2e-6}}' "
+    given = "'custom_reward_function={path: r.py, name: f, reward_kwargs: {a: 0.5, b: false}}'"
+    reward = ("verl:r.py:f(a=0.5, b=False)",)
+    cfg = options(said("a.sh", f"{text}{given} +data.apply_chat_template_kwargs.enable_thinking=False")[1])[1]
+    assert (cfg.lr, cfg.reward, cfg.chat_template_kwargs) == (2e-6, reward, ("enable_thinking=False",))
+    kwargs = "custom_reward_function.path=r.py custom_reward_function.name=f "
+    kwargs += (
+        "'+custom_reward_function.reward_kwargs={a:0.5,b:False}' 'data.apply_chat_template_kwargs={x:1}'"
+    )
+    cfg = options(said("a.sh", text + kwargs)[1])[1]
+    assert (cfg.reward, cfg.chat_template_kwargs) == (reward, ("x=1",))
+    yaml = "algorithm: {adv_estimator: grpo}\ndata: {train_files: a}\nactor_rollout_ref: {rollout: {n: 4}}\n"
+    yaml += "custom_reward_function: {path: r.py, name: f, reward_kwargs: {a: 0.5, b: false}}\n"
+    assert options(said("a.yaml", yaml)[1])[1].reward == reward
+    trl = "trl grpo --model_name_or_path m --dataset_name d --num_generations 4 --chat_template_kwargs "
+    assert options(said("b.sh", f"""{trl}'{{"x": 1}}'""")[1])[1].chat_template_kwargs == ("x=1",)
+
+
+def test_older_names_of_openrlhf_are_those_with_dots(said):
+    text = "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d --advantage_estimator rloo "
+    text += "--n_samples_per_prompt 4 --lr_scheduler constant --use_dynamic_batch --train_max_tokens_per_gpu "
+    text += "9000 --rollout_max_tokens_per_gpu 9 --param_dtype bf16 --eval_dataset e --async_queue_size 2 "
+    text += "--attn_implementation x --overlong_penalty_factor 1.0 --prompt_split train --actor_init_on_gpu"
+    status, printed = said("a.sh", text)
+    cfg = options(printed)[1]
+    assert status == 0 and "may change" not in printed
+    assert (cfg.schedule, cfg.budget, cfg.eval_data, cfg.ahead) == ("constant", 9000, ("e",), 2)
+    assert options(said("a.sh", text.replace("queue_size 2", "train"))[1])[1].ahead == 1
+
+
+def test_a_source_of_a_mixture_has_its_config_and_split(said):
+    each = "{id: a/b, config: c, split: train_prefs, weight: 0.5}, {path: d, name: e, split: train}"
+    text = f"model_name_or_path: m\nbeta: 0.1\nrpo_alpha: 1.0\ndataset_mixture: {{datasets: [{each}]}}\n"
+    cfg = options(said("dpo/a.yaml", text, "--trainer", "dpo")[1])[1]
+    assert cfg.data == ("a/b:c@train_prefs=0.5", "d:e@train=1")
+
+
+def test_a_value_may_refer_to_another_as_in_hydra(said):
+    text = (
+        "data: {train_files: '${oc.env:HOME}/a', train_batch_size: 64, max_prompt_length: '${oc.env:P,99}'}\n"
+    )
+    text += "algorithm: {adv_estimator: grpo}\nactor_rollout_ref:\n  actor: {ppo_mini_batch_size: 16}\n"
+    text += (
+        "  rollout: {n: '${data.other}', prompt_length: '${data.max_prompt_length}'}\n  model: {path: m}\n"
+    )
+    text += "critic: {ppo_mini_batch_size: '${actor_rollout_ref.actor.ppo_mini_batch_size}'}\n"
+    text += "trainer: {total_epochs: '${oc.select:data.nothing,3}', save_freq: '${data.train_batch_size}'}\n"
+    printed = said("a.yaml", text)[1]
+    cfg = options(printed)[1]
+    assert (cfg.data, cfg.max_prompt, cfg.data_epochs, cfg.save_every) == (("${HOME}/a",), 99, 3, 64)
+    assert "rollout.n=${data.other}: of another place of the config, so it is left out" in printed
+
+
+def test_older_names_of_prime_rl_have_their_meaning(said, tmp_path):
+    """Three files, each of a part; what no function reads of the loss is told."""
+    (tmp_path / "orch.toml").write_text(
+        "batch_size = 64\nrollouts_per_example = 8\n[sampling]\nmax_tokens = 99\ntemperature = 0.7\n"
+        "[[env]]\nid = 'reverse'\n"
+    )
+    (tmp_path / "train.toml").write_text("[optim]\nlr = 3e-6\n[loss]\nratio_type = 'sequence'\n")
+    printed = said("a.sh", "uv run rl --trainer @ train.toml --orchestrator @ orch.toml --max-steps 9")[1]
+    cfg = options(printed)[1]
+    assert (cfg.prompts, cfg.group, cfg.max_new, cfg.temperature, cfg.lr) == (8, 8, 99, 0.7, 3e-6)
+    first = printed.partition("python train_scripts/")[0]
+    assert "trainer.loss.ratio_type=sequence" in first and "of an older release" in first
+    assert "of the environment reverse;" in printed and "'@'" not in printed
+
+
+def test_each_trainer_of_a_script_has_its_own_options(said):
+    """A warm-up by SFT before GRPO: two commands, and none has a number of the other."""
+    text = "from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer\n"
+    text += "args = SFTConfig(learning_rate=2e-4, num_train_epochs=2, seed=7)\nargs.max_length = 99\n"
+    text += "SFTTrainer(model='m', args=args, train_dataset=load_dataset('d')).train()\n"
+    text += "GRPOTrainer(model='m', args=GRPOConfig(max_steps=100, num_generations=4), reward_funcs=[f])\n"
+    printed = said("a.py", text)[1]
+    first, second = printed.split("python train_scripts/")[1:]
+    (name, sft), (other, grpo) = (options(f"python train_scripts/{x}") for x in (first, second))
+    assert (name, sft.lr, sft.epochs, sft.steps, sft.seed, sft.budget) == ("sft", 2e-4, 2, None, 7, 99)
+    assert (other, grpo.lr, grpo.steps, grpo.group, grpo.seed) == ("grpo", 1e-6, 100, 4, 0)
+
+
+def test_further_options_in_a_variable_are_no_value_of_the_last(said):
+    text = "trl sft --model_name_or_path m --dataset_name d --max_length 4096 $MORE --learning_rate $RATE"
+    printed = said("a.sh", text)[1]
+    assert options(printed)[1].budget == 4096 and "learning_rate=${RATE}" in printed
+    assert "line 1: ${MORE} has no value in the file; it may be further options" in printed
+
+
+def test_a_config_by_an_absolute_path_is_read(said, tmp_path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "x.yaml").write_text("data: {train_batch_size: 48}\n")
+    text = f"python3 -m verl.trainer.main_ppo --config-path={tmp_path / 'conf'} --config-name=x "
+    text += "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 algorithm.filter_groups.metric=acc"
+    printed = said("elsewhere/a.sh", text)[1]
+    assert (
+        options(printed)[1].prompts == 48 and "is not here" not in printed and "off, as here" not in printed
+    )
+
+
+def test_what_a_command_of_easyr1_sets_to_null_is_not_that_of_its_example(said):
+    text = (
+        "python3 -m verl.trainer.main config=examples/config.yaml worker.rollout.n=4 trainer.max_steps=null "
+    )
+    for more in ("", "data.format_prompt=null worker.reward.reward_function=null"):
+        printed = said("a.sh", text + more)[1]
+        assert options(printed)[1].group == 4 and "null" not in printed
+        assert ("theirs is the file" in printed, "compute_score" in printed) == (not more, not more)
+
+
+def test_options_of_adapters_and_the_optimizer_are_not_how_it_computes(said):
+    toml = "max_steps = 5\n[model]\nname = 'm'\n[orchestrator]\nbatch_size = 32\ngroup_size = 4\n"
+    toml += (
+        "[trainer.model]\nattn = 'x'\nfreeze_router = true\n[trainer.model.experimental.lora]\nrank = 16\n"
+    )
+    printed = said("a.toml", toml)[1]
+    assert options(printed)[1].lora_rank == 16
+    assert "trainer.model.freeze_router=True" in printed.partition("python train_scripts/")[0]
+
+    more = "actor_rollout_ref.actor.optim.betas='[0.8,0.95]' actor_rollout_ref.model.exclude_modules=x "
+    text = f"python3 -m verl.trainer.main_ppo {ROLLOUTS} {more}"
+    printed = said("a.sh", text)[1]
+    cfg = options(printed)[1]
+    assert (cfg.beta1, cfg.beta2) == (
+        0.8,
+        0.95,
+    ) and "exclude_modules" not in printed  # nothing to exclude from
+    first = said("a.sh", f"{text} actor_rollout_ref.model.lora_rank=8")[1].partition("python train_scripts/")[
+        0
+    ]
+    assert "exclude_modules=x" in first
+
+
+def test_what_only_a_call_decides_is_told_first(said):
+    """Not so what a run is called, or where it is."""
+    text = "A=$1\nO=$2\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=$A data.train_files=t "
+    printed = said("a.sh", f"{text} actor_rollout_ref.rollout.n=4 trainer.default_local_dir=$O")[1]
+    first, _, rest = printed.partition("python train_scripts/")
+    assert first.startswith("# may change the objective") and "adv_estimator=$1" in first
+    assert "default_local_dir=$2: an argument of the script" in rest
+
+    text = "from trl import SFTConfig, SFTTrainer\nlr, epochs = 2e-4, 3\n"
+    text += "args = SFTConfig(learning_rate=lr, num_train_epochs=epochs)\n"
+    text += "SFTTrainer('m', args=args, train_dataset=load_dataset('d'), formatting_func=make)\n"
+    printed = said("a.py", text)[1]
+    assert (options(printed)[1].lr, options(printed)[1].epochs) == (2e-4, 3)
+    assert "line 4: formatting_func=make: code, which is not read" in printed
+
+
+def test_a_mark_of_the_order_of_bytes_is_no_part_of_a_file(said):
+    for name, text in (
+        ("a.py", "from trl import GRPOConfig\nargs = GRPOConfig(num_generations=4)\n"),
+        ("a.sh", f"python3 -m verl.trainer.main_ppo {ROLLOUTS}"),
+        ("a.toml", "max_steps = 5\n[model]\nname = 'm'\n[orchestrator]\nbatch_size = 32\ngroup_size = 4\n"),
+    ):
+        assert options(said(name, f"\ufeff{text}")[1])[1].group == 4, name

@@ -195,7 +195,7 @@ TOGETHER = [
     ("openrlhf", "rl", {"enable_ema": True, "ema_beta": 0.98, "kl_target": 6}, "--ema 0.98", ""),
     (
         "trl", "sft",
-        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": 0.3}'},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.3}},
         "--schedule cosine --lr-end 0.3", "",
     ),
     ("openrlhf", "rl", {"data.max_len": 900}, "--max-new 450", "what the prompt leaves of 900 tokens"),

@@ -182,6 +182,52 @@ def test_what_is_read_is_what_bash_passes(texts, tmp_path_factory):
         assert found == wanted, text
 
 
+FUNCTIONS = r"""
+# it's "one
+train() {
+  local algo=$1 n=${2:-8}
+  shift 2
+  python -m x algo=$algo n=$n "$@" name="s_$1" left=$# 'a } b' ${3:-none}
+}
+function twice { train "$1" 4 "${@:2}"; python done "$@"; }
+twice () { python again ${1}0 "$*"; train $2 6 k; }
+train grpo 16 lr=1e-6 "two words"
+function later
+{
+  if [[ $1 == a ]]; then python "is $1"; else python other; fi
+}
+twice rloo b c
+later a; later b && python end
+"""
+
+
+ARRAYS = r"""
+declare -A P=( [lr]=3e-6 [n]="4 5" )
+P[m]=7
+k=lr; L=(a b c); i=1
+L[3]=d
+python lr=${P[lr]} n="${P["n"]}" m=${P[m]} k=${P[$k]} "${L[i]}" ${L[0]} ${L[3]} "${L[@]}" \
+  `# a comment` $((2 ** 10)) $(( 3**2*2 ))
+"""
+
+
+def test_an_item_of_an_array_is_that_of_its_key(tmp_path):
+    (wanted,) = called([ARRAYS], tmp_path / "bash")
+    assert read(ARRAYS) == wanted and wanted[0][1] == "lr=3e-6"
+    assert read("declare -A P=( [a]=1 )\npython ${P[b]} $((2 ** 2 ** 99))\n")[0][1] == "${P[b]}"
+
+
+def test_a_function_is_read_where_it_is_called(tmp_path):
+    """With the arguments of each call, as bash passes them; one that nothing calls is read at the end."""
+    (wanted,) = called([FUNCTIONS], tmp_path / "bash")
+    assert read(FUNCTIONS) == wanted and len(wanted) == 6
+    body = FUNCTIONS.partition("train grpo")[0]
+    assert [words[1] for words in read(body)] == ["-m", "again", "-m"]
+    assert read("f() {\n  python a=$1 # it's\n}\n") == [["python", "a=$1"]]  # a body without its end
+    many = "".join(f"f{k}() {{\n  f{k + 1}; f{k + 1}\n}}\n" for k in range(40)) + "f0\n"
+    assert shell.commands(many + "f40() {\n  f0\n}\n") is not None
+
+
 # ------------------------------------------------------------------------------ the corpus
 
 FOLDER = Path(__file__).parent / "corpus"

@@ -1,5 +1,6 @@
 """Prompts made of rows of text or of conversations."""
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,7 +111,14 @@ def from_rows(
     recipe = Recipe(
         what="prompt", limit="max_prompt", most=max_prompt, chat=chat, reads=reads, make=reader.make
     )
-    return make_dataset(rows, recipe, name, workers=workers, survey=survey)
+    dataset = make_dataset(rows, recipe, name, workers=workers, survey=survey)
+    if not messages and response is None and processing is None and not columns_in(template):
+        warnings.warn(
+            f"data: the template {template!r} names no column, so that all prompts of {name} are the same; "
+            "name columns as {question}",
+            stacklevel=2,
+        )
+    return dataset
 
 
 def from_task(task: str, tokenizer: Any, *, level: int = 1, seed: int = 0, **options: Any) -> Dataset[Prompt]:

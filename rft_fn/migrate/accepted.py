@@ -46,6 +46,7 @@ def _alone(config: type, argument: str) -> str:
         migrate.check([words[0]], parsing.names(config))
     except ValueError as error:
         return " ".join(str(error).split())
+    words = [x for word in words for x in (word.split("=", 1) if word.startswith("--") else [word])]
     starts = [k for k, word in enumerate(words) if re.match(r"--[a-z]", word)]
     options = [words[k:end] for k, end in zip(starts, [*starts[1:], len(words)])]
     return next((why for flag, *values in options if (why := _wrong(config, flag, values))), "")

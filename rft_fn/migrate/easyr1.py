@@ -20,9 +20,11 @@ def is_easyr1(options: Mapping[str, Any]) -> bool:
 def as_verl(options: Mapping[str, Any], missing: str = "") -> tuple[dict[str, Any], list[str]]:
     """Return the options by verl's names, and notes. `missing` is the file of options that is not here."""
     example = _TABLE["example"] if missing.endswith("examples/config.yaml") else {}
-    whole = {**_TABLE["defaults"], **example, **{name: x for name, x in options.items() if x is not None}}
+    given = {name: x for name, x in options.items() if str(x) not in ("None", "null")}
+    example = {name: x for name, x in example.items() if name in given or name not in options}
+    whole = {**_TABLE["defaults"], **example, **given}
     notes = []
-    if example:
+    if missing.endswith("examples/config.yaml"):
         notes.append(f"{missing}: it is not here; the values that EasyR1 has in it are taken")
 
     # the KL: in the loss, or in the reward, or none

@@ -56,7 +56,7 @@ def _read(path: str) -> list[Config]:
     """Return what a file says, in a child, which a bomb in it may end."""
     file = Path(path)
     try:
-        text = file.read_text()
+        text = file.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected a text, which cannot be read: {error}") from None
     if file.suffix in (".yaml", ".yml", ".json", ".toml"):
@@ -70,7 +70,7 @@ def _read(path: str) -> list[Config]:
         found = _of_python(file, text)
     else:
         found = _of_text(file, text)
-    found = [x for x in found if x.options]
+    found = [x._replace(options=_resolved(x.options)) for x in found if x.options]
     if not found:
         raise ValueError(f"{path}: expected options, and there are none")
     size = len(pickle.dumps([[x.options, x.notes] for x in found]))
@@ -138,6 +138,29 @@ def _flat(options: Mapping[str, Any], head: str = "") -> dict[str, Any]:
     return found
 
 
+_REFERENCE = re.compile(r"\$\{(oc\.select:|oc\.env:)?([A-Za-z_][\w.]*)(?:,([^{}]*))?\}")
+
+
+def _resolved(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with the values of those that they refer to as hydra does: ${data.train_batch_size}."""
+
+    def value(match: re.Match[str]) -> Any:
+        kind, name, default = match.groups()
+        if kind == "oc.env:":
+            return f"${{{name}}}" if default is None else default
+        return options.get(name, match[0] if default is None else default)
+
+    found = dict(options)
+    for name, x in options.items():
+        for _ in range(5):  # of one to another
+            if not isinstance(x, str):
+                break
+            whole = _REFERENCE.fullmatch(x)
+            x = value(whole) if whole else _REFERENCE.sub(lambda match: str(value(match)), x)
+        found[name] = x
+    return found
+
+
 def _of_text(file: Path, text: str) -> list[Config]:
     """Return what each training command of a shell script says."""
     try:
@@ -158,6 +181,11 @@ def _of_command(file: Path, command: shell.Command) -> Config:
     at, started = _program(words)
     options = _of_words(words[at:])
     notes = [f"line {command.line}: {x} has more values in a loop; here its first" for x in command.loops]
+    notes += [
+        f"line {command.line}: {x} has no value in the file; it may be further options"
+        for before, x in zip(words[at:], words[at + 1 :])
+        if _is_further(before, x)
+    ]
     processes = 1
     for k, word in enumerate(words[:at]):
         name, _, value = word.partition("=")
@@ -166,12 +194,12 @@ def _of_command(file: Path, command: shell.Command) -> Config:
             processes *= int(value) if value.isdigit() else 1
 
     # a file with further options, which the command's own win over
-    for path in _files(options, words[at:]):
+    for path, head in _files(options, words[at:]):
         inner = _near(file, path)
         if inner is None:
             notes.append(f"{path}, line {command.line}: it has more options, and is not here")
         else:
-            options = {**_flat(_parsed(inner, inner.read_text())), **options}
+            options = {**_flat(_parsed(inner, inner.read_text("utf-8-sig")), head), **options}
     programs = [started.removesuffix(".py").rpartition("/")[2].rpartition(".")[2]] if started else []
     return Config(options, programs, notes, command.unknown, processes, started=started)
 
@@ -191,18 +219,23 @@ def _program(words: Sequence[str]) -> tuple[int, str]:
     return 0, ""
 
 
-def _files(options: dict[str, Any], words: Sequence[str]) -> list[str]:
-    """Take the names of files with further options out of `options`."""
+def _files(options: dict[str, Any], words: Sequence[str]) -> list[tuple[str, str]]:
+    """Take the names of files with further options out of `options`; each with what begins its names."""
     found = [
         str(options.pop(name)) for name in ("config",) if str(options.get(name)).endswith((".yaml", ".yml"))
     ]
     folder, name = str(options.pop("config_path", "")), str(options.pop("config_name", ""))
     if name and name.removesuffix(".yaml") not in _OF_HYDRA:
-        found.append(f"{folder}/{name.removesuffix('.yaml')}.yaml".lstrip("/"))
+        found.append(f"{folder}{'/' * bool(folder)}{name.removesuffix('.yaml')}.yaml")
     # before all options, as alignment-handbook has it
     plain = takewhile(lambda word: not word.startswith("--"), words)
     found += [word for word in plain if word.endswith((".yaml", ".yml"))]
-    return found + [words[k + 1] for k, word in enumerate(words[:-1]) if word == "@"]
+    named = [(path, "") for path in found]
+    for k in (k for k, word in enumerate(words[:-1]) if word == "@"):  # --trainer @ a.toml
+        part = words[k - 1][2:].replace("-", "_") if k and words[k - 1].startswith("--") else ""
+        options.pop(part, None)
+        named.append((words[k + 1], f"{part}." if part else ""))
+    return named
 
 
 def _near(file: Path, path: str) -> Path | None:
@@ -220,20 +253,31 @@ def _of_words(words: Sequence[str]) -> dict[str, Any]:
     # an option without a value is true, one with several values has a list
     found: dict[str, Any] = {}
     name = ""
-    for word in words:
+    for before, word in zip(["", *words], words):
         assigned = _ASSIGNED.fullmatch(word)
-        if re.match(r"--[A-Za-z]", word):
+        if _is_further(before, word):
+            name = ""
+        elif re.match(r"--[A-Za-z]", word):
             name = word[2:].partition("=")[0].replace("-", "_")
             _, equals, value = word.partition("=")
             found[name] = _value(value) if equals else True
             if equals:
                 name = ""
         elif assigned and ("." in assigned[1] or not name) and not word.startswith("~"):
-            found[assigned[1]] = _value(assigned[2])
+            found |= _flat({assigned[1]: _mapping(assigned[2])})
             name = ""
         elif name:
             found[name] = _with(found[name], word)
-    return found
+    kwargs = {
+        name: _mapping(x) for name, x in found.items() if name.endswith("kwargs") and isinstance(x, str)
+    }
+    return {**found, **kwargs}
+
+
+def _is_further(before: str, word: str) -> bool:
+    """Return whether a word is a variable without a value, and not the value of the option before it."""
+    named = before.startswith("--") and "=" not in before
+    return not named and re.fullmatch(r"\$(\{\w+\}|\d)", word) is not None
 
 
 def _value(text: str) -> Any:
@@ -245,6 +289,20 @@ def _value(text: str) -> Any:
     if plain.startswith("[") and plain.endswith("]") and "{" not in plain and plain.count("[") == 1:
         return [item.strip().strip("'\"") for item in text[1:-1].split(",") if item.strip()]
     return text
+
+
+def _mapping(text: str) -> Any:
+    """Return the mapping of a text of JSON, or as hydra has it, {a:1,b:{c:2}}; the value of another text."""
+    import yaml
+
+    if text[:1] != "{":
+        return _value(text)
+    # hydra needs no space behind a name, YAML does
+    try:
+        found = _of_yaml(re.sub(r"([{,]\s*['\"]?[\w.]+['\"]?)\s*:", r"\1: ", text))
+    except (ValueError, yaml.YAMLError):
+        return text
+    return found if isinstance(found, Mapping) else text
 
 
 def _with(value: Any, word: str) -> Any:
@@ -269,11 +327,16 @@ def _of_notebook(file: Path, text: str) -> str:
 
 
 def _of_python(file: Path, text: str) -> list[Config]:
-    """Return what the calls of a Python file say, and each command in its docstring, with these calls."""
+    """Return what the calls of a Python file say for each kind of trainer in it."""
     try:
-        module = python_source.read(text, file.as_posix())
+        modules = python_source.read(text, file.as_posix())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{file}: expected Python, which cannot be read: {error}") from None
+    return [x for module in modules for x in _of_module(file, module)]
+
+
+def _of_module(file: Path, module: python_source.Module) -> list[Config]:
+    """Return what the calls say, and each command in the docstring, with these calls."""
     own = Config(module.options, module.programs, module.notes, started=module.started)
     commands: list[Config] = []
     if module.commands:
@@ -282,14 +345,19 @@ def _of_python(file: Path, text: str) -> list[Config]:
         except ValueError:
             commands = []
     if not commands:
-        return [own]
+        return [own._replace(notes=[*own.notes, *_open(module, own.options)])]
     # the parser of the script reads the command, so that its options are those of the command
     return [
         x._replace(
             options={**own.options, **x.options},
             programs=own.programs or x.programs,
-            notes=[*own.notes, *x.notes],
+            notes=[*own.notes, *_open(module, {**own.options, **x.options}), *x.notes],
             started=own.started or x.started,
         )
         for x in commands
     ]
+
+
+def _open(module: python_source.Module, options: Mapping[str, Any]) -> list[str]:
+    """Return the notes on options of the module's own command line that have no value."""
+    return [note for name, note in module.parsed.items() if name not in options]

@@ -58,10 +58,10 @@ def combine(
         new = new if 0 < new < longest else max(longest // 2, 1)
     new = new or 1024
     prompt = r.integer(options, "prompt_max_len", default=longest - new if longest else 1024)
-    budget = max(prompt + new, r.integer(options, "train.max_tokens_per_gpu"))
+    budget = max(prompt + new, r.integer(options, "train.max_tokens_per_gpu", "train_max_tokens_per_gpu"))
     arguments += [f"--max-prompt {prompt}", f"--max-new {new}", f"--budget {budget}"]
     used |= {"prompt_max_len", "generate_max_len", "rollout.max_new_tokens", "max_new_tokens"}
-    used |= {"train.max_tokens_per_gpu"}
+    used |= {"train.max_tokens_per_gpu", "train_max_tokens_per_gpu"}
 
     # a text model has nothing with the prefix
     used |= {"freeze_prefix"}

@@ -39,14 +39,16 @@ def rollouts(options: Mapping[str, Any]) -> r.Combined:
     if any(objectives.is_true(options.get(name)) for name in ("train.enable_ema", "enable_ema")):
         used |= {"train.enable_ema", "enable_ema", "train.ema_beta", "ema_beta"}
         arguments.append(f"--ema {options.get('train.ema_beta', options.get('ema_beta', 0.992))}")
-    if options.get("train.agent_func_path"):
+    agent = options.get("train.agent_func_path") or options.get("agent_func_path")
+    if agent:
         notes.append(
-            f"train.agent_func_path={options['train.agent_func_path']}: conversations over several turns; "
+            f"train.agent_func_path={agent}: conversations over several turns; "
             "multi_turn.py --environment FILE.py:NAME is that, see docs/environments.md"
         )
-    if objectives.is_true(options.get("train.async_enable")) and not options.get("train.async_queue_size"):
+    on = any(objectives.is_true(options.get(x)) for x in ("train.async_enable", "async_train"))
+    if on and not any(options.get(x) for x in ("train.async_queue_size", "async_queue_size")):
         arguments.append("--ahead 1")
-    used |= {"train.async_enable"}
+    used |= {"train.async_enable", "async_train"}
     return r.Combined(["--strategy.engine-type vllm", *arguments], used, notes)
 
 

@@ -12,17 +12,24 @@ def rollouts(options: Mapping[str, Any]) -> r.Combined:
     """Return the objective, the prompts of a batch that counts responses, and the lengths of a sequence."""
     used = {"orchestrator.batch_size", "orchestrator.train.sampling.max_completion_tokens"}
     used |= {"orchestrator.train.sampling.max_tokens", "orchestrator.train.source", "orchestrator.train.env"}
-    used |= {name for name in options if name.startswith(("trainer.loss.", "orchestrator.algo."))}
+    used |= {"orchestrator.sampling.max_tokens", "orchestrator.env", "orchestrator.algo.type"}
+    used |= {f"trainer.loss.{x}" for x in ("type", "kl_tau", "dppo_mask_low", "dppo_mask_high")}
     notes: list[str] = []
+    if older := [x for x in ("orchestrator.rollouts_per_example", "orchestrator.env") if x in options]:
+        used |= {"orchestrator.group_size"}  # its default
+        notes.append(
+            f"objective: {older[0]} is of an older release, whose default loss is another; dppo_tv stands in"
+        )
 
     # the batch counts responses; a sequence holds a prompt and its response
-    group = r.integer(options, "orchestrator.group_size", default=1)
+    group = r.integer(options, "orchestrator.rollouts_per_example", "orchestrator.group_size", default=1)
     size = r.integer(options, "orchestrator.batch_size")
     if not size:
         notes.append("--prompts: theirs is by a number of tokens, token_batch_size; ours counts prompts")
     arguments = [f"--prompts {max(size // group, 1)}"] if size else []
     length = r.integer(options, "orchestrator.seq_len", "trainer.model.seq_len", "seq_len", default=2048)
     names = [f"orchestrator.train.sampling.{name}" for name in ("max_completion_tokens", "max_tokens")]
+    names.append("orchestrator.sampling.max_tokens")
     new = r.integer(options, *names) or length // 2
     if not any(name in options for name in names):
         notes.append(f"--max-new: theirs is what the prompt leaves of {length} tokens; here half of them")
@@ -51,7 +58,8 @@ def rollouts(options: Mapping[str, Any]) -> r.Combined:
         notes.append(f"objective: orchestrator.algo.type={algo} is another advantage; that of grpo stands in")
 
     # environments are packages of verifiers
-    source = options.get("orchestrator.train.source") or options.get("orchestrator.train.env") or []
+    places = ("orchestrator.train.source", "orchestrator.train.env", "orchestrator.env")
+    source = next((options[x] for x in places if options.get(x)), [])
     named = [str(x.get("name") or x.get("id")) for x in source if isinstance(x, Mapping)]
     notes.append(
         f"--data, --reward: of the environment {', '.join(named) or 'of the file'}; its rubric is a reward "

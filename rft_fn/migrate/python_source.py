@@ -24,8 +24,10 @@ _OTHERS = ("ModelConfig", "ScriptArguments", "TrainingArguments")
 _ADAPTERS = {
     "r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
     "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save",
+    "bias": "lora_bias", "use_dora": "use_dora", "use_rslora": "use_rslora",
 }  # fmt: skip
-_PARSED = ("parse_args_and_config", "parse_args_into_dataclasses", "parse_args")
+_CODE = ("formatting_func", "data_collator", "rollout_func", "tools", "optimizers", "compute_loss_func")
+_NAMING = (ast.Constant, ast.Attribute, ast.JoinedStr)  # expressions that a model's name may be
 
 
 _COMMAND = re.compile(
@@ -41,47 +43,69 @@ class Module(NamedTuple):
     notes: list[str]
     started: str
     commands: str  # a shell script of the commands in its texts
+    parsed: dict[str, str]  # options that only a command line gives a value -> a note
 
 
 class _Unknown(Exception):
     """A value that is no constant."""
 
 
-def read(text: str, path: str) -> Module:
-    """Return the options of a script, of the first of each config; SyntaxError for a text that is none."""
+def read(text: str, path: str) -> list[Module]:
+    """Return the options of a script for each kind of trainer in it; SyntaxError for a text that is none."""
     tree = ast.parse(text)
-    names = dict(_assigned(tree))
+    calls = sorted((x for x in ast.walk(tree) if isinstance(x, ast.Call)), key=lambda x: x.lineno)
+    kinds = dict.fromkeys(kind for call in calls if (kind := _kind(call)))
+    return [_of_kind(tree, path, kind) for kind in kinds or [""]]
+
+
+def _kind(call: ast.Call) -> str:
+    """Return the kind of trainer that a call of a config or of a trainer is of; empty for another call."""
+    called = ast.unparse(call.func).rpartition(".")[2]
+    return _CONFIGS.get(called) or _TRAINERS.get(called) or ""
+
+
+def _of_kind(tree: ast.Module, path: str, kind: str) -> Module:
+    """Return the options of one kind of trainer, of the first of each config."""
+    names: dict[str, ast.expr] = {}
+    several = set()  # names with more values than one: which counts, a run tells
+    for name, value in _assigned(tree):
+        if ast.dump(names.setdefault(name, value)) != ast.dump(value):
+            several.add(name)
+    names = {name: value for name, value in names.items() if name not in several}
     functions = {
         node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     imported = dict(_imported(tree))
     options: dict[str, Any] = {}
-    programs: list[str] = []
     notes: list[str] = []
+    parsed: dict[str, str] = {}
+    _take(options, notes, parsed, _set_later(tree, kind, notes), names)
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         called = ast.unparse(call.func).rpartition(".")[2]
-        if called in _CONFIGS or called in _TRAINERS:
-            kind = _CONFIGS.get(called) or _TRAINERS[called]
-            programs += [kind] if kind not in programs else []
+        if _kind(call) not in ("", kind):
+            continue
         given = {}
         for x in call.keywords:
             given |= {x.arg: x.value} if x.arg else _splatted(x.value, names, notes)
+        if called in ("BitsAndBytesConfig", "from_pretrained"):
+            quantized = {x: node for x, node in given.items() if x in ("load_in_4bit", "load_in_8bit")}
+            _take(options, notes, parsed, quantized, names)
         if called in _CONFIGS or called in _OTHERS:
-            _take(options, notes, given, names)
+            _take(options, notes, parsed, given, names)
         elif called == "LoraConfig" or (called == "get_peft_model" and "r" in given):
             chosen = {_ADAPTERS[name]: x for name, x in given.items() if name in _ADAPTERS}
             options.setdefault("use_peft", True)
-            _take(options, notes, chosen, names)
+            _take(options, notes, parsed, chosen, names)
         elif called in _TRAINERS:
             first = call.args[0] if call.args else None
-            _of_trainer(options, notes, given, first, names, functions, imported, path)
+            _of_trainer(options, notes, parsed, given, first, names, functions, imported, path)
         elif called == "load_dataset" and "dataset_name" not in options:
-            _take(options, notes, _of_data(call, given), names)
+            _take(options, notes, parsed, _of_data(call, given), names)
         elif called == "from_pretrained" and "model_name_or_path" not in options:
             first = call.args[0] if call.args else given.get("model_name")
             owner = ast.unparse(call.func)
             if first is not None and "Model" in owner and "Reward" not in owner:
-                _take(options, notes, {"model_name_or_path": first}, names)
+                _take(options, notes, parsed, {"model_name_or_path": first}, names)
     for node in (x for x in ast.walk(tree) if isinstance(x, ast.Call)):
         if (
             isinstance(node.func, ast.Attribute)
@@ -98,7 +122,32 @@ def read(text: str, path: str) -> Module:
         x.value.value for x in tree.body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)
     ]
     commands = _COMMAND.findall("\n".join(x for x in texts if isinstance(x, str)))
-    return Module(options, programs[:1], notes, started, "\n".join(commands))
+    return Module(options, [kind] if kind else [], notes, started, "\n".join(commands), parsed)
+
+
+def _set_later(tree: ast.AST, kind: str, notes: list[str]) -> dict[str, ast.expr]:
+    """Return what is assigned to attributes of a config after its call; note what a condition decides."""
+    configs, found = {"training_args"}, {}
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and _kind(node.value) == kind != ""
+        ):
+            configs |= {x.id for x in node.targets if isinstance(x, ast.Name)}
+    forks = (x for x in ast.walk(tree) if isinstance(x, ast.If | ast.For | ast.While | ast.Try))
+    forks = (x for x in forks if not (isinstance(x, ast.If) and "__name__" in ast.unparse(x.test)))
+    conditional = {x for fork in forks for x in ast.walk(fork)}
+    for node in (x for x in ast.walk(tree) if isinstance(x, ast.Assign)):
+        target = node.targets[0]
+        if not (isinstance(target, ast.Attribute) and ast.unparse(target.value) in configs):
+            continue
+        if node in conditional:
+            said = f"line {node.lineno}: {ast.unparse(node)[:60]}"
+            notes.append(f"{said}: under a condition, so it is left out")
+        else:
+            found[target.attr] = node.value
+    return found
 
 
 def _splatted(node: ast.expr, names: Mapping[str, ast.expr], notes: list[str]) -> dict[str, ast.expr]:
@@ -115,17 +164,23 @@ def _splatted(node: ast.expr, names: Mapping[str, ast.expr], notes: list[str]) -
 
 
 def _take(
-    options: dict[str, Any], notes: list[str], given: Mapping[str, ast.expr], names: Mapping[str, ast.expr]
+    options: dict[str, Any],
+    notes: list[str],
+    parsed: dict[str, str],
+    given: Mapping[str, ast.expr],
+    names: Mapping[str, ast.expr],
 ) -> None:
-    """Add the options with constant values; note the others."""
+    """Add the options with constant values; note the others, in `parsed` what its own parser reads."""
     for name, node in given.items():
         try:
             value = _constant(node, names)
         except _Unknown:
             text = " ".join(ast.unparse(node).split())
-            # what its own parser reads comes from the command line
-            if not text.startswith(("script_args.", "training_args.", "model_args.", "args.", "cfg.")):
-                notes.append(f"line {node.lineno}: {name}={text[:60]}: not a constant, so it is left out")
+            said = f"line {node.lineno}: {name}={text[:60]}"
+            if text.startswith(("script_args.", "training_args.", "model_args.", "args.", "cfg.")):
+                parsed.setdefault(name, f"{said}: of its command line, so it is left out")
+            else:
+                notes.append(f"{said}: not a constant, so it is left out")
             continue
         options.setdefault(name, value)
 
@@ -133,6 +188,7 @@ def _take(
 def _of_trainer(
     options: dict[str, Any],
     notes: list[str],
+    parsed: dict[str, str],
     given: Mapping[str, ast.expr],
     positional: ast.expr | None,
     names: Mapping[str, ast.expr],
@@ -142,10 +198,14 @@ def _of_trainer(
 ) -> None:
     """Add the model and the rewards of a trainer: functions of this file, or of the module they are from."""
     model = given.get("model", positional)
-    if isinstance(model, ast.Constant) and isinstance(model.value, str):
-        options.setdefault("model_name_or_path", model.value)
-    elif isinstance(model, ast.Name) and isinstance(names.get(model.id), ast.Constant):
-        _take(options, notes, {"model_name_or_path": model}, names)
+    named = names.get(model.id) if isinstance(model, ast.Name) else model
+    if model is not None and isinstance(named, _NAMING):
+        _take(options, notes, parsed, {"model_name_or_path": model}, names)
+    notes += [
+        f"line {node.lineno}: {name}={ast.unparse(node)[:60]}: code, which is not read"
+        for name, node in given.items()
+        if name in _CODE
+    ]
     if "reward_funcs" not in given or "reward_funcs" in options:
         return
     node = given["reward_funcs"]
@@ -202,6 +262,13 @@ def _assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             yield node.targets[0].id, node.value
+        elif (
+            isinstance(node, ast.Assign)
+            and isinstance(names := node.targets[0], ast.Tuple)
+            and isinstance(node.value, ast.Tuple)
+        ):
+            pairs = zip(names.elts, node.value.elts)
+            yield from ((x.id, value) for x, value in pairs if isinstance(x, ast.Name))
         elif isinstance(node, ast.ClassDef):
             for field in node.body:
                 if isinstance(field, ast.AnnAssign) and field.value is not None:
@@ -209,16 +276,23 @@ def _assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
             yield node.target.id, node.value
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument") and node.args:
-            flag = node.args[-1]
-            default = next((x.value for x in node.keywords if x.arg == "default"), None)
-            if isinstance(flag, ast.Constant) and isinstance(flag.value, str) and default is not None:
-                yield f".{flag.value.lstrip('-').replace('-', '_')}", default
+            given = {x.arg: x.value for x in node.keywords}
+            # as argparse names it: by dest, else by the first long option
+            flags = [x.value for x in (given.get("dest"), *node.args) if isinstance(x, ast.Constant)]
+            flag = next((str(x) for x in flags if "dest" in given or str(x)[:2] == "--"), str(flags[:1]))
+            action = ast.unparse(given["action"]).strip("'") if "action" in given else ""
+            switched = ast.Constant(action == "store_false") if action.startswith("store_") else None
+            default = given.get("default", switched)
+            if default is not None:
+                yield f".{flag.lstrip('-').replace('-', '_')}", default
 
 
 def _default(node: ast.expr) -> ast.expr:
     """Return the default in a call of `field`."""
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("field"):
-        return next((x.value for x in node.keywords if x.arg == "default"), node)
+        given = {x.arg: x.value for x in node.keywords}
+        made = given.get("default_factory")
+        return made.body if isinstance(made, ast.Lambda) else given.get("default", node)
     return node
 
 

@@ -76,7 +76,7 @@ def openrlhf(options: Mapping[str, Any]) -> r.Combined:
             "--reward: no model; theirs is the rule that the column label names, reward_fn of the file "
             "reward_models_utils.py beside train_colocate.py, here as --reward lightrft:FILE.py:reward_fn"
         )
-    if not found and options.get("train.agent_func_path"):
+    if not found and (options.get("train.agent_func_path") or options.get("agent_func_path")):
         notes.append("--reward: the agent gives it; the rewards of --environment are its own")
     arguments = [f"--reward {' '.join(map(shlex.quote, found))}"] if found else []
     return r.Combined(arguments, used, notes)
@@ -113,7 +113,8 @@ def _verl(options: Mapping[str, Any]) -> r.Combined:
         used |= {"reward_model.enable"}
     if path:
         head = "custom_reward_function.reward_kwargs."
-        given = {name.removeprefix(head): x for name, x in options.items() if name.startswith(head)}
+        given = dict(options.get(head[:-1]) or {})
+        given |= {name.removeprefix(head): x for name, x in options.items() if name.startswith(head)}
         call = f"({', '.join(f'{k}={_literal(x)}' for k, x in given.items())})" if given else ""
         spec = f"verl:{path}:{options.get('custom_reward_function.name') or 'compute_score'}{call}"
         arguments = [f"--reward {' '.join([*(x.partition(' ')[2] for x in arguments), r.word(spec)])}"]
@@ -139,4 +140,7 @@ def _verl(options: Mapping[str, Any]) -> r.Combined:
 
 def _literal(x: Any) -> str:
     """Return a value as Python writes it."""
+    plain = {"true": "True", "false": "False", "null": "None", "none": "None"}
+    if str(x).lower() in plain:
+        return plain[str(x).lower()]
     return str(x) if r.number({"x": x}, "x", default=math.nan) == r.number({"x": x}, "x") else repr(str(x))

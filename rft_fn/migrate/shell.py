@@ -1,8 +1,9 @@
 """The commands of a shell script with the values of its variables; nothing is run.
 
 What is read: assignments, arrays, `${X:-default}` and the other forms of a variable, `$((...))`, quotes,
-continued lines, here-documents, conditions that only compare texts or numbers, and the commands within
-`bash -c` and `eval`. A pipe, a redirection and `&` end a command. What has no value stays as it is written.
+continued lines, here-documents, conditions that only compare texts or numbers, functions with the arguments
+of each call, and the commands within `bash -c` and `eval`. A pipe, a redirection and `&` end a command. What
+has no value stays as it is written.
 """
 
 import operator
@@ -27,6 +28,7 @@ class Command(NamedTuple):
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
+_FUNCTION = re.compile(r"(?:function\s+([\w-]+)\s*(?:\(\s*\))?|([A-Za-z_][\w-]*)\s*\(\s*\))\s*\{(?=\s)")
 _WHOLE = re.compile(r"\$'|\$\{\w+:?[-=+]['\"]")  # what is quoted within an expansion is not split
 _HOME = re.compile(r"((?:[A-Za-z_]\w*=)?)~(?=[/\s;&|()<>]|$)")
 _REDIRECTED = re.compile(r"(?:\d*|&)(?:>>|>&|>|<<<|<<-?|<)")
@@ -43,19 +45,25 @@ Value = str | list[str]  # an array is a list
 
 def commands(text: str) -> list[Command]:
     """Return the commands of a script in their order; ValueError for a text that is no shell script."""
-    reader = _Reader(text.replace("\r\n", "\n"), {}, {}, 0, 1)
+    reader = _Reader(text.replace("\r\n", "\n"), None, 1)
     reader.run()
+    for name, (body, line) in list(reader.functions.items()):
+        if name not in reader.called:  # as where "$@" or a name in a variable calls it
+            reader.inside(body, line)
     return reader.found
 
 
 class _Reader:
     """Reads a script from its first character to its last."""
 
-    def __init__(
-        self, text: str, variables: dict[str, Value], lines: dict[str, int], depth: int, first: int
-    ) -> None:
-        self.text, self.i, self.depth, self.first = text, 0, depth, first
-        self.variables, self.lines = variables, lines
+    def __init__(self, text: str, outer: "_Reader | None", first: int) -> None:
+        self.text, self.i, self.first = text, 0, first
+        self.depth: int = outer.depth if outer else 0
+        self.variables: dict[str, Value] = outer.variables if outer else {}
+        self.lines: dict[str, int] = outer.lines if outer else {}
+        self.functions: dict[str, tuple[str, int]] = outer.functions if outer else {}  # bodies, their lines
+        self.called: set[str] = outer.called if outer else set()
+        self.arguments: list[str] | None = outer.arguments if outer else None  # of a function's call
         self.found: list[Command] = []
         self.branches: list[list[bool]] = []  # of open ifs: whether this branch is read, whether one was
         self.documents: list[tuple[str, bool, str]] = []  # (end, whether it is expanded, variable) to come
@@ -86,6 +94,8 @@ class _Reader:
             c = rest[0]
             if c in " \t":
                 self.i += 1
+            elif not words and not assigned and (match := _FUNCTION.match(rest)) and self.define(match):
+                pass
             elif rest.startswith("\\\n") or rest == "\\":  # the end of a script ends the line too
                 self.i += 2
             elif c == "#":
@@ -109,7 +119,11 @@ class _Reader:
                 return words, assigned, c
             elif (not words or words[0] in _DECLARE) and (match := _ASSIGNED.match(rest)):
                 self.i += match.end()
-                assigned.append((match[1], match[3], self.value()))
+                value = self.value()
+                if match[2] and isinstance(value, str):  # NAME[KEY]=value
+                    assigned.append((match[1], "+", [f"{match[2]}={value}"]))
+                else:
+                    assigned.append((match[1], match[3], value))
             else:
                 words += self.word()
                 if words in _BEFORE_COMMANDS:  # what follows is a command of its own
@@ -169,16 +183,31 @@ class _Reader:
 
     def expanded(self, text: str, line: int) -> str:
         """Return a text as within double quotes."""
-        inner = _Reader(text.replace("\\\n", " "), self.variables, self.lines, self.depth, line)
+        inner = _Reader(text.replace("\\\n", " "), self, line)
         parts = inner.quoted(stop="")
         return " ".join(parts)
 
-    def inside(self, text: str, line: int) -> None:
-        """Read the commands in a text, as of `bash -c`."""
+    def inside(self, text: str, line: int, arguments: list[str] | None = None) -> None:
+        """Read the commands in a text, as of `bash -c`, or of a function with the arguments of its call."""
         if self.depth < _DEPTH:
-            inner = _Reader(text, self.variables, self.lines, self.depth + 1, line)
+            inner = _Reader(text, self, line)
+            inner.depth += 1
+            inner.arguments = self.arguments if arguments is None else arguments
             inner.run()
-            self.found += inner.found
+            loops = [x for x in self.loops if x]
+            self.found += [x._replace(loops=[*loops, *x.loops]) for x in inner.found]
+
+    def define(self, match: re.Match[str]) -> bool:
+        """Note a function; False for one without an end that can be found."""
+        start = self.i + match.end()
+        try:
+            end = closed(self.text, start - 1, "{", "}")
+        except ValueError:  # as for a quote in a comment
+            return False
+        self.i = start
+        self.functions[match[1] or match[2]] = self.text[start : end - 1], self.line()
+        self.i = end
+        return True
 
     def act(self, words: list[str], assigned: list[tuple[str, str, Value]], line: int) -> None:
         """Do what a command does to variables and to the branch that is read, or note it."""
@@ -203,6 +232,12 @@ class _Reader:
             self.i = end.end() if end else self.i
         elif first in ("[", "[[", "test"):
             self.status = self.test(words)
+        elif first == "shift":
+            count = int(words[1]) if words[1:] and words[1].isdigit() else 1
+            self.arguments = self.arguments and self.arguments[count:]
+        elif first in self.functions:
+            self.called.add(first)
+            self.inside(*self.functions[first], [word.replace(_SPACE, " ") for word in words[1:]])
         elif not words or first in _DECLARE:
             for name, more, value in assigned:
                 self.assign(name, more, value, line)
@@ -348,6 +383,8 @@ class _Reader:
         if rest[0] == "`":
             end = self.text.find("`", start + 1)
             self.i = end + 1 if end > 0 else len(self.text)
+            if rest[1:].lstrip().startswith("#"):  # a comment within a command
+                return []
             return [self.output(self.text[start + 1 : self.i - 1], self.text[start : self.i], line)]
         if rest.startswith("${"):
             self.i = end = closed(self.text, start + 1, "{", "}")
@@ -357,7 +394,7 @@ class _Reader:
             return self.of(match[0], line, quoted=quoted)
         if rest[1:2] and (rest[1] in "@*#?$!-" or rest[1].isdigit()):
             self.i += 2
-            return [] if rest[1] in "@*" else [self.kept(rest[:2], line)]
+            return self.argument(rest[1], "", line, quoted=quoted)
         if match := re.match(r"\$'((?:\\.|[^'\\])*)'", rest, re.S):
             self.i += match.end()
             return [re.sub(r"\\(.)", lambda x: _ESCAPED.get(x[1], x[1]), match[1], flags=re.S)]
@@ -378,12 +415,31 @@ class _Reader:
             return [] if index in ("@", "*") else [self.kept(f"${{{name}}}", line)]
         if isinstance(value, str):
             return [value]
+        plain = [re.sub(r"^\[\w+\]=", "", x) for x in value]
         if index == "@" or (index == "*" and not quoted):
-            return list(value)
+            return plain
         if index == "*":
-            return [" ".join(value)]
-        chosen = int(index) if index.isdigit() else 0
-        return value[chosen : chosen + 1]
+            return [" ".join(plain)]
+        index = self.expanded_word(index, line)
+        if index in self.variables:  # of an array whose keys are numbers
+            index = " ".join(self.of(index, line, quoted=True))
+        if keyed := [item for x, item in zip(value, plain) if x.startswith(f"[{index}]=")]:
+            return keyed[-1:]
+        if index and not index.isdigit():
+            return [self.kept(f"${{{name}[{index}]}}", line)]
+        return plain[int(index or 0) : int(index or 0) + 1]
+
+    def argument(self, name: str, rest: str, line: int, *, quoted: bool) -> list[str]:
+        """Return an argument of a function, or all of them from the one that `rest` names, as in ${@:2}."""
+        given = self.arguments
+        if name in "@*":
+            start = int(rest[1:]) - 1 if re.fullmatch(r":[1-9]\d*", rest) else 0
+            found = (given or [])[start:]
+            return [" ".join(found)] if name == "*" and quoted and given is not None else found
+        if given is not None and name == "#":
+            return [str(len(given))]
+        found = given[int(name) - 1 : int(name)] if given and name.isdigit() and int(name) else []
+        return found or [self.kept(f"${name}" if len(name) == 1 else f"${{{name}}}", line)]
 
     def braced(self, inner: str, line: int, *, quoted: bool) -> list[str]:
         """Return the texts of ${...}."""
@@ -392,10 +448,13 @@ class _Reader:
         if match is None:
             return [self.kept(whole, line)]
         name, index, rest = match[1], match[2] or "", inner[match.end() :]
-        if name in "@*":
-            return []
+        if name in "@*" or (name.isdigit() and not rest):
+            return self.argument(name, rest, line, quoted=quoted)
         known = name in self.variables
         values = self.of(name, line, quoted=quoted, index=index) if known else []
+        if name.isdigit() and self.arguments:
+            values = self.arguments[int(name) - 1 : int(name)] if int(name) else []
+            known = bool(values)
         if not rest:
             return values if known else self.of(name, line, quoted=quoted, index=index)
 
@@ -418,7 +477,7 @@ class _Reader:
 
     def expanded_word(self, text: str, line: int) -> str:
         """Return the default in ${X:-default}, which may have quotes."""
-        inner = _Reader(text, self.variables, self.lines, self.depth, line)
+        inner = _Reader(text, self, line)
         parts = []
         while inner.i < len(text):
             if inner.at_word():

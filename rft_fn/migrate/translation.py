@@ -121,7 +121,8 @@ def _with_places(script: str, arguments: Sequence[str]) -> tuple[list[str], list
 
 def _harmless(library: Library, name: str, value: Any) -> str | None:
     """Return why an option of a library changes no objective; None where that is not known."""
-    told = f"{name}={str(value).lower()}"
+    is_zero = not isinstance(value, bool) and _is_number(value) and float(value) == 0
+    told = f"{name}={'0' if is_zero else str(value).lower()}"
     for why, patterns in library.harmless.items():
         if any(fnmatchcase(told if "=" in x else name, x) for x in patterns):
             return why
@@ -333,21 +334,31 @@ def translated(config: Config, name: str = "", kind: str | None = None, version:
         options["processes"] = config.processes
     open_, given = _open(config.options)
     found = translate(library, {**options, **given}, programs, kind, version)
+    decide = [note for name, note in open_.items() if not _is_place(library, name)]
+    open_ = [note for note in open_.values() if note not in decide]
     notes = [*first, *open_, *config.notes, *unresolved(config, found.command)]
-    return found._replace(notes=[*notes, *found.notes])
+    return found._replace(notes=[*notes, *found.notes], unknown=[*decide, *found.unknown])
+
+
+def _is_place(library: Library, name: str) -> bool:
+    """Return whether an option is what a run is called, or where it, its model or its data are."""
+    ours = {x.rows[name].ours.partition(" ")[0] for x in library.trainers.values() if name in x.rows}
+    named = bool(ours & {"--out", "--run-name", "--project", "--model", "--data", "--eval-data", "--seed"})
+    return named or _harmless(library, name, "") is not None
 
 
 # what a shell would not have, or would run: $1, $(cat x), ${LIST[@]}; a date is harmless
 _NEVER = re.compile(r"\$\{?\d|\$\((?!date\b)|`|\$\{[^}]*[^\w}]")
 
 
-def _open(options: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+def _open(options: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
     """Return a note for each option with a value that only a run of the file has, and the others."""
-    notes, given = [], {}
+    notes, given = {}, {}
     for name, x in options.items():
         if isinstance(x, str) and _NEVER.search(x):
             what = "an argument of the script" if re.search(r"\$\{?\d", x) else "what a command prints"
-            notes.append(f"{name}={x}: {what}, so it is left out")
+            what = "of another place of the config" if re.search(r"\$\{[\w:]*\.", x) else what
+            notes[name] = f"{name}={x}: {what}, so it is left out"
         else:
             given[name] = x
     return notes, given

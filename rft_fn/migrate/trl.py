@@ -1,6 +1,5 @@
 """Options of TRL that only count together."""
 
-import json
 import math
 import shlex
 from collections.abc import Mapping
@@ -38,7 +37,7 @@ def _shared(options: Mapping[str, Any]) -> r.Combined:
     if isinstance(mixture, list):
         used |= {name for name in options if name.startswith("dataset_mixture.")}
         each = [x for x in mixture if isinstance(x, Mapping)]
-        named = [f"{x.get('id')}={x.get('weight', 1)}" for x in each]
+        named = [f"{_source(x)}={x.get('weight', 1)}" for x in each]
         arguments.append(f"--data {' '.join(map(shlex.quote, named))}")
         notes.append("--data: theirs takes a share of each source, ours draws from each by its share")
 
@@ -61,11 +60,6 @@ def _shared(options: Mapping[str, Any]) -> r.Combined:
 
     # a schedule with a floor
     more = options.get("lr_scheduler_kwargs")
-    if isinstance(more, str):  # of a command line
-        try:
-            more = json.loads(more)
-        except ValueError:
-            more = None
     if str(options.get("lr_scheduler_type")) == "cosine_with_min_lr" and isinstance(more, Mapping):
         used |= {"lr_scheduler_type"}
         floor = r.number(more, "min_lr_rate")
@@ -75,6 +69,12 @@ def _shared(options: Mapping[str, Any]) -> r.Combined:
 
     saves = _saves(options)
     return r.Combined([*arguments, *saves.arguments], used | saves.used, [*notes, *saves.notes])
+
+
+def _source(x: Mapping[str, Any]) -> str:
+    """Return a data set of a mixture, by the names of TRL or of alignment-handbook, with config and split."""
+    config, split = x.get("config") or x.get("name"), x.get("split")
+    return f"{x.get('id') or x.get('path')}{f':{config}' if config else ''}{f'@{split}' if split else ''}"
 
 
 def _saves(options: Mapping[str, Any]) -> r.Combined:

@@ -81,10 +81,12 @@ def rollouts(options: Mapping[str, Any]) -> r.Combined:
     if not r.integer(options, MODEL + "lora_rank", MODEL + "lora.rank"):
         used |= {
             MODEL + name for name in ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha", "target_modules")
-        }
+        } | {MODEL + "exclude_modules"}
     if str(options.get(ACTOR + "optim.lr_scheduler_type")) != "constant":
         arguments.append(f"--lr-end {options.get(ACTOR + 'optim.min_lr_ratio', 0.0)}")
-    used |= {ACTOR + "optim.min_lr_ratio"}
+    used |= {ACTOR + "optim.min_lr_ratio", ACTOR + "optim.betas"}
+    betas = _items(options.get(ACTOR + "optim.betas"))
+    arguments += [f"{name} {x}" for name, x in zip(("--beta1", "--beta2"), betas)]
 
     # tools are for conversations
     searched = any(name.startswith("retriever.") for name in options)
@@ -95,6 +97,15 @@ def rollouts(options: Mapping[str, Any]) -> r.Combined:
         )
     used |= {x for x in options if x.startswith(ROLLOUT + "multi_turn.")} - {ROLLOUT + "multi_turn.enable"}
     more = rewards.verl(options)
+
+    # what the chat template gets, by one mapping or by dotted names
+    head = "data.apply_chat_template_kwargs"
+    given = {x.removeprefix(f"{head}."): options[x] for x in options if x.startswith(f"{head}.")}
+    if isinstance(mapping := options.get(head), Mapping):
+        given |= mapping
+    if given:
+        used |= {x for x in options if x.startswith(head)}
+        arguments.append(f"--chat-template-kwargs {' '.join(r.word(f'{k}={x}') for k, x in given.items())}")
 
     # EasyR1's prompts are texts
     if "easyr1.prompt_key" in options:

@@ -111,6 +111,8 @@ def _resolved(name: str) -> str:
         return str(_built(tiny_models.cache_name(name), partial(tiny_models.build, name=name)))
 
     # A folder, or at least a name that could be on the hub.
+    if Path(name).is_file():
+        raise ValueError(f"model: expected a folder of a model, got the file {name!r}")
     if Path(name).exists():
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:

@@ -214,6 +214,17 @@ def test_no_prompt_ends_with_the_end_that_a_tokenizer_adds():
         assert tok.decode(data.responses.prompt_ids(tok, "1+1=")) == "<bos>1+1="
 
 
+def test_a_template_without_a_column_is_announced():
+    """Its prompts are all the same; not so where responses differ, or columns are named."""
+    tok, rows = tiny.tokenizer(), [{"question": "1+1=", "answer": "2"}, {"question": "2+1=", "answer": "3"}]
+    with pytest.warns(UserWarning, match=r"the template '12=' names no column, so that all prompts of f are"):
+        data.from_rows(rows, tok, template="12=", name="f")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data.from_rows(rows, tok, template="12={question}")
+        data.from_rows(rows, tok, template="12=", response="{answer}")
+
+
 def test_the_share_of_unknown_text_is_announced_once():
     """Of prompts, and of pairs with their responses; a task says so of its first prompt."""
     tok = tiny.tokenizer()

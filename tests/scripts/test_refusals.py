@@ -190,6 +190,7 @@ NAMES = [
     ("grpo", "--advantage ppo", "advantage: expected one of grpo, dr_grpo, "),
     ("grpo", "--reward best", "reward 'best': expected one of math"),
     ("grpo", "--model ./nowhere", "... expected a folder, a hub name"),
+    ("grpo", "--model a.jsonl", "model: expected a folder of a model, got the file 'a.jsonl'"),
     ("grpo", "--template {query}", "... has no column 'query'"),
     ("ppo", "--algorithm ppo2", "algorithm: expected one of ppo, vapo, got 'ppo2'"),
     ("ppo", "--algorithm grpo", "... got 'grpo', which has no critic: see train_scripts/grpo"),
