@@ -406,12 +406,13 @@ def icepop(w, old_logp, logp, low=0.5, high=5.0):
 
 
 def mismatch(trainer, sampler, mask):
-    """(mean and largest |difference|, KL by k3 and by k1, chi-square, effective share of the tokens)."""
+    """(mean, largest |difference|, and of it in [-20, 20] KL by k3 and k1, chi-square, effective share)."""
     d = [t - s for t, s, m in zip(np.ravel(trainer), np.ravel(sampler), np.ravel(mask)) if m]
+    gaps = sum(map(abs, d)) / len(d), max(map(abs, d))
+    d = [min(max(x, -20.0), 20.0) for x in d]
     kl = [math.exp(x) - 1 - x for x in d]
     ratio = [math.exp(x) for x in d]
     chi2 = sum(r * r for r in ratio) / len(d) - 1
-    gaps = sum(map(abs, d)) / len(d), max(map(abs, d))
     return *gaps, sum(kl) / len(kl), -sum(d) / len(d), chi2, effective_share(ratio)
 
 
