@@ -111,14 +111,13 @@ def from_rows(
     recipe = Recipe(
         what="prompt", limit="max_prompt", most=max_prompt, chat=chat, reads=reads, make=reader.make
     )
-    dataset = make_dataset(rows, recipe, name, workers=workers, survey=survey)
     if not messages and response is None and processing is None and not columns_in(template):
         warnings.warn(
             f"data: the template {template!r} names no column, so that all prompts of {name} are the same; "
             "name columns as {question}",
             stacklevel=2,
         )
-    return dataset
+    return make_dataset(rows, recipe, name, workers=workers, survey=survey)
 
 
 def from_task(task: str, tokenizer: Any, *, level: int = 1, seed: int = 0, **options: Any) -> Dataset[Prompt]:

@@ -17,8 +17,7 @@ from rft_fn.data.template_variables import MARK
 __all__ = [
     "CALL_ID", "THOUGHTS", "TOOL", "arguments_form", "as_json", "call_turn", "content_form", "id_of_call",
     "keywords", "lacks_ids", "own_names", "reads_key", "reads_keyword", "rendered", "thought_key",
-    "thought_marks", "thought_starts", "with_ids", "with_names", "with_thought",
-    "wrapped_tools",
+    "thought_marks", "thought_starts", "with_ids", "with_names", "with_thought", "wrapped_tools",
 ]  # fmt: skip
 
 Turn = Mapping[str, Any]

@@ -61,9 +61,16 @@ def changed(x: str, rest: str, *, partial_of: Callable[[str], str]) -> str | Non
     return None
 
 
+def _power(base: int, exponent: int) -> int:
+    """Return a power. ValueError for a negative exponent, and for one whose result nothing could hold."""
+    if not 0 <= exponent < 64:
+        raise ValueError("no number")
+    return base**exponent
+
+
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
-    ast.FloorDiv: operator.floordiv, ast.Pow: lambda a, b: a ** min(b, 64) if b >= 0 else 1 // 0,
+    ast.FloorDiv: operator.floordiv, ast.Pow: _power,
 }  # fmt: skip
 
 
